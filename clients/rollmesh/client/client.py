@@ -1,0 +1,218 @@
+"""The SDK's front door: sessions, rollouts, deliveries and weights of one mesh."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import grpc
+
+from rollmesh.client.delivery import Subscription
+from rollmesh.client.weights import push_checkpoint, push_tensors
+from rollmesh.runtime.channels import open_channel, request_metadata, typed_errors
+from rollmesh.v1 import (
+    collector_pb2,
+    collector_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    types_pb2,
+)
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAddresses:
+    """Where a mesh is reached; `rollmesh up` prints them."""
+
+    router: str
+    """host:port."""
+    gateway: str
+    """host:port."""
+    collector: str
+    """host:port."""
+    sidecar: str
+    """host:port of the OpenAI-compatible HTTP."""
+
+    @classmethod
+    def from_json(cls, text: str) -> "MeshAddresses":
+        """Reads the line that `rollmesh up` prints behind `UP`."""
+        found = json.loads(text)
+        return cls(**{name: found[name] for name in ("router", "gateway", "collector", "sidecar")})
+
+
+@dataclass(slots=True)
+class Session:
+    """An open session: one attempt of an agent at one task."""
+
+    session_id: str
+    api_key: str
+    """Bearer token that opens this session and nothing else."""
+    base_url: str
+    """What an agent sets as its base URL."""
+    reward: float | None = None
+    """Set by whoever scores the session, before it is closed."""
+    closed: bool = False
+
+
+class Client(AbstractAsyncContextManager["Client"]):
+    """One mesh; use it as a context."""
+
+    def __init__(self, addresses: MeshAddresses) -> None:
+        """Takes the addresses; connects when first used."""
+        self.addresses = addresses
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes the channels."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    @asynccontextmanager
+    async def session(
+        self,
+        *,
+        group_id: str = "",
+        sample_index: int = 0,
+        group_size: int = 1,
+        sampling: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        request_id: str = "",
+    ) -> AsyncIterator[Session]:
+        """Holds a session open; leaving closes it with `session.reward`, FAILED after an exception.
+
+        Args:
+            group_id: The sessions of one prompt share it; empty makes a group of one.
+            sample_index: Place in the group.
+            group_size: Number of sessions in the group.
+            sampling: Defaults of all turns, by the names of `SamplingParams`.
+            metadata: Carried to the trainer.
+            request_id: Makes opening repeatable.
+
+        Raises:
+            RollmeshError: The gateway refuses.
+        """
+        session = await self.open_session(
+            gateway_pb2.CreateSessionRequest(
+                request_id=request_id,
+                group_id=group_id,
+                sample_index=sample_index,
+                group_size=group_size,
+                sampling=types_pb2.SamplingParams(**dict(sampling or {})),
+                metadata=dict(metadata or {}),
+            )
+        )
+        try:
+            yield session
+        except BaseException:
+            if not session.closed:
+                await self.close_session(session, outcome="FAILED")
+            raise
+        if not session.closed:
+            await self.close_session(session)
+
+    async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
+        """Opens a session; the caller closes it."""
+        with typed_errors():
+            opened = await self._gateway().CreateSession(
+                request, timeout=_TIMEOUT_S, metadata=request_metadata(), wait_for_ready=True
+            )
+        base_url = f"http://{self.addresses.sidecar}/sessions/{opened.session_id}/v1"
+        return Session(opened.session_id, opened.session_key, base_url)
+
+    async def close_session(
+        self,
+        session: Session,
+        *,
+        outcome: Literal["COMPLETED", "FAILED", "ABORTED"] = "COMPLETED",
+        metadata: Mapping[str, str] | None = None,
+    ) -> list[str]:
+        """Closes a session with its reward; returns the ids of its trajectories."""
+        request = gateway_pb2.CloseSessionRequest(
+            session_id=session.session_id,
+            outcome=types_pb2.SessionOutcome.Value(f"SESSION_OUTCOME_{outcome}"),
+            metadata=dict(metadata or {}),
+        )
+        if session.reward is not None:
+            request.reward = session.reward
+        with typed_errors():
+            response = await self._gateway().CloseSession(
+                request, timeout=_TIMEOUT_S, wait_for_ready=True
+            )
+        session.closed = True
+        return list(response.trajectory_ids)
+
+    def subscribe(
+        self,
+        consumer: str,
+        *,
+        unit: Literal["session", "group"] = "group",
+        credits: int = 8,  # noqa: A002 - the protocol's word
+        lease_ms: int = 600_000,
+    ) -> Subscription:
+        """Returns a subscription: `async with ... as groups: async for delivery in groups: ...`."""
+        return Subscription(
+            self.addresses.collector,
+            consumer=consumer,
+            unit=unit,
+            credits=credits,
+            lease_ms=lease_ms,
+        )
+
+    async def push_weights(
+        self,
+        weights: Mapping[str, Any] | Path,
+        policy_version: int,
+        *,
+        mode: Literal["keep", "abort", "wait"] = "keep",
+    ) -> list[router_pb2.EngineResult]:
+        """Gives all engines new weights; every token sampled from then on carries the version.
+
+        Args:
+            weights: torch tensors or NumPy arrays by the checkpoint's names, or a directory of
+                safetensors files that every engine can read.
+            policy_version: Above the last one.
+            mode: What happens to running requests; "keep" lets them go on with the new weights.
+
+        Returns:
+            One result per engine.
+
+        Raises:
+            WeightsPushError: An engine did not take them.
+        """
+        stub = router_pb2_grpc.RouterServiceStub(self._channel(self.addresses.router))
+        if isinstance(weights, Path):
+            return await push_checkpoint(stub, weights, policy_version, mode)
+        return await push_tensors(stub, weights, policy_version, mode)
+
+    async def replicas(self) -> router_pb2.ListReplicasResponse:
+        """Returns who is in the mesh."""
+        stub = router_pb2_grpc.RouterServiceStub(self._channel(self.addresses.router))
+        with typed_errors():
+            return await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=_TIMEOUT_S)
+
+    async def stats(self) -> collector_pb2.GetStatsResponse:
+        """Returns how much the collector holds."""
+        stub = collector_pb2_grpc.CollectorServiceStub(self._channel(self.addresses.collector))
+        with typed_errors():
+            return await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=_TIMEOUT_S)
+
+    def _gateway(self) -> gateway_pb2_grpc.GatewayServiceStub:
+        return gateway_pb2_grpc.GatewayServiceStub(self._channel(self.addresses.gateway))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address)
+        return channel

@@ -1,0 +1,165 @@
+"""Reads sessions or groups from a collector, with credits and acknowledgement."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, aclosing
+from types import TracebackType
+from typing import Literal
+
+import grpc
+
+from rollmesh.client.trajectories import Delivery, SessionResult
+from rollmesh.runtime.channels import open_channel, read_stream
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.logs import fields
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc
+
+_log = logging.getLogger(__name__)
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
+_UNITS = {
+    "session": collector_pb2.DELIVERY_UNIT_SESSION,
+    "group": collector_pb2.DELIVERY_UNIT_GROUP,
+}
+
+
+class Subscription(AbstractAsyncContextManager["Subscription"]):
+    """A named consumer's stream of deliveries; survives restarts of the collector.
+
+    What was handed out and not acknowledged is not handed out again by this object, also when the
+    collector sends it again after a restart; another process that takes the name over gets it.
+    """
+
+    def __init__(
+        self,
+        collector: str,
+        *,
+        consumer: str,
+        unit: Literal["session", "group"],
+        credits: int = 8,  # noqa: A002 - the protocol's word
+        lease_ms: int = 600_000,
+    ) -> None:
+        """Names the consumer.
+
+        Args:
+            collector: host:port.
+            consumer: Name; a known one goes on where it stopped.
+            unit: What one delivery holds.
+            credits: Most deliveries that may wait in this process.
+            lease_ms: Time to acknowledge, milliseconds.
+        """
+        self._collector = collector
+        self._hello = collector_pb2.SubscribeHello(
+            consumer=consumer, unit=_UNITS[unit], lease_ms=lease_ms
+        )
+        self._credits = credits
+        self._ready: asyncio.Queue[Delivery | RollmeshError] = asyncio.Queue()
+        self._held: set[str] = set()
+        self._outgoing: asyncio.Queue[collector_pb2.SubscribeRequest] = asyncio.Queue()
+        self._acknowledging: dict[str, asyncio.Future[None]] = {}
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Subscription":
+        """Begins to read; returns at once."""
+        await self._group.__aenter__()
+        self._task = self._group.create_task(self._stay())
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends the stream; what is not acknowledged will be delivered to the next one."""
+        if self._task is not None:
+            self._task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    def __aiter__(self) -> AsyncIterator[Delivery]:
+        """Iterates over deliveries, for ever."""
+        return self
+
+    async def __anext__(self) -> Delivery:
+        """Waits for the next delivery and lets the collector send another.
+
+        Raises:
+            RollmeshError: The collector refuses the subscription.
+        """
+        item = await self._ready.get()
+        if isinstance(item, RollmeshError):
+            raise item
+        self._grant(1)
+        return item
+
+    async def acknowledge(self, *deliveries: Delivery) -> None:
+        """Says that deliveries are safe here; returns once the collector has that on disk."""
+        waiting: list[asyncio.Future[None]] = []
+        for delivery in deliveries:
+            future = self._acknowledging.get(delivery.delivery_id)
+            if future is None:
+                future = asyncio.get_running_loop().create_future()
+                self._acknowledging[delivery.delivery_id] = future
+            waiting.append(future)
+        self._send_acknowledgements([delivery.delivery_id for delivery in deliveries])
+        await asyncio.gather(*waiting)
+
+    def _send_acknowledgements(self, ids: list[str]) -> None:
+        message = collector_pb2.AcknowledgeDeliveries(delivery_ids=ids)
+        self._outgoing.put_nowait(collector_pb2.SubscribeRequest(acknowledge=message))
+
+    def _grant(self, credits_: int) -> None:
+        grant = collector_pb2.GrantCredits(credits=credits_)
+        self._outgoing.put_nowait(collector_pb2.SubscribeRequest(grant=grant))
+
+    async def _stay(self) -> None:
+        delay = _FIRST_RETRY_S
+        async with open_channel(self._collector) as channel:
+            while True:
+                try:
+                    await self._hold_stream(channel)
+                except InvalidFieldError as error:
+                    self._ready.put_nowait(error)
+                    return
+                except RollmeshError as error:
+                    _log.info("collector away", extra=fields(error=str(error)))
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, _LAST_RETRY_S)
+
+    async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
+        self._outgoing = asyncio.Queue()
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        if self._acknowledging:  # sent before the stream broke, perhaps in vain
+            self._send_acknowledgements(list(self._acknowledging))
+        if (wanted := self._credits - self._ready.qsize()) > 0:
+            self._grant(wanted)
+        call = stub.Subscribe(self._requests(self._outgoing))
+        async with aclosing(read_stream(call)) as responses:
+            async for response in responses:
+                if response.HasField("delivery"):
+                    self._take(response.delivery)
+                else:
+                    self._settle(response.acknowledged)
+
+    def _take(self, proto: collector_pb2.Delivery) -> None:
+        if proto.delivery_id in self._held:  # sent again after a restart: it is here already
+            self._grant(1)
+            return
+        self._held.add(proto.delivery_id)
+        sessions = tuple(map(SessionResult.from_proto, proto.sessions))
+        self._ready.put_nowait(Delivery(proto.delivery_id, proto.attempt, sessions))
+
+    def _settle(self, acknowledged: collector_pb2.Acknowledged) -> None:
+        for delivery_id in acknowledged.delivery_ids:
+            self._held.discard(delivery_id)
+            future = self._acknowledging.pop(delivery_id, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    async def _requests(
+        self, outgoing: asyncio.Queue[collector_pb2.SubscribeRequest]
+    ) -> AsyncIterator[collector_pb2.SubscribeRequest]:
+        yield collector_pb2.SubscribeRequest(hello=self._hello)
+        while True:
+            yield await outgoing.get()

@@ -1,0 +1,172 @@
+"""Books places on engines over one `Dispatch` stream.
+
+When this process dies the stream ends and the router frees every place it held. A booking that is
+cancelled while it is asked for is released as soon as it is granted, so nothing leaks.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from types import TracebackType
+
+from rollmesh.runtime import clock
+from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
+from rollmesh.runtime.logs import fields
+from rollmesh.v1 import router_pb2, router_pb2_grpc
+
+_log = logging.getLogger(__name__)
+_RETRY_S = 0.2
+_MAX_OUTGOING = 65_536
+
+
+class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
+    """One gateway's bookings."""
+
+    def __init__(self, router: str, gateway_id: str) -> None:
+        """Takes the router's `host:port` and the gateway's id."""
+        self._router = router
+        self._gateway_id = gateway_id
+        self._ids = itertools.count(1)
+        self._waiting: dict[str, asyncio.Future[router_pb2.DispatchResponse]] = {}
+        self._outgoing: asyncio.Queue[router_pb2.DispatchRequest] | None = None
+        self._connected = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "LeaseClient":
+        """Begins to connect; returns at once."""
+        await self._group.__aenter__()
+        self._task = self._group.create_task(self._stay())
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends the stream; the router frees what was held."""
+        if self._task is not None:
+            self._task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    @asynccontextmanager
+    async def lease(
+        self,
+        *,
+        session_id: str,
+        group_id: str = "",
+        model: str = "",
+        excluded: Sequence[str] = (),
+        deadline_ms: int,
+    ) -> AsyncIterator[router_pb2.LeaseGrant]:
+        """Holds a place on an engine while the block runs.
+
+        Raises:
+            EnginesBusyError: Every engine was full until the deadline.
+            NoEngineError: There was no engine, or no router, until the deadline.
+        """
+        request = router_pb2.AcquireLease(
+            session_id=session_id, group_id=group_id, model=model, excluded_engine_ids=excluded
+        )
+        lease_id, outgoing, grant = await self._acquire_until(request, deadline_ms)
+        try:
+            yield grant
+        finally:
+            release = router_pb2.ReleaseLease(lease_id=lease_id)
+            outgoing.put_nowait(router_pb2.DispatchRequest(release=release))
+
+    def forget(self, session_id: str) -> None:
+        """Says that a session is over."""
+        if self._outgoing is not None:
+            forget = router_pb2.ForgetSession(session_id=session_id)
+            self._outgoing.put_nowait(router_pb2.DispatchRequest(forget=forget))
+
+    async def _acquire_until(
+        self, request: router_pb2.AcquireLease, deadline_ms: int
+    ) -> tuple[str, asyncio.Queue[router_pb2.DispatchRequest], router_pb2.LeaseGrant]:
+        """Asks until a place is granted; an engine that was excluded in vain is allowed again."""
+        deadline = clock.monotonic_ms() + deadline_ms
+        refusal = router_pb2.LeaseRefusal(reason="NO_ENGINE", message="no router answered")
+        while (left_ms := deadline - clock.monotonic_ms()) > 0:
+            try:
+                async with asyncio.timeout(left_ms / 1000):
+                    await self._connected.wait()
+                    lease_id, outgoing, answer = await self._ask(request)
+                    if answer.HasField("grant"):
+                        return lease_id, outgoing, answer.grant
+                    refusal = answer.refusal
+                    if refusal.reason == "NO_ENGINE":
+                        del request.excluded_engine_ids[:]
+                    await asyncio.sleep(max(refusal.retry_delay_ms, 10) / 1000)
+            except TimeoutError:
+                break
+            except ConnectionError:
+                continue
+        cls = EnginesBusyError if refusal.reason == "ENGINES_BUSY" else NoEngineError
+        raise cls(
+            f"no place on an engine within {deadline_ms} ms: {refusal.message}",
+            retry_delay_ms=max(refusal.retry_delay_ms, 1000),
+        )
+
+    async def _ask(
+        self, request: router_pb2.AcquireLease
+    ) -> tuple[str, asyncio.Queue[router_pb2.DispatchRequest], router_pb2.DispatchResponse]:
+        outgoing = self._outgoing
+        if outgoing is None:
+            raise ConnectionError
+        lease_id = str(next(self._ids))
+        acquire = router_pb2.AcquireLease()
+        acquire.CopyFrom(request)
+        acquire.lease_id = lease_id
+        answer: asyncio.Future[router_pb2.DispatchResponse]
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[lease_id] = answer
+        outgoing.put_nowait(router_pb2.DispatchRequest(acquire=acquire))
+        try:
+            return lease_id, outgoing, await answer
+        except asyncio.CancelledError:
+            release = router_pb2.ReleaseLease(lease_id=lease_id)  # granted or about to be
+            outgoing.put_nowait(router_pb2.DispatchRequest(release=release))
+            raise
+        finally:
+            self._waiting.pop(lease_id, None)
+
+    async def _stay(self) -> None:
+        async with open_channel(self._router) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            while True:
+                self._outgoing = asyncio.Queue(_MAX_OUTGOING)
+                try:
+                    call = stub.Dispatch(_requests(self._gateway_id, self._outgoing))
+                    with typed_errors():
+                        await call.wait_for_connection()
+                    self._connected.set()
+                    async with aclosing(read_stream(call)) as responses:
+                        async for response in responses:
+                            answer = self._waiting.get(response.lease_id)
+                            if answer is not None and not answer.done():
+                                answer.set_result(response)
+                except (RollmeshError, ConnectionError) as error:
+                    _log.info("router away", extra=fields(error=str(error)))
+                self._disconnected()
+                await asyncio.sleep(_RETRY_S)
+
+    def _disconnected(self) -> None:
+        """Lets those who wait ask again: the router has freed what this stream held."""
+        self._connected.clear()
+        self._outgoing = None
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(ConnectionError("the router went away"))
+
+
+async def _requests(
+    gateway_id: str, outgoing: asyncio.Queue[router_pb2.DispatchRequest]
+) -> AsyncIterator[router_pb2.DispatchRequest]:
+    yield router_pb2.DispatchRequest(hello=router_pb2.DispatchHello(gateway_id=gateway_id))
+    while True:
+        yield await outgoing.get()

@@ -1,0 +1,117 @@
+"""Sessions and trajectories as a trainer sees them: NumPy arrays and plain fields."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.runtime.arrays import (
+    Logprobs,
+    Mask,
+    TokenIds,
+    unpack_ids,
+    unpack_logprobs,
+    unpack_mask,
+)
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One root-to-leaf token sequence; all arrays have length N."""
+
+    trajectory_id: str
+    token_ids: TokenIds
+    """uint32 [N]: what the engine saw and sampled."""
+    logprobs: Logprobs
+    """float32 [N]: under the policy that sampled; 0.0 where a token was not sampled."""
+    loss_mask: Mask
+    """bool [N]: true where the token is trained in this trajectory."""
+    policy_versions: NDArray[np.int64]
+    """int64 [N]: version that sampled the token; -1 where it was not sampled."""
+    prompt_tokens: int
+    """Number of ids before the first sampled one."""
+    turns: int
+    """Number of sampled turns along the path."""
+    lineage: str
+    """How the branch came to be: MAIN, SIBLING, BRANCH, ROOT."""
+    reasons: tuple[str, ...]
+    """What is to be known; ("EXACT",) where nothing is."""
+    segments: tuple[types_pb2.TrajectorySegment, ...]
+    """The nodes along the path."""
+    reward: float | None
+    """Where it differs from the session's."""
+
+    @classmethod
+    def from_proto(cls, proto: types_pb2.Trajectory) -> "Trajectory":
+        """Reads a trajectory.
+
+        Raises:
+            InvalidFieldError: The arrays differ in length.
+        """
+        token_ids = unpack_ids(proto.token_ids_u32le, "token_ids_u32le")
+        logprobs = unpack_logprobs(proto.logprobs_f32le, "logprobs_f32le")
+        mask = unpack_mask(proto.loss_mask_u8, "loss_mask_u8")
+        if not len(token_ids) == len(logprobs) == len(mask):
+            raise InvalidFieldError("trajectory", "arrays of different lengths")
+        versions = np.full(len(token_ids), -1, np.int64)
+        for span in proto.version_spans:
+            versions[span.start : span.end] = span.policy_version
+        return cls(
+            proto.trajectory_id,
+            token_ids,
+            logprobs,
+            mask,
+            versions,
+            proto.prompt_tokens,
+            proto.turns,
+            types_pb2.Lineage.Name(proto.lineage).removeprefix("LINEAGE_"),
+            tuple(
+                types_pb2.FidelityReason.Name(reason).removeprefix("FIDELITY_REASON_")
+                for reason in proto.reasons
+            ),
+            tuple(proto.segments),
+            proto.reward if proto.HasField("reward") else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionResult:
+    """One closed session."""
+
+    session_id: str
+    group_id: str
+    sample_index: int
+    outcome: str
+    """COMPLETED, FAILED or ABORTED."""
+    reward: float | None
+    turns: int
+    metadata: dict[str, str]
+    trajectories: tuple[Trajectory, ...]
+
+    @classmethod
+    def from_proto(cls, proto: types_pb2.SessionRecord) -> "SessionResult":
+        """Reads a session."""
+        return cls(
+            proto.session_id,
+            proto.group_id,
+            proto.sample_index,
+            types_pb2.SessionOutcome.Name(proto.outcome).removeprefix("SESSION_OUTCOME_"),
+            proto.reward if proto.HasField("reward") else None,
+            proto.turns,
+            dict(proto.metadata),
+            tuple(map(Trajectory.from_proto, proto.trajectories)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A session or a whole group, to be acknowledged once it is safe with the trainer."""
+
+    delivery_id: str
+    """The same on every redelivery: use it to tell a repeat."""
+    attempt: int
+    """1 the first time."""
+    sessions: tuple[SessionResult, ...]
+    """One, or all of the group in order of sample_index."""

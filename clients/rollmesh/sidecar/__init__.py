@@ -1,0 +1,1 @@
+"""The sidecar: OpenAI-compatible HTTP in front of the gateway."""

@@ -1,0 +1,75 @@
+"""Runs a sidecar: `python -m rollmesh.sidecar --help`."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from rollmesh.runtime import faults
+from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.runtime.logs import configure_logging
+from rollmesh.runtime.process import print_ready
+from rollmesh.runtime.serving import Bound, stop_signals
+from rollmesh.sidecar.app import Sidecar
+from rollmesh.sidecar.config import SidecarConfig
+
+_GRACE_S = 10
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us and says when it serves."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(config: SidecarConfig) -> None:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((config.host, config.port))
+    async with open_channel(config.gateway) as channel:
+        settings = uvicorn.Config(
+            Sidecar(config, channel).app(),
+            http="httptools",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        server = _Server(settings)
+        with stop_signals() as stop:
+            async with asyncio.TaskGroup() as group:
+                serving = group.create_task(server.serve([listener]))
+                stopping = group.create_task(stop.wait())
+                listener.listen(1024)
+                print_ready(Bound(listener.getsockname()[1], None))
+                await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+                server.should_exit = True
+                stopping.cancel()
+
+
+def main() -> int:
+    """Returns the exit code."""
+    try:
+        config = parse_config(SidecarConfig, "sidecar", sys.argv[1:], os.environ)
+    except ConfigError as error:
+        print(f"rollmesh sidecar: {error}", file=sys.stderr)
+        return 2
+    configure_logging("sidecar", config.log_level)
+    faults.arm(config.fault)
+    try:
+        asyncio.run(_serve(config))
+    except OSError as error:
+        print(f"rollmesh sidecar: port: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

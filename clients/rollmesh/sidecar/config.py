@@ -1,0 +1,25 @@
+"""Settings of the sidecar."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SidecarConfig:
+    """Settings of a sidecar: OpenAI-compatible HTTP in front of a gateway."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 0
+    """Port to listen on; 0 takes a free one."""
+    gateway: str = "127.0.0.1:7200"
+    """host:port of the gateway."""
+    log_level: str = "info"
+    """Least level that is logged: debug, info, warning, error."""
+    turn_timeout_ms: int = 600_000
+    """Longest turn, milliseconds."""
+    keep_alive_ms: int = 10_000
+    """Silence after which a stream gets a comment line, milliseconds."""
+    max_body_bytes: int = 32 * 1024 * 1024
+    """Largest request body."""
+    fault: str = ""
+    """Comma-separated names of fault points to arm; for tests."""

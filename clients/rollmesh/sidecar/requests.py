@@ -1,0 +1,240 @@
+"""An OpenAI chat-completions body as a `ChatRequest`; each error names the parameter."""
+
+import logging
+from typing import Any
+
+import orjson
+from prometheus_client import Counter
+
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+_log = logging.getLogger(__name__)
+IGNORED = Counter(
+    "rollmesh_sidecar_ignored_parameters_total", "Parameters that change nothing here.", ["name"]
+)
+_ROLES = {
+    "system": types_pb2.ROLE_SYSTEM,
+    "developer": types_pb2.ROLE_SYSTEM,
+    "user": types_pb2.ROLE_USER,
+    "assistant": types_pb2.ROLE_ASSISTANT,
+    "tool": types_pb2.ROLE_TOOL,
+}
+_TOOL_CHOICES = {
+    None: gateway_pb2.TOOL_CHOICE_UNSPECIFIED,
+    "none": gateway_pb2.TOOL_CHOICE_NONE,
+    "auto": gateway_pb2.TOOL_CHOICE_AUTO,
+}
+_FLOATS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 100.0),
+}
+_INTEGERS = ("top_k", "min_tokens", "seed")
+# Each would change the answer in a way that is not served: refusing is honest, ignoring is not.
+_REFUSED = ("audio", "functions", "function_call", "logprobs", "top_logprobs", "logit_bias")
+_KNOWN = {
+    "messages", "model", "stream", "stream_options", "tools", "tool_choice", "stop", "n",
+    "max_tokens", "max_completion_tokens", "response_format", "modalities", "parallel_tool_calls",
+    "chat_template_kwargs", "ignore_eos", *_FLOATS, *_INTEGERS, *_REFUSED,
+}  # fmt: skip
+MAX_CHOICES = 16
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a body.
+
+    Raises:
+        InvalidFieldError: It is none.
+    """
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidFieldError("body", f"is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidFieldError("body", "is not a JSON object")
+    return body
+
+
+def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
+    """Returns the gateway's request; session, choice and retry marks are the caller's to set.
+
+    Raises:
+        InvalidFieldError: Names the parameter and what is wrong.
+    """
+    _refuse_unserved(body)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidFieldError("messages", "must be a non-empty list")
+    choice = body.get("tool_choice")
+    if not isinstance(choice, str | None) or choice not in _TOOL_CHOICES:
+        raise InvalidFieldError("tool_choice", f"{choice!r} is not served; give auto or none")
+    options = body.get("chat_template_kwargs")
+    return gateway_pb2.ChatRequest(
+        messages=[_message(message, f"messages[{at}]") for at, message in enumerate(messages)],
+        tools_json=_tools(body.get("tools")),
+        tool_choice=_TOOL_CHOICES[choice],
+        sampling=_sampling(body),
+        stop=_stop(body.get("stop")),
+        stream=_flag(body, "stream"),
+        template_options_json=orjson.dumps(options) if options else b"",
+    )
+
+
+def read_choices(body: dict[str, Any]) -> int:
+    """Returns `n`, 1 where it is absent.
+
+    Raises:
+        InvalidFieldError: It is out of range.
+    """
+    n = body.get("n")
+    if n is None:
+        return 1
+    if type(n) is not int or not 1 <= n <= MAX_CHOICES:
+        raise InvalidFieldError("n", f"is {n!r}; give 1 to {MAX_CHOICES}")
+    return n
+
+
+def wants_usage(body: dict[str, Any]) -> bool:
+    """Says whether a stream is to end with a usage chunk."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))
+
+
+def _refuse_unserved(body: dict[str, Any]) -> None:
+    for name in _REFUSED:
+        if body.get(name):
+            raise InvalidFieldError(name, "is not served here; leave it out")
+    form = body.get("response_format")
+    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
+        raise InvalidFieldError("response_format", "only type text is served; leave it out")
+    if body.get("modalities") not in (None, ["text"]):
+        raise InvalidFieldError("modalities", 'only ["text"] is served')
+    for name in body.keys() - _KNOWN:
+        IGNORED.labels(name[:64]).inc()
+
+
+def _message(message: Any, field: str) -> types_pb2.ChatMessage:
+    if not isinstance(message, dict):
+        raise InvalidFieldError(field, "is not an object")
+    role = _ROLES.get(message.get("role", ""))
+    if role is None:
+        raise InvalidFieldError(f"{field}.role", f"{message.get('role')!r} is no role")
+    result = types_pb2.ChatMessage(role=role)
+    content = _text(message.get("content"), f"{field}.content")
+    if content:
+        result.content = content
+    if role == types_pb2.ROLE_ASSISTANT:
+        result.tool_calls.extend(_calls(message.get("tool_calls"), f"{field}.tool_calls"))
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if reasoning:
+            result.reasoning_content = _string(reasoning, f"{field}.reasoning_content")
+    if message.get("tool_call_id"):
+        result.tool_call_id = _string(message["tool_call_id"], f"{field}.tool_call_id")
+    if message.get("name"):
+        result.name = _string(message["name"], f"{field}.name")
+    return result
+
+
+def _text(content: Any, field: str) -> str:
+    """Returns text, joined from its parts where it comes in parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InvalidFieldError(field, "must be a string, a list of text parts, or null")
+    texts: list[str] = []
+    for at, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
+            raise InvalidFieldError(f"{field}[{at}]", "is no text part; only text is served")
+        texts.append(_string(part.get(part["type"]), f"{field}[{at}].{part['type']}"))
+    return "".join(texts)
+
+
+def _calls(calls: Any, field: str) -> list[types_pb2.ToolCall]:
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise InvalidFieldError(field, "must be a list")
+    result: list[types_pb2.ToolCall] = []
+    for at, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise InvalidFieldError(f"{field}[{at}].function", "is missing")
+        result.append(
+            types_pb2.ToolCall(
+                id=_string(call.get("id") or "", f"{field}[{at}].id"),
+                name=_string(function.get("name"), f"{field}[{at}].function.name"),
+                arguments_json=_string(
+                    function.get("arguments") or "", f"{field}[{at}].function.arguments"
+                ),
+            )
+        )
+    return result
+
+
+def _tools(tools: Any) -> bytes:
+    if not tools:
+        return b""
+    if not isinstance(tools, list):
+        raise InvalidFieldError("tools", "must be a list")
+    for at, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidFieldError(f"tools[{at}].function.name", "is missing; only functions")
+    return orjson.dumps(tools)
+
+
+def _sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
+    result = types_pb2.SamplingParams()
+    for name, (least, most) in _FLOATS.items():
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidFieldError(name, "must be a number")
+        if not least <= value <= most:
+            raise InvalidFieldError(name, f"is {value}; give {least} to {most}")
+        setattr(result, name, value)
+    for name in _INTEGERS:
+        value = body.get(name)
+        if value is not None:
+            setattr(result, name, _integer(value, name, None if name == "seed" else 0))
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name) is not None:
+            result.max_tokens = _integer(body[name], name, 1)
+    if body.get("ignore_eos"):
+        result.ignore_eos = True
+    return result
+
+
+def _integer(value: Any, field: str, least: int | None) -> int:
+    if type(value) is not int:
+        raise InvalidFieldError(field, "must be an integer")
+    if least is not None and not least <= value < 2**31:
+        raise InvalidFieldError(field, f"is {value}; give at least {least}")
+    if not -(2**63) <= value < 2**63:
+        raise InvalidFieldError(field, "does not fit 64 bits")
+    return value
+
+
+def _stop(stop: Any) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        raise InvalidFieldError("stop", "must be a string or a list of non-empty strings")
+    return stops
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise InvalidFieldError(name, "must be true or false")
+    return bool(value)
+
+
+def _string(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidFieldError(field, "must be a string")
+    return value

@@ -1,0 +1,130 @@
+"""Answers in OpenAI's form: whole, and as the chunks of a stream."""
+
+from typing import Any
+
+import orjson
+
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+_FINISHES = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_ABORT: "stop",
+}
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def finish_reason(done: gateway_pb2.ChatDone) -> str:
+    """Returns why an answer ended: calls that were cut by a limit are still `length`."""
+    if done.message.tool_calls and done.finish_reason == types_pb2.FINISH_REASON_STOP:
+        return "tool_calls"
+    return _FINISHES[done.finish_reason]
+
+
+def whole_answer(answers: list[gateway_pb2.ChatDone], model: str) -> bytes:
+    """Returns the body of an answer that is not streamed; one choice per `ChatDone`."""
+    return orjson.dumps(
+        {
+            "id": answers[0].answer_id,
+            "object": "chat.completion",
+            "created": answers[0].created_unix_ms // 1000,
+            "model": model,
+            "choices": [
+                {
+                    "index": at,
+                    "message": _message(done.message),
+                    "logprobs": None,
+                    "finish_reason": finish_reason(done),
+                }
+                for at, done in enumerate(answers)
+            ],
+            "usage": usage(answers),
+        }
+    )
+
+
+def usage(answers: list[gateway_pb2.ChatDone]) -> dict[str, Any]:
+    """Returns the token counts: the prompt once, all choices together."""
+    prompt = answers[0].prompt_tokens
+    completion = sum(done.completion_tokens for done in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens},
+    }
+
+
+def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "role": "assistant",
+        "content": message.content if message.content else None,
+        "refusal": None,
+        "annotations": [],
+    }
+    if not message.tool_calls and result["content"] is None:
+        result["content"] = ""
+    if message.reasoning_content:
+        result["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_json},
+            }
+            for call in message.tool_calls
+        ]
+    return result
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream; all carry one id."""
+
+    def __init__(self, stream_id: str, created: int, model: str) -> None:
+        """Takes what every chunk carries."""
+        self._common = {
+            "id": stream_id,
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": model,
+        }
+
+    def role(self, index: int) -> bytes:
+        """Returns the first chunk of a choice."""
+        return self._choice(index, {"role": "assistant", "content": ""})
+
+    def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
+        """Returns the chunk of a piece of an answer."""
+        fields: dict[str, Any] = {}
+        if delta.content:
+            fields["content"] = delta.content
+        if delta.reasoning_content:
+            fields["reasoning_content"] = delta.reasoning_content
+        if delta.tool_calls:
+            fields["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+        return self._choice(index, fields)
+
+    def finish(self, index: int, done: gateway_pb2.ChatDone) -> bytes:
+        """Returns the last chunk of a choice."""
+        return self._choice(index, {}, finish_reason(done))
+
+    def usage(self, answers: list[gateway_pb2.ChatDone]) -> bytes:
+        """Returns the chunk with the token counts."""
+        return _event({**self._common, "choices": [], "usage": usage(answers)})
+
+    def _choice(self, index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return _event({**self._common, "choices": [choice]})
+
+
+def _call_delta(call: gateway_pb2.ToolCallDelta) -> dict[str, Any]:
+    if call.id:
+        function = {"name": call.name, "arguments": call.arguments_json}
+        return {"index": call.index, "id": call.id, "type": "function", "function": function}
+    return {"index": call.index, "function": {"arguments": call.arguments_json}}
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -1,0 +1,1 @@
+"""The collector: durable sessions, groups, and their delivery to trainers."""

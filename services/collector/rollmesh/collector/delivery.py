@@ -1,0 +1,123 @@
+"""Who gets what: one consumer's state, without I/O.
+
+Invariants: a unit is in exactly one of ready, leased, done; a stream never holds more than it was
+granted; what a stream held is ready again when it ends or its lease runs out.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+
+from rollmesh.collector.store import Unit
+
+
+@dataclass(slots=True)
+class Lease:
+    """A unit that was sent and not acknowledged."""
+
+    unit: Unit
+    stream_id: int
+    expires_ms: int
+
+
+@dataclass(slots=True)
+class Consumer:
+    """All streams of one consumer name."""
+
+    name: str
+    kind: int
+    lease_ms: int = 600_000
+    acknowledged: int = 0
+    """Units acknowledged since this process began."""
+    _ready: list[Unit] = field(default_factory=list)
+    _queued: set[str] = field(default_factory=set)
+    _leased: dict[str, Lease] = field(default_factory=dict)
+    _credits: dict[int, int] = field(default_factory=dict)
+    _next_stream: int = 1
+
+    def __repr__(self) -> str:
+        """Says where it stands: "trainer: 3 ready, 2 leased, 1 streams"."""
+        return (
+            f"{self.name}: {len(self._ready)} ready, {len(self._leased)} leased, "
+            f"{len(self._credits)} streams"
+        )
+
+    @property
+    def ready(self) -> int:
+        """Units that wait for a stream with credits."""
+        return len(self._ready)
+
+    @property
+    def leased(self) -> int:
+        """Units sent and not acknowledged."""
+        return len(self._leased)
+
+    @property
+    def streams(self) -> int:
+        """Open streams."""
+        return len(self._credits)
+
+    def add(self, unit: Unit) -> None:
+        """Takes a unit that became whole; one that is known is ignored."""
+        if unit.unit_id not in self._queued and unit.unit_id not in self._leased:
+            self._queued.add(unit.unit_id)
+            heapq.heappush(self._ready, unit)
+
+    def open_stream(self) -> int:
+        """Begins a stream without credits; returns its id."""
+        stream_id, self._next_stream = self._next_stream, self._next_stream + 1
+        self._credits[stream_id] = 0
+        return stream_id
+
+    def close_stream(self, stream_id: int) -> None:
+        """Ends a stream; what it held is ready again."""
+        self._credits.pop(stream_id, None)
+        for lease in [lease for lease in self._leased.values() if lease.stream_id == stream_id]:
+            self._return(lease)
+
+    def grant(self, stream_id: int, credits_: int) -> None:
+        """Allows a stream more deliveries."""
+        self._credits[stream_id] += credits_
+
+    def take(self, stream_id: int, now_ms: int) -> Unit | None:
+        """Leases the oldest ready unit to a stream; None without credits or units."""
+        if not self._credits.get(stream_id) or not self._ready:
+            return None
+        unit = heapq.heappop(self._ready)
+        self._queued.discard(unit.unit_id)
+        self._credits[stream_id] -= 1
+        self._leased[unit.unit_id] = Lease(unit, stream_id, now_ms + self.lease_ms)
+        return unit
+
+    def find(self, unit_id: str) -> Unit | None:
+        """Returns a unit that may be acknowledged: leased, or ready again after its lease."""
+        lease = self._leased.get(unit_id)
+        if lease is not None:
+            return lease.unit
+        if unit_id not in self._queued:
+            return None
+        return next(unit for unit in self._ready if unit.unit_id == unit_id)
+
+    def acknowledge(self, unit_id: str) -> None:
+        """Says that a unit is done, wherever it is; unknown ones are ignored."""
+        if self._leased.pop(unit_id, None) is None:
+            if unit_id not in self._queued:
+                return
+            self._queued.discard(unit_id)
+            self._ready = [unit for unit in self._ready if unit.unit_id != unit_id]
+            heapq.heapify(self._ready)
+        self.acknowledged += 1
+
+    def expire(self, now_ms: int) -> bool:
+        """Takes back what is past its lease; says whether there was any."""
+        late = [lease for lease in self._leased.values() if lease.expires_ms <= now_ms]
+        for lease in late:
+            self._return(lease)
+        return bool(late)
+
+    def next_expiry_ms(self) -> int | None:
+        """Returns when the next lease runs out; None where nothing is leased."""
+        return min((lease.expires_ms for lease in self._leased.values()), default=None)
+
+    def _return(self, lease: Lease) -> None:
+        del self._leased[lease.unit.unit_id]
+        self.add(lease.unit)

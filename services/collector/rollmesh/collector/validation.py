@@ -1,0 +1,60 @@
+"""Checks of a session before it is stored; each error names the field."""
+
+from rollmesh.runtime.arrays import unpack_mask
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import types_pb2
+
+_MAX_ID_CHARS = 128
+
+
+def check_session(record: types_pb2.SessionRecord) -> None:
+    """Checks a session.
+
+    Raises:
+        InvalidFieldError: Names the field and what is wrong.
+    """
+    if not 0 < len(record.session_id) <= _MAX_ID_CHARS:
+        raise InvalidFieldError("session.session_id", f"give 1 to {_MAX_ID_CHARS} characters")
+    if record.outcome == types_pb2.SESSION_OUTCOME_UNSPECIFIED:
+        raise InvalidFieldError("session.outcome", "is not set; say how the session ended")
+    if record.sample_index >= max(record.group_size, 1):
+        raise InvalidFieldError(
+            "session.sample_index",
+            f"is {record.sample_index}; give one below group_size, {record.group_size}",
+        )
+    seen: set[str] = set()
+    for at, trajectory in enumerate(record.trajectories):
+        field = f"session.trajectories[{at}]"
+        if not trajectory.trajectory_id or trajectory.trajectory_id in seen:
+            raise InvalidFieldError(f"{field}.trajectory_id", "is empty or not unique")
+        if trajectory.session_id != record.session_id:
+            raise InvalidFieldError(f"{field}.session_id", "is another session's")
+        seen.add(trajectory.trajectory_id)
+        _check_trajectory(trajectory, field)
+
+
+def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:
+    count = len(trajectory.loss_mask_u8)
+    unpack_mask(trajectory.loss_mask_u8, f"{field}.loss_mask_u8")
+    for name in ("token_ids_u32le", "logprobs_f32le"):
+        size = len(getattr(trajectory, name))
+        if size != 4 * count:
+            raise InvalidFieldError(
+                f"{field}.{name}", f"has {size} bytes; {count} tokens by the mask need {4 * count}"
+            )
+    if not count or trajectory.prompt_tokens > count:
+        raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
+    _check_runs(trajectory.version_spans, count, f"{field}.version_spans")
+    end = _check_runs(trajectory.segments, count, f"{field}.segments")
+    if end != count or sum(s.end - s.start for s in trajectory.segments) != count:
+        raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
+
+
+def _check_runs(runs: object, count: int, field: str) -> int:
+    """Checks that runs ascend within `count` tokens; returns where the last ends."""
+    end = 0
+    for run in runs:  # type: ignore[attr-defined]  # spans and segments alike
+        if not end <= run.start < run.end <= count:
+            raise InvalidFieldError(field, f"{run.start} to {run.end} overlaps or is out of range")
+        end = run.end
+    return end

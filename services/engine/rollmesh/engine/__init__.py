@@ -1,0 +1,1 @@
+"""The engine: token-level generation over one model replica."""

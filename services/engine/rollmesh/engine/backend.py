@@ -1,0 +1,200 @@
+"""What the engine asks of a model replica: a small protocol, free of protos and gRPC.
+
+Two backends implement it: `vllm` and `scripted`. The same conformance tests hold for both.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeAlias
+
+from rollmesh.runtime.arrays import Logprobs, TokenIds
+from rollmesh.runtime.errors import (
+    PromptEmptyError,
+    PromptTooLongError,
+    TokenOutOfVocabularyError,
+)
+
+
+class FinishKind(Enum):
+    """Why a generation ended."""
+
+    STOP = auto()
+    LENGTH = auto()
+    ABORT = auto()
+
+
+class PauseKind(Enum):
+    """What happens to running requests during a pause."""
+
+    KEEP = auto()
+    ABORT = auto()
+    WAIT = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to pick tokens; ranges were checked."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateInput:
+    """One request."""
+
+    request_id: str
+    token_ids: TokenIds
+    """The prompt, uint32 [P], P at least 1."""
+    sampling: Sampling
+    max_chunk_tokens: int
+    """Most tokens of one streamed chunk; 0 asks for one final chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens sampled since the last chunk; nothing is ever repeated."""
+
+    token_ids: TokenIds
+    """uint32 [K]."""
+    logprobs: Logprobs
+    """float32 [K], natural logarithm, of the distribution the token was drawn from at temperature
+    1 without truncation: what a trainer computes from the model's logits."""
+
+
+class VersionSpan(NamedTuple):
+    """The policy version that sampled a run of tokens; `end` is exclusive."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a generation: the last item, once."""
+
+    kind: FinishKind
+    stop_token_id: int | None
+    """The stop token that was sampled, where that ended it; it is among the ids."""
+    spans: tuple[VersionSpan, ...]
+    """Versions of all tokens of this generation, indexes from its first."""
+    cached_tokens: int = 0
+    """Number of prompt ids whose KV entries were reused."""
+
+
+Output: TypeAlias = Chunk | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a backend is doing."""
+
+    policy_version: int
+    running: int
+    waiting: int
+    paused: bool
+    sleeping: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a backend can take."""
+
+    vocabulary_tokens: int
+    max_context_tokens: int
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+class Backend(Protocol):
+    """One model replica."""
+
+    name: str
+    """Name of the backend."""
+    limits: Limits
+    """Known once `start` has returned."""
+    died: asyncio.Event
+    """Set when the model's process is gone and nothing can be generated any more."""
+
+    async def start(self) -> None:
+        """Loads the model and warms it up."""
+
+    async def stop(self) -> None:
+        """Ends all requests and frees the model."""
+
+    async def watch(self) -> None:
+        """Sets `died` when the model's process is gone; runs until then."""
+
+    def generate(self, request: GenerateInput) -> AsyncIterator[Output]:
+        """Yields chunks and then the finish; closing the iterator aborts the request at once.
+
+        Raises:
+            EngineDeadError: The model's process died.
+        """
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ends requests: each yields what it has and finishes with ABORT."""
+
+    async def pause(self, kind: PauseKind) -> None:
+        """Stops sampling; new requests wait until `resume`."""
+
+    async def resume(self) -> None:
+        """Goes on sampling."""
+
+    async def update_weights(self, source: Path, policy_version: int, kind: PauseKind) -> int:
+        """Takes new weights from a safetensors file or a directory of such files.
+
+        Returns:
+            How long nothing was sampled, milliseconds.
+
+        Raises:
+            InvalidWeightsError: They do not fit; the old ones stay in use.
+        """
+
+    async def sleep(self, level: int) -> None:
+        """Frees accelerator memory; running requests are aborted."""
+
+    async def wake_up(self) -> None:
+        """Takes the memory back."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; says whether that was possible."""
+
+    def load(self) -> Load:
+        """Says what the backend is doing."""
+
+
+def check_prompt(request: GenerateInput, limits: Limits) -> None:
+    """Checks a prompt against what the model can take.
+
+    Raises:
+        PromptEmptyError: It has no ids.
+        TokenOutOfVocabularyError: It has an id the model does not know.
+        PromptTooLongError: It leaves no room for `max_tokens` sampled ids.
+    """
+    ids, field_name = request.token_ids, "token_ids_u32le"
+    if not len(ids):
+        raise PromptEmptyError(field_name, "is empty; send at least one id")
+    largest = int(ids.max())
+    if largest >= limits.vocabulary_tokens:
+        raise TokenOutOfVocabularyError(
+            field_name, f"has id {largest}; ids are below {limits.vocabulary_tokens}"
+        )
+    if len(ids) + 1 > limits.max_context_tokens:
+        raise PromptTooLongError(
+            field_name,
+            f"has {len(ids)} ids; the context holds {limits.max_context_tokens} with the answer",
+        )

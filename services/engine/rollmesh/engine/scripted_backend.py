@@ -1,0 +1,266 @@
+"""A deterministic model: the same prompt ids are always continued with the same ids.
+
+For tests, load tests and simulations. A script may fix replies: a JSON array of
+`{"after": [ids], "reply": [ids]}`; the first rule whose `after` ends the prompt gives the reply.
+Without one the continuation is a hash of the prompt. Time is a token clock: one step samples one
+token for each running request, as continuous batching does.
+"""
+
+import asyncio
+import json
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import safetensors
+
+from rollmesh.engine.backend import (
+    Chunk,
+    Finish,
+    FinishKind,
+    GenerateInput,
+    Limits,
+    Load,
+    Output,
+    PauseKind,
+    VersionSpan,
+)
+from rollmesh.runtime import clock
+from rollmesh.runtime.arrays import TokenIds
+from rollmesh.runtime.errors import InvalidWeightsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedConfig:
+    """How the scripted model behaves."""
+
+    vocabulary_tokens: int = 1000
+    max_context_tokens: int = 131_072
+    eos_id: int = 1
+    """Ends every reply that is not cut."""
+    reply_tokens: int = 32
+    """Length of hashed replies, the end token included."""
+    tokens_per_second: float = 0.0
+    """Steps of the token clock per second; 0 is as fast as possible."""
+    max_running: int = 256
+    """Requests sampled at a time; others wait."""
+    script: Path | None = None
+    """File with fixed replies."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that was admitted."""
+
+    reply: TokenIds
+    logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]
+    spans: list[VersionSpan] = field(default_factory=list)
+    sampled: int = 0
+    aborted: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.aborted or self.sampled == len(self.reply)
+
+    def sample(self, count: int, policy_version: int) -> None:
+        """Samples the next tokens under a version."""
+        start, self.sampled = self.sampled, min(self.sampled + count, len(self.reply))
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.policy_version == policy_version:
+            self.spans[-1] = VersionSpan(policy_version, last.start, self.sampled)
+        else:
+            self.spans.append(VersionSpan(policy_version, start, self.sampled))
+
+
+class ScriptedBackend:
+    """The scripted model."""
+
+    name = "scripted"
+
+    def __init__(self, config: ScriptedConfig, policy_version: int = 0) -> None:
+        """Takes its behaviour and the version it begins with."""
+        self._config = config
+        self.limits = Limits(
+            config.vocabulary_tokens, config.max_context_tokens, frozenset({config.eos_id})
+        )
+        self.died = asyncio.Event()
+        self._policy_version = policy_version
+        self._rules: list[tuple[TokenIds, TokenIds]] = []
+        self._requests: dict[str, _Request] = {}
+        self._places = asyncio.Semaphore(config.max_running)
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._sleeping = False
+
+    async def start(self) -> None:
+        """Reads the script."""
+        if self._config.script is not None:
+            text = await asyncio.to_thread(self._config.script.read_text)
+            self._rules = [
+                (np.array(rule["after"], np.uint32), np.array(rule["reply"], np.uint32))
+                for rule in json.loads(text)
+            ]
+
+    async def stop(self) -> None:
+        """Ends all requests."""
+        await self.abort(list(self._requests))
+
+    async def watch(self) -> None:
+        """Waits for ever: there is no process that could die."""
+        await self.died.wait()
+
+    async def generate(self, request: GenerateInput) -> AsyncIterator[Output]:
+        """Yields chunks and then the finish; closing the iterator ends the request."""
+        state = self._new_request(request)
+        self._requests[request.request_id] = state
+        self._idle.clear()
+        try:
+            async with self._places:
+                async for chunk in self._steps(state, request.max_chunk_tokens):
+                    yield chunk
+            yield self._finish(state, request)
+        finally:
+            del self._requests[request.request_id]
+            if not self._requests:
+                self._idle.set()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ends requests with what they have."""
+        for request_id in request_ids:
+            if (state := self._requests.get(request_id)) is not None:
+                state.aborted = True
+        if not self._resumed.is_set():  # those who wait look at their state again
+            self._resumed.set()
+            self._resumed.clear()
+
+    async def pause(self, kind: PauseKind) -> None:
+        """Stops sampling."""
+        if kind is PauseKind.WAIT:
+            await self._idle.wait()
+        self._resumed.clear()
+        if kind is PauseKind.ABORT:
+            await self.abort(list(self._requests))
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        """Goes on sampling."""
+        self._resumed.set()
+
+    async def update_weights(self, source: Path, policy_version: int, kind: PauseKind) -> int:
+        """Reads the tensors' names, as a model would, and takes the version."""
+        started = clock.monotonic_ms()
+        was_paused = not self._resumed.is_set()
+        await self.pause(kind)
+        try:
+            files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+            if not files:
+                raise InvalidWeightsError("checkpoint_dir", f"{source} has no safetensors files")
+            for path in files:
+                await asyncio.to_thread(_read_names, path)
+            self._policy_version = policy_version
+        finally:
+            if not was_paused:
+                await self.resume()
+        return clock.monotonic_ms() - started
+
+    async def sleep(self, level: int) -> None:
+        """Ends all requests and takes no tokens until `wake_up`."""
+        self._sleeping = True
+        await self.pause(PauseKind.ABORT)
+
+    async def wake_up(self) -> None:
+        """Goes on."""
+        self._sleeping = False
+        await self.resume()
+
+    async def reset_prefix_cache(self) -> bool:
+        """There is no cache."""
+        return True
+
+    def load(self) -> Load:
+        """Says what the backend is doing."""
+        running = min(len(self._requests), self._config.max_running)
+        return Load(
+            self._policy_version,
+            running,
+            len(self._requests) - running,
+            not self._resumed.is_set(),
+            self._sleeping,
+        )
+
+    def _new_request(self, request: GenerateInput) -> _Request:
+        sampling = request.sampling
+        reply = self._continuation(request.token_ids)
+        stops = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops.add(self._config.eos_id)
+        for at, token in enumerate(reply.tolist(), start=1):
+            if token in stops and at >= sampling.min_tokens:
+                reply = reply[:at]
+                break
+        room = self._config.max_context_tokens - len(request.token_ids)
+        reply = reply[: min(sampling.max_tokens, room)]
+        logprobs = (-((reply % 97).astype(np.float32)) / np.float32(50)).astype(np.float32)
+        return _Request(reply, logprobs)
+
+    def _continuation(self, prompt: TokenIds) -> TokenIds:
+        for after, reply in self._rules:
+            if len(after) <= len(prompt) and np.array_equal(prompt[len(prompt) - len(after) :], after):
+                return reply
+        seed = zlib.crc32(np.ascontiguousarray(prompt, "<u4").tobytes())
+        # Ids from 2 up: 0 and 1 are left to padding and to the end token.
+        words = (np.arange(1, self._config.reply_tokens, dtype=np.uint64) * 2654435761 + seed) >> 7
+        ids = words % np.uint64(self._config.vocabulary_tokens - 2) + np.uint64(2)
+        return np.append(ids, self._config.eos_id).astype(np.uint32)
+
+    async def _steps(self, state: _Request, max_chunk_tokens: int) -> AsyncIterator[Chunk]:
+        """Samples step by step; passes chunks on as they are asked for."""
+        passed = 0
+        while not state.over:
+            await self._resumed.wait()
+            if state.aborted:
+                break
+            rate = self._config.tokens_per_second
+            if rate:
+                await asyncio.sleep(1 / rate)
+                if not self._resumed.is_set():
+                    continue
+                state.sample(1, self._policy_version)
+            else:
+                state.sample(max_chunk_tokens or len(state.reply), self._policy_version)
+                await asyncio.sleep(0)
+            if max_chunk_tokens:
+                for chunk in _chunks(state, passed, max_chunk_tokens):
+                    yield chunk
+                passed = state.sampled
+        if passed < state.sampled:
+            for chunk in _chunks(state, passed, max_chunk_tokens or state.sampled):
+                yield chunk
+
+    def _finish(self, state: _Request, request: GenerateInput) -> Finish:
+        spans = tuple(state.spans)
+        if state.aborted:
+            return Finish(FinishKind.ABORT, None, spans)
+        last = int(state.reply[-1])
+        eos = last == self._config.eos_id and not request.sampling.ignore_eos
+        if eos or last in request.sampling.stop_token_ids:
+            return Finish(FinishKind.STOP, last, spans)
+        return Finish(FinishKind.LENGTH, None, spans)
+
+
+def _chunks(state: _Request, start: int, size: int) -> Iterator[Chunk]:
+    for at in range(start, state.sampled, size):
+        end = min(at + size, state.sampled)
+        yield Chunk(state.reply[at:end], state.logprobs[at:end])
+
+
+def _read_names(path: Path) -> None:
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            list(file.keys())
+    except (safetensors.SafetensorError, OSError) as error:
+        raise InvalidWeightsError("safetensors_chunk", f"{path.name}: {error}") from error

@@ -1,0 +1,115 @@
+"""The engine as a service."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import grpc
+
+from rollmesh.client.membership import Membership
+from rollmesh.engine.backend import Backend
+from rollmesh.engine.config import EngineConfig
+from rollmesh.engine.scripted_backend import ScriptedBackend, ScriptedConfig
+from rollmesh.engine.servicer import EngineServicer
+from rollmesh.runtime.config import ConfigError
+from rollmesh.v1 import engine_pb2_grpc, router_pb2
+
+
+class EngineService:
+    """One engine process."""
+
+    name = "rollmesh.v1.EngineService"
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Makes the backend; `running` starts it."""
+        self._config = config
+        self._backend = make_backend(config)
+        self._servicer = EngineServicer(self._backend, config.engine_id, config.model)
+        self._membership: Membership | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the servicer."""
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self._servicer, server)
+
+    @asynccontextmanager
+    async def running(self, address: str) -> AsyncIterator[None]:
+        """Starts the backend and joins the mesh; undoes it in reverse."""
+        async with AsyncExitStack() as stack:
+            await self._backend.start()
+            stack.push_async_callback(self._backend.stop)
+            if self._config.router:
+                self._membership = Membership(self._config.router, self._hello(address), self._load)
+                await stack.enter_async_context(self._membership)
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            watchers = [tasks.create_task(self._backend.watch()), tasks.create_task(self._report())]
+            yield
+            for task in watchers:
+                task.cancel()
+
+    async def drain(self) -> None:
+        """Leaves the router."""
+        if self._membership is not None:
+            await self._membership.leave()
+
+    async def failed(self) -> str:
+        """Returns when the model's process is gone."""
+        await self._backend.died.wait()
+        return "the model's process died"
+
+    async def _report(self) -> None:
+        """Tells the router of a new policy version at once."""
+        while True:
+            await self._servicer.changed.wait()
+            self._servicer.changed.clear()
+            if self._membership is not None:
+                self._membership.notify()
+
+    def _hello(self, address: str) -> router_pb2.ReplicaHello:
+        return router_pb2.ReplicaHello(
+            replica_id=self._config.engine_id,
+            kind=router_pb2.REPLICA_KIND_ENGINE,
+            address=address,
+            model=self._config.model,
+            lease_capacity=self._config.lease_capacity,
+        )
+
+    def _load(self) -> router_pb2.ReplicaLoad:
+        load = self._backend.load()
+        return router_pb2.ReplicaLoad(
+            policy_version=load.policy_version, running=load.running, waiting=load.waiting
+        )
+
+
+def make_backend(config: EngineConfig) -> Backend:
+    """Returns the backend that the settings name.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if config.backend == "scripted":
+        scripted = ScriptedConfig(
+            vocabulary_tokens=config.vocabulary_tokens,
+            max_context_tokens=config.max_context_tokens or 131_072,
+            eos_id=config.eos_id,
+            reply_tokens=config.reply_tokens,
+            tokens_per_second=config.tokens_per_second,
+            max_running=config.lease_capacity,
+            script=Path(config.script) if config.script else None,
+        )
+        return ScriptedBackend(scripted)
+    if config.backend != "vllm":
+        raise ConfigError(f"backend: there is no {config.backend!r}; give vllm or scripted")
+    # Only here: importing vLLM takes seconds, and the scripted backend does without it.
+    from rollmesh.engine.vllm_backend import VllmBackend, VllmConfig  # noqa: PLC0415
+
+    return VllmBackend(
+        VllmConfig(
+            model_path=config.model_path,
+            max_context_tokens=config.max_context_tokens,
+            dtype=config.dtype,
+            enforce_eager=config.enforce_eager,
+            max_running=config.lease_capacity,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+        )
+    )

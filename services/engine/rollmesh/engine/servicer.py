@@ -1,0 +1,246 @@
+"""EngineService: checks fields, calls the backend, answers."""
+
+import asyncio
+import tempfile
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+from rollmesh.engine.backend import (
+    Backend,
+    Chunk,
+    Finish,
+    FinishKind,
+    GenerateInput,
+    PauseKind,
+    Sampling,
+    check_prompt,
+)
+from rollmesh.engine.sampling import read_sampling
+from rollmesh.runtime import faults
+from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    InvalidFieldError,
+    InvalidWeightsError,
+    RequestIdInUseError,
+    StaleVersionError,
+)
+from rollmesh.runtime.interceptors import Context
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+
+_FINISHES = {
+    FinishKind.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishKind.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishKind.ABORT: types_pb2.FINISH_REASON_ABORT,
+}
+_PAUSES = {
+    engine_pb2.PAUSE_MODE_KEEP: PauseKind.KEEP,
+    engine_pb2.PAUSE_MODE_ABORT: PauseKind.ABORT,
+    engine_pb2.PAUSE_MODE_WAIT: PauseKind.WAIT,
+}
+_MAX_ID_CHARS = 128
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """Serves one backend."""
+
+    def __init__(self, backend: Backend, engine_id: str, model: str) -> None:
+        """Takes the backend and what the engine is called."""
+        self._backend = backend
+        self._engine_id = engine_id
+        self._model = model
+        self._running: set[str] = set()
+        self._updating = asyncio.Lock()
+        self.changed = asyncio.Event()
+        """Set when the policy version changed."""
+
+    async def Generate(
+        self, request: engine_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+        generate = self._read_request(request)
+        if self._backend.died.is_set():
+            raise EngineDeadError("the model's process died; the engine is about to restart")
+        if request.request_id in self._running:
+            raise RequestIdInUseError(
+                f"request_id: {request.request_id!r} is running; give each attempt its own id"
+            )
+        self._running.add(request.request_id)
+        try:
+            async with aclosing(self._backend.generate(generate)) as outputs:
+                async for response in self._responses(outputs, request):
+                    yield response
+        finally:
+            self._running.discard(request.request_id)
+
+    async def Abort(
+        self, request: engine_pb2.AbortRequest, context: Context
+    ) -> engine_pb2.AbortResponse:
+        wanted = set(self._running) if request.all else set(request.request_ids)
+        found = sorted(wanted & self._running)
+        await self._backend.abort(found)
+        return engine_pb2.AbortResponse(request_ids=found)
+
+    async def GetInfo(
+        self, request: engine_pb2.GetInfoRequest, context: Context
+    ) -> engine_pb2.GetInfoResponse:
+        load, limits = self._backend.load(), self._backend.limits
+        return engine_pb2.GetInfoResponse(
+            engine_id=self._engine_id,
+            model=self._model,
+            backend=self._backend.name,
+            vocabulary_tokens=limits.vocabulary_tokens,
+            max_context_tokens=limits.max_context_tokens,
+            policy_version=load.policy_version,
+            running=load.running,
+            waiting=load.waiting,
+            paused=load.paused,
+            sleeping=load.sleeping,
+        )
+
+    async def Pause(
+        self, request: engine_pb2.PauseRequest, context: Context
+    ) -> engine_pb2.PauseResponse:
+        await self._backend.pause(_read_pause(request.mode, "mode"))
+        return engine_pb2.PauseResponse()
+
+    async def Resume(
+        self, request: engine_pb2.ResumeRequest, context: Context
+    ) -> engine_pb2.ResumeResponse:
+        await self._backend.resume()
+        return engine_pb2.ResumeResponse()
+
+    async def UpdateWeights(
+        self, request_iterator: AsyncIterator[engine_pb2.UpdateWeightsRequest], context: Context
+    ) -> engine_pb2.UpdateWeightsResponse:
+        first = await anext(request_iterator, None)
+        if first is None or not first.HasField("header"):
+            raise InvalidFieldError("header", "is missing; send it in the first message")
+        header = first.header
+        kind = _read_pause(header.pause_mode, "header.pause_mode")
+        async with self._updating:
+            present = self._backend.load().policy_version
+            if header.policy_version <= present:
+                raise StaleVersionError(
+                    f"policy_version {header.policy_version} is not above {present}; count up",
+                    policy_version=present,
+                )
+            paused_ms = await self._update(header, kind, request_iterator)
+        self.changed.set()
+        return engine_pb2.UpdateWeightsResponse(
+            policy_version=header.policy_version, paused_ms=paused_ms
+        )
+
+    async def Sleep(
+        self, request: engine_pb2.SleepRequest, context: Context
+    ) -> engine_pb2.SleepResponse:
+        level = request.level if request.HasField("level") else 1
+        if level not in {1, 2}:
+            raise InvalidFieldError("level", f"is {level}; give 1 or 2")
+        await self._backend.sleep(level)
+        return engine_pb2.SleepResponse()
+
+    async def WakeUp(
+        self, request: engine_pb2.WakeUpRequest, context: Context
+    ) -> engine_pb2.WakeUpResponse:
+        await self._backend.wake_up()
+        return engine_pb2.WakeUpResponse()
+
+    async def ResetPrefixCache(
+        self, request: engine_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> engine_pb2.ResetPrefixCacheResponse:
+        reset = await self._backend.reset_prefix_cache()
+        return engine_pb2.ResetPrefixCacheResponse(reset=reset)
+
+    def _read_request(self, request: engine_pb2.GenerateRequest) -> GenerateInput:
+        if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
+            raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
+        limits = self._backend.limits
+        token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
+        room = max(limits.max_context_tokens - len(token_ids), 1)
+        sampling: Sampling = read_sampling(request.sampling, room, limits.vocabulary_tokens)
+        result = GenerateInput(request.request_id, token_ids, sampling, request.max_chunk_tokens)
+        check_prompt(result, limits)
+        return result
+
+    async def _responses(
+        self, outputs: AsyncIterator[Chunk | Finish], request: engine_pb2.GenerateRequest
+    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+        """Yields messages; an answer that is not streamed is one message, finish included."""
+        whole = engine_pb2.GenerateResponse()
+        async for output in outputs:
+            if isinstance(output, Finish):
+                whole.finish.CopyFrom(_write_finish(output, request))
+                yield whole
+            elif request.max_chunk_tokens:
+                yield engine_pb2.GenerateResponse(
+                    token_ids_u32le=pack_ids(output.token_ids),
+                    logprobs_f32le=pack_logprobs(output.logprobs),
+                )
+                await faults.reach("engine-mid-stream")
+            else:
+                whole.token_ids_u32le += pack_ids(output.token_ids)
+                whole.logprobs_f32le += pack_logprobs(output.logprobs)
+
+    async def _update(
+        self,
+        header: engine_pb2.UpdateWeightsHeader,
+        kind: PauseKind,
+        requests: AsyncIterator[engine_pb2.UpdateWeightsRequest],
+    ) -> int:
+        match header.WhichOneof("source"):
+            case "checkpoint_dir":
+                source = Path(header.checkpoint_dir)
+                if not source.is_dir():  # noqa: ASYNC240 - one stat
+                    raise InvalidWeightsError(
+                        "header.checkpoint_dir", f"{source} is no folder the engine can read"
+                    )
+                return await self._backend.update_weights(source, header.policy_version, kind)
+            case "safetensors_bytes":
+                with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
+                    path = Path(folder) / "weights.safetensors"
+                    await _spool(path, header.safetensors_bytes, requests)
+                    return await self._backend.update_weights(path, header.policy_version, kind)
+            case _:
+                raise InvalidFieldError("header.source", "is not set; name where weights come from")
+
+
+async def _spool(
+    path: Path, size: int, requests: AsyncIterator[engine_pb2.UpdateWeightsRequest]
+) -> None:
+    """Writes the chunks of an update to a file, as many bytes as announced."""
+    written = 0
+    with path.open("wb") as file:  # noqa: ASYNC230 - opening is quick, writing is off the loop
+        async for request in requests:
+            written += len(request.safetensors_chunk)
+            if written > size:
+                break
+            await asyncio.to_thread(file.write, request.safetensors_chunk)
+    if written != size:
+        raise InvalidWeightsError(
+            "safetensors_chunk", f"{written} bytes came, {size} were announced"
+        )
+
+
+def _read_pause(mode: engine_pb2.PauseMode.ValueType, field: str) -> PauseKind:
+    kind = _PAUSES.get(mode)
+    if kind is None:
+        raise InvalidFieldError(field, "is not set; say what happens to running requests")
+    return kind
+
+
+def _write_finish(
+    finish: Finish, request: engine_pb2.GenerateRequest
+) -> engine_pb2.GenerateFinish:
+    return engine_pb2.GenerateFinish(
+        reason=_FINISHES[finish.kind],
+        stop_token_id=finish.stop_token_id,
+        version_spans=[
+            types_pb2.VersionSpan(policy_version=span.policy_version, start=span.start, end=span.end)
+            for span in finish.spans
+        ],
+        prompt_tokens=len(request.token_ids_u32le) // 4,
+        cached_tokens=finish.cached_tokens,
+        prompt_crc32=zlib.crc32(request.token_ids_u32le),
+    )

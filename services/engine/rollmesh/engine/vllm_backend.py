@@ -1,0 +1,239 @@
+"""The model behind vLLM's `AsyncLLM`: ids in, ids and flat log-probs out, no text."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+from rollmesh.engine.backend import (
+    Chunk,
+    Finish,
+    FinishKind,
+    GenerateInput,
+    Limits,
+    Load,
+    Output,
+    PauseKind,
+    Sampling,
+    VersionSpan,
+)
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import EngineDeadError, InvalidWeightsError
+from rollmesh.runtime.logs import fields
+
+_log = logging.getLogger(__name__)
+_FINISHES = {"stop": FinishKind.STOP, "length": FinishKind.LENGTH, "abort": FinishKind.ABORT}
+_HEALTH_CHECK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """How vLLM is started."""
+
+    model_path: Path
+    max_context_tokens: int
+    dtype: str = "auto"
+    enforce_eager: bool = False
+    max_running: int = 256
+    gpu_memory_utilization: float = 0.9
+
+
+class VllmBackend:
+    """One vLLM replica."""
+
+    name = "vllm"
+
+    def __init__(self, config: VllmConfig, policy_version: int = 0) -> None:
+        """Takes the settings and the version of the weights in `model_path`."""
+        self._config = config
+        self._policy_version = policy_version
+        self._llm: Any = None
+        self._paused = False
+        self._sleeping = False
+        self._running: dict[str, bool] = {}
+        self._control = asyncio.Lock()
+        self.limits = Limits(0, 0)
+        self.died = asyncio.Event()
+
+    async def start(self) -> None:
+        """Loads the model, sets its version and samples one token to warm it up."""
+        config = self._config
+        arguments = AsyncEngineArgs(
+            model=str(config.model_path),
+            skip_tokenizer_init=True,
+            max_model_len=config.max_context_tokens or None,
+            dtype=config.dtype,
+            enforce_eager=config.enforce_eager,
+            max_num_seqs=config.max_running,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            disable_log_stats=True,
+            worker_extension_cls="rollmesh.engine.weights.WeightReceiver",
+        )
+        self._llm = AsyncLLM.from_engine_args(arguments)
+        model = self._llm.vllm_config.model_config
+        eos = model.try_get_generation_config().get("eos_token_id", [])
+        self.limits = Limits(
+            model.get_vocab_size(),
+            model.max_model_len,
+            frozenset(eos if isinstance(eos, list) else [eos]),
+        )
+        await self._llm.update_weight_version(str(self._policy_version))
+        one = GenerateInput("warm-up", np.zeros(1, np.uint32), Sampling(max_tokens=2), 0)
+        async for _ in self.generate(one):
+            pass
+
+    async def stop(self) -> None:
+        """Ends vLLM's processes."""
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+
+    async def watch(self) -> None:
+        """Sets `died` when vLLM's process is gone; runs until then."""
+        while not self._llm.errored:
+            await asyncio.sleep(_HEALTH_CHECK_S)
+        self.died.set()
+
+    async def generate(self, request: GenerateInput) -> AsyncIterator[Output]:
+        """Yields chunks and then the finish; closing the iterator aborts the request in vLLM.
+
+        Raises:
+            EngineDeadError: vLLM's process died.
+        """
+        stream = self._llm.generate(
+            {"prompt_token_ids": request.token_ids.tolist()},
+            self._parameters(request),
+            request.request_id,
+        )
+        self._running[request.request_id] = True
+        try:
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    completion = output.outputs[0]
+                    for chunk in _chunks(completion, request.max_chunk_tokens):
+                        yield chunk
+                    if output.finished:
+                        yield _finish(completion, output.num_cached_tokens or 0)
+        except VllmEngineDeadError as error:
+            self.died.set()
+            raise EngineDeadError("the model's process died", retry_delay_ms=5000) from error
+        finally:
+            del self._running[request.request_id]
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ends requests with what they have."""
+        await self._llm.abort([id_ for id_ in request_ids if id_ in self._running])
+
+    async def pause(self, kind: PauseKind) -> None:
+        """Stops sampling."""
+        await self._llm.pause_generation(mode=kind.name.lower(), clear_cache=False)
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Goes on sampling."""
+        await self._llm.resume_generation()
+        self._paused = False
+
+    async def update_weights(self, source: Path, policy_version: int, kind: PauseKind) -> int:
+        """Takes new weights between two steps; the KV cache of the old ones is dropped.
+
+        Raises:
+            InvalidWeightsError: They do not fit; the old ones stay in use.
+        """
+        async with self._control:
+            misfits = await self._llm.collective_rpc("check_weights", args=(str(source),))
+            if problem := next(filter(None, misfits), ""):
+                raise InvalidWeightsError("weights", problem)
+            was_paused, started = self._paused, clock.monotonic_ms()
+            await self._llm.pause_generation(mode=kind.name.lower(), clear_cache=True)
+            try:
+                await self._llm.collective_rpc("load_checked_weights", args=(str(source),))
+                await self._llm.update_weight_version(str(policy_version))
+                self._policy_version = policy_version
+            finally:
+                if not was_paused:
+                    await self._llm.resume_generation()
+            took_ms = clock.monotonic_ms() - started
+            _log.info("weights", extra=fields(policy_version=policy_version, paused_ms=took_ms))
+            return took_ms
+
+    async def sleep(self, level: int) -> None:
+        """Frees accelerator memory; running requests are aborted."""
+        await self._llm.sleep(level)
+        self._sleeping = True
+
+    async def wake_up(self) -> None:
+        """Takes the memory back."""
+        await self._llm.wake_up()
+        self._sleeping = False
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; False when running requests hold them."""
+        return bool(await self._llm.reset_prefix_cache())
+
+    def load(self) -> Load:
+        """Says what vLLM is doing; what it has not scheduled counts as waiting."""
+        held = len(self._running)
+        running = min(held, self._config.max_running)
+        return Load(self._policy_version, running, held - running, self._paused, self._sleeping)
+
+    def _parameters(self, request: GenerateInput) -> SamplingParams:
+        sampling = request.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=[*sampling.stop_token_ids, *self._stop_ids(sampling)],
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            ignore_eos=sampling.ignore_eos,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=(
+                RequestOutputKind.DELTA
+                if request.max_chunk_tokens
+                else RequestOutputKind.FINAL_ONLY
+            ),
+        )
+
+    def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
+        """The model's own end tokens: vLLM knows them only through a tokenizer, which it has not."""
+        return frozenset() if sampling.ignore_eos else self.limits.stop_ids
+
+
+def _chunks(completion: Any, max_chunk_tokens: int) -> Iterator[Chunk]:
+    ids = np.asarray(completion.token_ids, np.uint32)
+    if not len(ids):
+        return
+    flat = completion.logprobs
+    logprobs = np.asarray(flat.logprobs, np.float32)[list(flat.start_indices)]
+    size = max_chunk_tokens or len(ids)
+    for at in range(0, len(ids), size):
+        yield Chunk(ids[at : at + size], logprobs[at : at + size])
+
+
+def _finish(completion: Any, cached_tokens: int) -> Finish:
+    kind = _FINISHES.get(completion.finish_reason)
+    if kind is None:
+        raise EngineDeadError(f"vLLM ended a request with {completion.finish_reason!r}")
+    stop = completion.stop_reason
+    spans = tuple(
+        VersionSpan(int(span.version), span.start, span.end)
+        for span in completion.weight_versions or ()
+    )
+    return Finish(kind, stop if isinstance(stop, int) else None, spans, cached_tokens)

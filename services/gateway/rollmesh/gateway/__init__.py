@@ -1,0 +1,1 @@
+"""The gateway: sessions, the conversation tree, exact tokens behind chat messages."""

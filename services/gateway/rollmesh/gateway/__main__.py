@@ -1,0 +1,23 @@
+"""Runs a gateway: `python -m rollmesh.gateway --help`."""
+
+import os
+import sys
+
+from rollmesh.gateway.config import GatewayConfig
+from rollmesh.gateway.continuation import TemplateRefusedError
+from rollmesh.gateway.service import GatewayService
+from rollmesh.gateway.tokenizer import ModelFilesError
+from rollmesh.runtime.process import run_service
+
+
+def main() -> int:
+    """Returns the exit code."""
+    try:
+        return run_service("gateway", GatewayConfig, GatewayService, sys.argv[1:], os.environ)
+    except (ModelFilesError, TemplateRefusedError) as error:
+        print(f"rollmesh gateway: model_path: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

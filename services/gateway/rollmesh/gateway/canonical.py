@@ -1,0 +1,110 @@
+"""When two messages are the same: what the template would see, and how agents echo.
+
+The rules are those that real clients need: arguments compare as JSON values, ids of calls are not
+rendered by the templates we continue, absent fields equal empty ones. An echo of a sampled message
+may also be stripped, may lack its reasoning, and may carry mended arguments.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from rollmesh.gateway.messages import Frame, Message, Unit
+
+_DIGEST_BYTES = 16
+
+
+def unit_key(unit: Unit) -> bytes:
+    """Returns the digest under which equal units are found."""
+    return _digest([_plain(message, strip=False) for message in unit])
+
+
+def lenient_key(unit: Unit) -> bytes:
+    """Returns the digest that also agrees for a stripped echo without its reasoning."""
+    return _digest([_plain(message, strip=True) for message in unit])
+
+
+def is_mended_echo(sampled: Message, echo: Message) -> bool:
+    """Says whether `echo` is `sampled` with broken arguments repaired by the agent's framework.
+
+    Holds when calls agree in number, order, id and name, and each pair of arguments is equal as
+    JSON or was not JSON when it was sampled.
+    """
+    if len(sampled.tool_calls) != len(echo.tool_calls) or not sampled.tool_calls:
+        return False
+    if sampled.content.strip() != echo.content.strip():
+        return False
+    return all(
+        ours.id == theirs.id
+        and ours.name == theirs.name
+        and (
+            argument_value(ours.arguments)[0] == "raw"
+            or argument_value(ours.arguments) == argument_value(theirs.arguments)
+        )
+        for ours, theirs in zip(sampled.tool_calls, echo.tool_calls, strict=True)
+    )
+
+
+def contradicts_reasoning(sampled: Message, echo: Message) -> bool:
+    """Says whether the echo carries another reasoning than was sampled; none is no contradiction."""
+    return bool(echo.reasoning) and echo.reasoning.strip() != sampled.reasoning.strip()
+
+
+def argument_value(text: str) -> tuple[str, str]:
+    """Returns arguments as ("json", canonical text), or ("raw", text) where they are not JSON.
+
+    The last of equal keys wins, `1E2` equals `100.0`, the empty string equals `{}`.
+    """
+    if not text.strip():
+        return "json", "{}"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return "raw", text
+    return "json", _dump(value)
+
+
+def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
+    """Returns the frame of a request.
+
+    Raises:
+        ValueError: One of the two is not JSON, or not an array and an object.
+    """
+    tools = json.loads(tools_json) if tools_json else []
+    options = json.loads(options_json) if options_json else {}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("tools_json is not an array of objects")
+    if not isinstance(options, dict):
+        raise ValueError("template_options_json is not an object")  # noqa: TRY004 - bad input
+    key = _digest([tools, options])
+    return Frame(tools_json if tools else b"", options_json if options else b"", key)
+
+
+def fingerprint(frame: Frame, messages: Sequence[Message], settings: object) -> bytes:
+    """Returns the digest by which a retry is told from a new request.
+
+    Args:
+        frame: Tools and template options.
+        messages: All messages, reasoning and call ids included.
+        settings: Whatever else changes the answer, as JSON values.
+    """
+    full = [
+        [m.role, m.content, m.reasoning, m.tool_call_id, m.name]
+        + [[c.id, c.name, c.arguments] for c in m.tool_calls]
+        for m in messages
+    ]
+    return _digest([frame.key.hex(), full, settings])
+
+
+def _plain(message: Message, *, strip: bool) -> list[object]:
+    content = message.content.strip() if strip else message.content
+    calls = [[call.name, *argument_value(call.arguments)] for call in message.tool_calls]
+    return [message.role, content, calls, message.name]
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.blake2b(_dump(value).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,36 @@
+"""Settings of the gateway."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.runtime.serving import ServerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(ServerConfig):
+    """Settings of a gateway."""
+
+    router: str = "127.0.0.1:7100"
+    """host:port of the router."""
+    collector: str = "127.0.0.1:7300"
+    """host:port of the collector."""
+    gateway_id: str = "gateway-0"
+    """Id of this gateway, unique in the mesh."""
+    data_dir: Path = Path("var/gateway")
+    """Folder of the journal."""
+    model_path: Path = Path("var/model")
+    """Folder with the model's tokenizer, chat template and config."""
+    model: str = "policy"
+    """Name of the model, as agents give it."""
+    max_context_tokens: int = 0
+    """Most ids of one path, prompt and answer; 0 takes max_position_embeddings of the model."""
+    max_sessions: int = 16_384
+    """Most open sessions."""
+    max_undelivered_sessions: int = 4_096
+    """Closed sessions that may wait for the collector before no more are opened."""
+    lease_timeout_ms: int = 30_000
+    """Longest wait for a place on an engine, milliseconds."""
+    turn_timeout_ms: int = 600_000
+    """Longest turn, milliseconds."""
+    workers: int = 2
+    """Threads that tokenise."""

@@ -1,0 +1,49 @@
+"""Calls to engines: one channel per address, opened when first leased."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+
+from rollmesh.runtime.channels import open_channel, read_stream, request_metadata, typed_errors
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc
+
+_ABORT_TIMEOUT_S = 10.0
+
+
+class EngineClients:
+    """The engines this gateway has talked to."""
+
+    def __init__(self) -> None:
+        """Begins without channels."""
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def generate(
+        self, address: str, request: engine_pb2.GenerateRequest, timeout_ms: int
+    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+        """Yields an engine's answers; closing the iterator aborts the request there."""
+        call = self._stub(address).Generate(
+            request, timeout=timeout_ms / 1000, metadata=request_metadata()
+        )
+        async with aclosing(read_stream(call)) as responses:
+            async for response in responses:
+                yield response
+
+    async def abort(self, address: str, request_id: str) -> None:
+        """Asks an engine to end a request with what it has."""
+        with typed_errors():
+            await self._stub(address).Abort(
+                engine_pb2.AbortRequest(request_ids=[request_id]), timeout=_ABORT_TIMEOUT_S
+            )
+
+    async def close(self) -> None:
+        """Closes all channels."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def _stub(self, address: str) -> engine_pb2_grpc.EngineServiceStub:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address)
+        return engine_pb2_grpc.EngineServiceStub(channel)

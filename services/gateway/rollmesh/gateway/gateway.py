@@ -1,0 +1,317 @@
+"""The gateway's sessions: opening, turns, retries, closing, and handing over to the collector."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from google.protobuf import json_format
+
+from rollmesh.gateway import journal
+from rollmesh.gateway.answer import CallDelta, Delta
+from rollmesh.gateway.export import export_tree
+from rollmesh.gateway.journal import SessionSpec
+from rollmesh.gateway.outbox import Outbox
+from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
+from rollmesh.gateway.tree import Tree
+from rollmesh.gateway.turns import TurnRunner
+from rollmesh.gateway.wire import write_trajectory
+from rollmesh.runtime import clock, faults
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    GenerationAbortedError,
+    RollmeshError,
+    SessionClosedError,
+    SessionKeyWrongError,
+    SessionUnknownError,
+    ShuttingDownError,
+    StoreFullError,
+    TooManySessionsError,
+)
+from rollmesh.runtime.logs import fields
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+_log = logging.getLogger(__name__)
+_RETRY_MS = 1000
+
+
+class Gateway:
+    """All sessions of this gateway; everything here runs on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        end_id: int,
+        database: Database,
+        runner: TurnRunner,
+        outbox: Outbox,
+        tasks: asyncio.TaskGroup,
+        max_sessions: int,
+        turn_timeout_ms: int,
+    ) -> None:
+        """Begins without sessions; `restore` brings back those of the journal."""
+        self._end_id = end_id
+        self._database = database
+        self._runner = runner
+        self._outbox = outbox
+        self._tasks = tasks
+        self._max_sessions = max_sessions
+        self._turn_timeout_ms = turn_timeout_ms
+        self._sessions: dict[str, Session] = {}
+        self._by_request_id: dict[str, SessionSpec] = {}
+        self._closed: dict[str, list[str]] = {}
+        self._draining = False
+        self.forgotten: Callable[[str], None] = lambda _: None
+        """Told the id of each closed session, so that its engine need not stick."""
+
+    @property
+    def undelivered_sessions(self) -> int:
+        """Number of closed sessions that the collector has not taken."""
+        return self._outbox.undelivered
+
+    @property
+    def live_sessions(self) -> int:
+        """Number of open sessions."""
+        return len(self._sessions)
+
+    async def restore(self) -> None:
+        """Rebuilds the open sessions from the journal."""
+        for stored in await self._database.run(lambda db: journal.read_open(db, self._end_id)):
+            session = Session(stored.spec, stored.tree)
+            for node_id, record in stored.answers.items():
+                node = stored.tree.nodes[node_id]
+                session.answered(Answered(node, record))
+                if node.children:  # the agent went on from it, so it has it
+                    session.delivered.add(node_id)
+            self._sessions[stored.spec.session_id] = session
+            if stored.spec.request_id:
+                self._by_request_id[stored.spec.request_id] = stored.spec
+        self._closed = await self._database.run(journal.read_closed)
+        _log.info("restored", extra=fields(open=len(self._sessions), closed=len(self._closed)))
+
+    def drain(self) -> None:
+        """Refuses new sessions and turns from now on."""
+        self._draining = True
+
+    def session(self, session_id: str) -> Session:
+        """Returns an open session.
+
+        Raises:
+            SessionClosedError: It is closed.
+            SessionUnknownError: There is none with this id.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or session.closing:
+            if session is not None or session_id in self._closed:
+                raise SessionClosedError(
+                    f"session {session_id} is closed; open another", session_id=session_id
+                )
+            raise SessionUnknownError(
+                f"session_id: there is no session {session_id!r}; "
+                "give the id that CreateSession returned",
+                session_id=session_id,
+            )
+        return session
+
+    async def create(self, request: gateway_pb2.CreateSessionRequest) -> SessionSpec:
+        """Opens a session, or returns the one that the same request id opened.
+
+        Raises:
+            TooManySessionsError: The gateway is full.
+            StoreFullError: The collector is behind.
+        """
+        known = self._by_request_id.get(request.request_id)
+        if known is not None:
+            return known
+        if self._draining:
+            raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
+        if len(self._sessions) >= self._max_sessions:
+            raise TooManySessionsError(
+                f"the gateway holds {self._max_sessions} open sessions; close some",
+                retry_delay_ms=_RETRY_MS,
+            )
+        if self._outbox.full:
+            raise StoreFullError(
+                "too many closed sessions wait for the collector", retry_delay_ms=_RETRY_MS
+            )
+        session_id = secrets.token_hex(12)
+        spec = SessionSpec(
+            session_id=session_id,
+            session_key=f"rmk-{session_id}-{secrets.token_urlsafe(24)}",
+            opened_unix_ms=clock.unix_ms(),
+            request_id=request.request_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            group_size=request.group_size or 1,
+            sampling=json_format.MessageToJson(request.sampling, indent=None),
+            metadata=dict(request.metadata),
+            finish_on_disconnect=request.disconnect_policy
+            == gateway_pb2.DISCONNECT_POLICY_FINISH,
+        )
+        if spec.request_id:
+            self._by_request_id[spec.request_id] = spec
+        try:
+            await self._database.run(lambda db: journal.insert_session(db, spec))
+        except RollmeshError:
+            self._by_request_id.pop(spec.request_id, None)
+            raise
+        self._sessions[session_id] = Session(spec, Tree(self._end_id))
+        return spec
+
+    def authorise(self, session: Session, key: str) -> None:
+        """Checks a session key; an empty one means that the caller is trusted to know the id.
+
+        Raises:
+            SessionKeyWrongError: The key is another session's, or nobody's.
+        """
+        if key and not hmac.compare_digest(_digest(key), _digest(session.spec.session_key)):
+            raise SessionKeyWrongError(
+                "session_key: does not open this session; give the key that CreateSession returned"
+            )
+
+    async def chat(
+        self, session: Session, request: TurnRequest
+    ) -> AsyncIterator[Delta | Answered]:
+        """Yields the pieces of an answer and then its end, durable by then.
+
+        Raises:
+            RollmeshError: There is no answer and nothing was kept.
+        """
+        found = session.find_answer(request)
+        if found is not None:
+            for piece in _replayed(found, request):
+                yield piece
+            yield found
+            session.delivered.add(found.node.node_id)
+            return
+        if self._draining:
+            raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
+        turn = session.in_flight.get(request.fingerprint)
+        if turn is None:
+            turn = Turn(request)
+            session.in_flight[request.fingerprint] = turn
+            turn.task = self._tasks.create_task(self._run(session, turn))
+        async with _subscribed(turn):
+            async for event in turn.events():
+                if isinstance(event, Answered):
+                    await faults.reach("gateway-before-reply")
+                    yield event
+                    session.delivered.add(event.node.node_id)
+                elif request.stream:
+                    yield event
+
+    async def close(self, request: gateway_pb2.CloseSessionRequest) -> list[str]:
+        """Closes a session and puts its record into the outbox; a repeat gives the same ids.
+
+        Raises:
+            SessionUnknownError: There is none with this id.
+        """
+        closed = self._closed.get(request.session_id)
+        if closed is not None:
+            return closed
+        session = self.session(request.session_id)
+        session.closing = True
+        try:
+            for turn in session.in_flight.values():
+                if turn.task is not None:
+                    turn.task.cancel()
+            record = await asyncio.to_thread(_record, session, request, clock.unix_ms())
+            ids = [trajectory.trajectory_id for trajectory in record.trajectories]
+            data = record.SerializeToString()
+            session_id = request.session_id
+            await self._database.run(
+                lambda db: journal.close_session(db, session_id, ids, data)
+            )
+        except BaseException:
+            session.closing = False
+            raise
+        self._closed[session_id] = ids
+        del self._sessions[session_id]
+        self._by_request_id.pop(session.spec.request_id, None)
+        self._outbox.added()
+        self.forgotten(session_id)
+        return ids
+
+    async def stop(self) -> None:
+        """Ends the turns that are still running."""
+        for session in self._sessions.values():
+            for turn in session.in_flight.values():
+                if turn.task is not None:
+                    turn.task.cancel()
+
+    async def _run(self, session: Session, turn: Turn) -> None:
+        """Owns one turn: whatever happens becomes its end."""
+        try:
+            async with asyncio.timeout(self._turn_timeout_ms / 1000):
+                turn.end(await self._runner.run(session, turn))
+        except RollmeshError as error:
+            turn.end(error)
+        except TimeoutError:
+            turn.end(DeadlineError(f"the turn took longer than {self._turn_timeout_ms} ms"))
+        except asyncio.CancelledError:
+            turn.end(GenerationAbortedError("the turn was cancelled; nothing was kept"))
+            raise
+        except Exception as error:  # the edge of a task: one turn must not end the others
+            _log.exception("turn failed", extra=fields(session=session.spec.session_id))
+            turn.end(RollmeshError(f"unexpected {type(error).__name__}; the log has it"))
+        finally:
+            if session.in_flight.get(turn.request.fingerprint) is turn:
+                del session.in_flight[turn.request.fingerprint]
+
+
+@asynccontextmanager
+async def _subscribed(turn: Turn) -> AsyncIterator[None]:
+    """Counts a subscriber; the last to leave an unfinished turn ends it, unless it is to finish."""
+    turn.subscribers += 1
+    try:
+        yield
+    finally:
+        turn.subscribers -= 1
+        abandoned = turn.subscribers == 0 and not turn.ended
+        if abandoned and not turn.request.finish_on_disconnect and turn.task is not None:
+            turn.task.cancel()
+
+
+def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:
+    """Returns the pieces of a stored answer in the form that is asked for now."""
+    if not request.stream:
+        return []
+    message = answered.node.unit[0]
+    pieces: list[Delta] = [message.content] if message.content else []
+    pieces += [
+        CallDelta(index, call.id, call.name, call.arguments)
+        for index, call in enumerate(message.tool_calls)
+    ]
+    return pieces
+
+
+def _record(
+    session: Session, request: gateway_pb2.CloseSessionRequest, closed_unix_ms: int
+) -> types_pb2.SessionRecord:
+    spec = session.spec
+    record = types_pb2.SessionRecord(
+        session_id=spec.session_id,
+        group_id=spec.group_id,
+        sample_index=spec.sample_index,
+        group_size=spec.group_size,
+        outcome=request.outcome,
+        metadata={**spec.metadata, **request.metadata},
+        trajectories=[
+            write_trajectory(spec.session_id, trajectory)
+            for trajectory in export_tree(session.tree)
+        ],
+        opened_unix_ms=spec.opened_unix_ms,
+        closed_unix_ms=closed_unix_ms,
+        turns=session.tree.turns,
+    )
+    if request.HasField("reward"):
+        record.reward = request.reward
+    return record
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

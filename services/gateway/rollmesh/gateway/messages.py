@@ -1,0 +1,61 @@
+"""The plain form of a conversation's messages, free of protos and HTTP."""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+RoleName: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call of an assistant message."""
+
+    id: str
+    """Id that the tool's result refers to."""
+    name: str
+    """Name of the function."""
+    arguments: str
+    """Arguments as written: JSON text, possibly malformed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message. Absent text is the empty string: templates do not tell them apart."""
+
+    role: RoleName
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+    name: str = ""
+
+
+Unit: TypeAlias = tuple[Message, ...]
+"""What one node holds: a message, or a run of tool results.
+
+Templates that answer several calls render the results as one turn, so the tokens of one result
+depend on its neighbours; a run of results is therefore never split.
+"""
+
+
+def units_of(messages: tuple[Message, ...]) -> list[Unit]:
+    """Returns the messages cut into units, in order."""
+    units: list[Unit] = []
+    for message in messages:
+        if message.role == "tool" and units and units[-1][0].role == "tool":
+            units[-1] = (*units[-1], message)
+        else:
+            units.append((message,))
+    return units
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is rendered beside the messages; another frame is another root."""
+
+    tools_json: bytes = b""
+    """The tools: a JSON array as the agent sent it; empty means none."""
+    options_json: bytes = b""
+    """Extra variables of the template: a JSON object; empty means none."""
+    key: bytes = field(default=b"", compare=False)
+    """Digest of the two as JSON values."""

@@ -1,0 +1,80 @@
+"""Hands closed sessions to the collector until it has them: at least once, oldest first."""
+
+import asyncio
+import logging
+
+import grpc
+
+from rollmesh.gateway import journal
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.logs import fields
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
+
+_log = logging.getLogger(__name__)
+_BATCH = 32
+_INGEST_TIMEOUT_S = 30.0
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
+
+
+class Outbox:
+    """The closed sessions that the collector has not taken; they are in the journal."""
+
+    def __init__(self, database: Database, collector: str, max_undelivered: int) -> None:
+        """Names the collector's `host:port`."""
+        self._database = database
+        self._channel: grpc.aio.Channel = open_channel(collector)
+        self._stub = collector_pb2_grpc.CollectorServiceStub(self._channel)
+        self._max_undelivered = max_undelivered
+        self._filled = asyncio.Event()
+        self.undelivered = 0
+        """Number of sessions that wait."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no more sessions should be opened until the collector catches up."""
+        return self.undelivered >= self._max_undelivered
+
+    def added(self) -> None:
+        """Says that a session was closed and journalled."""
+        self.undelivered += 1
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Delivers for ever; cancelled when the gateway stops."""
+        self.undelivered = await self._database.run(journal.count_undelivered)
+        while True:
+            self._filled.clear()
+            batch = await self._database.run(lambda db: journal.next_undelivered(db, _BATCH))
+            if not batch:
+                await self._filled.wait()
+                continue
+            async with asyncio.TaskGroup() as group:
+                for _, record in batch:
+                    group.create_task(self._deliver(record))
+            ids = [session_id for session_id, _ in batch]
+            await self._database.run(lambda db, ids=ids: journal.delete_delivered(db, ids))
+            self.undelivered -= len(batch)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+    async def _deliver(self, record: bytes) -> None:
+        """Delivers one session, trying until the collector has it."""
+        session = types_pb2.SessionRecord.FromString(record)
+        request = collector_pb2.IngestRequest(session=session)
+        delay = _FIRST_RETRY_S
+        while True:
+            try:
+                with typed_errors():
+                    await self._stub.Ingest(
+                        request, timeout=_INGEST_TIMEOUT_S, wait_for_ready=True
+                    )
+            except RollmeshError as error:
+                _log.warning("not delivered yet", extra=fields(reason=error.reason, error=str(error)))
+            else:
+                return
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, _LAST_RETRY_S)

@@ -1,0 +1,134 @@
+"""The gateway as a service: what it starts, in which order, and how it stops."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+
+from rollmesh.client.leases import LeaseClient
+from rollmesh.client.membership import Membership
+from rollmesh.gateway import journal
+from rollmesh.gateway.config import GatewayConfig
+from rollmesh.gateway.continuation import Continuation
+from rollmesh.gateway.engines import EngineClients
+from rollmesh.gateway.gateway import Gateway
+from rollmesh.gateway.outbox import Outbox
+from rollmesh.gateway.servicer import GatewayServicer
+from rollmesh.gateway.template import load_template
+from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer, read_json
+from rollmesh.gateway.turns import TurnRunner
+from rollmesh.runtime.database import Database
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
+
+
+class GatewayService:
+    """One gateway process."""
+
+    name = "rollmesh.v1.GatewayService"
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Loads the model's files and probes its template.
+
+        Raises:
+            ModelFilesError: A file is missing.
+            TemplateRefusedError: The template cannot be continued exactly.
+        """
+        self._config = config
+        self._tokenizer = Tokenizer(config.model_path)
+        template = load_template(config.model_path, self._tokenizer)
+        self._continuation = Continuation(template, self._tokenizer)
+        self._max_context_tokens = config.max_context_tokens or _context_of(config)
+        self._servicer = GatewayServicer(
+            gateway_pb2.GetGatewayInfoResponse(
+                gateway_id=config.gateway_id,
+                model=config.model,
+                template_sha256=template.sha256,
+                template_contract=Continuation.name,
+                max_context_tokens=self._max_context_tokens,
+            )
+        )
+        self._membership: Membership | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the servicer."""
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(self._servicer, server)
+
+    @asynccontextmanager
+    async def running(self, address: str) -> AsyncIterator[None]:
+        """Opens the journal, rebuilds the sessions, joins the mesh; undoes it in reverse."""
+        config = self._config
+        async with AsyncExitStack() as stack:
+            database = await stack.enter_async_context(
+                Database(config.data_dir / "journal.sqlite", journal.SCHEMA)
+            )
+            executor = stack.enter_context(ThreadPoolExecutor(config.workers, "tokenise"))
+            engines = EngineClients()
+            stack.push_async_callback(engines.close)
+            leases = await stack.enter_async_context(LeaseClient(config.router, config.gateway_id))
+            outbox = Outbox(database, config.collector, config.max_undelivered_sessions)
+            stack.push_async_callback(outbox.close)
+            runner = TurnRunner(
+                tokenizer=self._tokenizer,
+                continuation=self._continuation,
+                leases=leases,
+                engines=engines,
+                database=database,
+                executor=executor,
+                max_context_tokens=self._max_context_tokens,
+                lease_timeout_ms=config.lease_timeout_ms,
+                turn_timeout_ms=config.turn_timeout_ms,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                gateway = Gateway(
+                    end_id=self._continuation.end_id,
+                    database=database,
+                    runner=runner,
+                    outbox=outbox,
+                    tasks=tasks,
+                    max_sessions=config.max_sessions,
+                    turn_timeout_ms=config.turn_timeout_ms,
+                )
+                gateway.forgotten = leases.forget
+                await gateway.restore()
+                self._servicer.gateway = gateway
+                delivering = tasks.create_task(outbox.run())
+                async with Membership(
+                    config.router, self._hello(address), lambda: self._load(gateway)
+                ) as self._membership:
+                    yield
+                await gateway.stop()
+                delivering.cancel()
+
+    async def drain(self) -> None:
+        """Leaves the router and refuses new sessions and turns."""
+        self._servicer.gateway.drain()
+        if self._membership is not None:
+            await self._membership.leave()
+
+    async def failed(self) -> str:
+        """Waits for ever: a gateway fails only with its process."""
+        await asyncio.Event().wait()
+        return ""
+
+    def _hello(self, address: str) -> router_pb2.ReplicaHello:
+        return router_pb2.ReplicaHello(
+            replica_id=self._config.gateway_id,
+            kind=router_pb2.REPLICA_KIND_GATEWAY,
+            address=address,
+            model=self._config.model,
+        )
+
+    def _load(self, gateway: Gateway) -> router_pb2.ReplicaLoad:
+        return router_pb2.ReplicaLoad(live_sessions=gateway.live_sessions)
+
+
+def _context_of(config: GatewayConfig) -> int:
+    value = read_json(config.model_path / "config.json").get("max_position_embeddings")
+    if not isinstance(value, int):
+        raise ModelFilesError(
+            f"{config.model_path}/config.json has no max_position_embeddings; "
+            "set max_context_tokens"
+        )
+    return value

@@ -1,0 +1,82 @@
+"""GatewayService: checks fields, calls the gateway, answers."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from rollmesh.gateway.gateway import Gateway
+from rollmesh.gateway.wire import read_chat, write_event, write_nodes
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.interceptors import Context
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+
+_MAX_METADATA_BYTES = 64 * 1024
+_MAX_ID_CHARS = 128
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
+    """Serves one gateway."""
+
+    gateway: Gateway
+    """Set before the service is SERVING."""
+
+    def __init__(self, info: gateway_pb2.GetGatewayInfoResponse) -> None:
+        """Takes the part of the gateway's info that does not change."""
+        self._info = info
+
+    async def CreateSession(
+        self, request: gateway_pb2.CreateSessionRequest, context: Context
+    ) -> gateway_pb2.CreateSessionResponse:
+        for field in ("request_id", "group_id"):
+            if len(getattr(request, field)) > _MAX_ID_CHARS:
+                raise InvalidFieldError(field, f"is longer than {_MAX_ID_CHARS} characters")
+        if request.sample_index >= (request.group_size or 1):
+            raise InvalidFieldError(
+                "sample_index", f"is {request.sample_index}; give one below group_size"
+            )
+        size = sum(len(key) + len(value) for key, value in request.metadata.items())
+        if size > _MAX_METADATA_BYTES:
+            raise InvalidFieldError(
+                "metadata", f"has {size} bytes; the limit is {_MAX_METADATA_BYTES}"
+            )
+        spec = await self.gateway.create(request)
+        return gateway_pb2.CreateSessionResponse(
+            session_id=spec.session_id, session_key=spec.session_key
+        )
+
+    async def Chat(
+        self, request: gateway_pb2.ChatRequest, context: Context
+    ) -> AsyncIterator[gateway_pb2.ChatResponse]:
+        session = self.gateway.session(request.session_id)
+        self.gateway.authorise(session, request.session_key)
+        turn_request = read_chat(request, session.spec)
+        async with aclosing(self.gateway.chat(session, turn_request)) as events:
+            async for event in events:
+                yield write_event(event)
+
+    async def CloseSession(
+        self, request: gateway_pb2.CloseSessionRequest, context: Context
+    ) -> gateway_pb2.CloseSessionResponse:
+        if request.outcome == types_pb2.SESSION_OUTCOME_UNSPECIFIED:
+            raise InvalidFieldError("outcome", "is not set; say how the session ended")
+        ids = await self.gateway.close(request)
+        return gateway_pb2.CloseSessionResponse(trajectory_ids=ids)
+
+    async def GetSession(
+        self, request: gateway_pb2.GetSessionRequest, context: Context
+    ) -> gateway_pb2.GetSessionResponse:
+        session = self.gateway.session(request.session_id)
+        return gateway_pb2.GetSessionResponse(
+            session_id=request.session_id,
+            nodes=write_nodes(session.tree),
+            turns=session.tree.turns,
+            in_flight=len(session.in_flight),
+        )
+
+    async def GetGatewayInfo(
+        self, request: gateway_pb2.GetGatewayInfoRequest, context: Context
+    ) -> gateway_pb2.GetGatewayInfoResponse:
+        info = gateway_pb2.GetGatewayInfoResponse()
+        info.CopyFrom(self._info)
+        info.live_sessions = self.gateway.live_sessions
+        info.undelivered_sessions = self.gateway.undelivered_sessions
+        return info

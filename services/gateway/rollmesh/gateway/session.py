@@ -1,0 +1,131 @@
+"""An open session: its tree, its turns in flight, and how retries find their answer.
+
+A retry is not a sample. A request is a retry when it equals one that is in flight, or when it
+equals an answered one and says so (idempotency key, retry count) or its answer never left whole.
+The same request after an answer that did leave is a new sample: a sibling.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from rollmesh.gateway.answer import Delta
+from rollmesh.gateway.journal import AnswerRecord, SessionSpec
+from rollmesh.gateway.messages import Frame, Message
+from rollmesh.gateway.tree import Node, Tree
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.v1 import types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One chat request, checked and free of protos but for its sampling parameters."""
+
+    messages: tuple[Message, ...]
+    frame: Frame
+    sampling: types_pb2.SamplingParams
+    stops: tuple[str, ...]
+    parse_calls: bool
+    stream: bool
+    fingerprint: str
+    """Digest of all that makes the answer; equal for a retry."""
+    idempotency_key: str = ""
+    retry_count: int = 0
+    finish_on_disconnect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A committed turn."""
+
+    node: Node
+    record: AnswerRecord
+
+
+class Turn:
+    """One generation and those who wait for its answer.
+
+    Pieces are kept until the end, so that a retry that joins late gets all of them.
+    """
+
+    def __init__(self, request: TurnRequest) -> None:
+        """Begins a turn that nobody has joined."""
+        self.request = request
+        self.subscribers = 0
+        self.task: asyncio.Task[None] | None = None
+        self._deltas: list[Delta] = []
+        self._result: Answered | RollmeshError | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is an answer or an error."""
+        return self._result is not None
+
+    @property
+    def has_emitted(self) -> bool:
+        """Whether a piece of the answer may have left."""
+        return self.request.stream and bool(self._deltas)
+
+    def emit(self, deltas: list[Delta]) -> None:
+        """Passes pieces on."""
+        if deltas:
+            self._deltas += deltas
+            self._wake()
+
+    def end(self, result: Answered | RollmeshError) -> None:
+        """Ends the turn."""
+        self._result = result
+        self._wake()
+
+    async def events(self) -> AsyncIterator[Delta | Answered]:
+        """Yields the pieces and then the answer.
+
+        Raises:
+            RollmeshError: The turn failed.
+        """
+        at = 0
+        while True:
+            changed = self._changed
+            while at < len(self._deltas):
+                at += 1
+                yield self._deltas[at - 1]
+            if isinstance(self._result, RollmeshError):
+                raise self._result
+            if self._result is not None:
+                yield self._result
+                return
+            await changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@dataclass(slots=True)
+class Session:
+    """One open session."""
+
+    spec: SessionSpec
+    tree: Tree
+    answers: dict[str, Answered] = field(default_factory=dict)
+    """The newest answer of each fingerprint."""
+    delivered: set[int] = field(default_factory=set)
+    """Node ids of answers that left whole."""
+    in_flight: dict[str, Turn] = field(default_factory=dict)
+    """By fingerprint."""
+    closing: bool = False
+
+    def find_answer(self, request: TurnRequest) -> Answered | None:
+        """Returns the answer that a request is a retry of; None where it is a new sample."""
+        found = self.answers.get(request.fingerprint)
+        if found is None:
+            return None
+        if request.idempotency_key:
+            return found if found.record.idempotency_key == request.idempotency_key else None
+        is_retry = request.retry_count > 0 or found.node.node_id not in self.delivered
+        return found if is_retry else None
+
+    def answered(self, answered: Answered) -> None:
+        """Remembers a committed turn."""
+        self.answers[answered.record.fingerprint] = answered

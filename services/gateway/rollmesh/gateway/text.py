@@ -1,0 +1,77 @@
+"""Text from sampled ids, as it becomes certain: decoding and stop strings."""
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.runtime.arrays import TokenIds
+
+
+class IncrementalDecoder:
+    """Turns ids into text one by one; a character split over ids waits until it is whole.
+
+    Invariant: the pieces returned so far, joined, are a prefix of the text of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Begins an empty text."""
+        self._rust = tokenizer.rust
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def feed(self, token_id: int) -> str:
+        """Takes one id; returns the text that became certain, often empty."""
+        piece = self._stream.step(self._rust, token_id)
+        if piece is None:
+            self._pending.append(token_id)
+            return ""
+        self._pending.clear()
+        return str(piece)
+
+    def finish(self) -> str:
+        """Returns what is left: bytes that never became a character, as U+FFFD."""
+        left = str(self._rust.decode(self._pending, skip_special_tokens=True))
+        self._pending.clear()
+        return left
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text and holds back what may begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Looks for any of `stops`, none of them empty."""
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Takes text; returns the text that is certain and whether a stop string was completed."""
+        if not self._stops:
+            return text, False
+        held = self._held + text
+        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return held[: min(found)], True
+        keep = self._possible_start(held)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep], False
+
+    def finish(self) -> str:
+        """Returns the text that was held back: no stop string came."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_start(self, text: str) -> int:
+        """Returns how many of the last characters may begin a stop string."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-size:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0
+
+
+def decode_all(tokenizer: Tokenizer, ids: TokenIds) -> str:
+    """Returns what an `IncrementalDecoder` would, at once."""
+    return tokenizer.decode(ids)

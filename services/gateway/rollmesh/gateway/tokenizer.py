@@ -1,0 +1,73 @@
+"""A model's tokenizer, loaded from its directory without transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as RustTokenizer
+
+from rollmesh.runtime.arrays import TokenIds
+
+
+class ModelFilesError(Exception):
+    """A file of the model's directory is missing or cannot be used; the message names it."""
+
+
+class Tokenizer:
+    """Turns template text into ids and ids into text.
+
+    Text of special tokens becomes those tokens, as in the reference implementation of chat
+    templates; so a message that spells out `<|im_end|>` does end its turn.
+    """
+
+    def __init__(self, model_path: Path) -> None:
+        """Loads `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`.
+
+        Raises:
+            ModelFilesError: A file is missing or cannot be read.
+        """
+        self.config: dict[str, Any] = read_json(model_path / "tokenizer_config.json")
+        try:
+            self.rust = RustTokenizer.from_file(str(model_path / "tokenizer.json"))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+            raise ModelFilesError(f"{model_path / 'tokenizer.json'}: {error}") from error
+        self.rust.no_truncation()
+        self.rust.no_padding()
+        generation = model_path / "generation_config.json"
+        eos = read_json(generation).get("eos_token_id", []) if generation.exists() else []
+        self.stop_ids: frozenset[int] = frozenset(eos if isinstance(eos, list) else [eos])
+        self.special_ids: frozenset[int] = frozenset(
+            id_ for id_, added in self.rust.get_added_tokens_decoder().items() if added.special
+        )
+        self.vocabulary_tokens: int = self.rust.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> TokenIds:
+        """Returns the ids of template text, nothing added; dtype uint32, shape [N]."""
+        ids = self.rust.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, dtype=np.uint32)
+
+    def decode(self, ids: TokenIds) -> str:
+        """Returns the text of ids, special tokens left out."""
+        return str(self.rust.decode(ids.tolist(), skip_special_tokens=True))
+
+    def special_id(self, text: str) -> int | None:
+        """Returns the id of a token that is never split; None where `text` is no such token."""
+        id_ = self.rust.token_to_id(text)
+        added = self.rust.get_added_tokens_decoder()
+        return id_ if id_ is not None and id_ in added else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns a JSON object from a file.
+
+    Raises:
+        ModelFilesError: The file is missing or is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{path}: is not a JSON object")
+    return value

@@ -1,0 +1,249 @@
+"""The conversation tree of one session: plain state, no I/O.
+
+A node is one unit (a message, or a run of tool results) and holds the ids it adds. Invariants:
+
+* The ids of the nodes from a root to a node, joined, are exactly the context behind that node.
+* The ids of a sampled node are what the engine was given behind its parent (`glue` of them) and
+  then what it sampled; nothing is ever tokenised again.
+* A path is shared, never copied: two conversations with a common beginning share those nodes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from rollmesh.gateway.canonical import (
+    contradicts_reasoning,
+    is_mended_echo,
+    lenient_key,
+    unit_key,
+)
+from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
+from rollmesh.gateway.messages import Frame, Message, Unit
+from rollmesh.runtime.arrays import Logprobs, TokenIds
+
+
+class VersionSpan(NamedTuple):
+    """The policy version that sampled a run of tokens, by index; `end` is exclusive."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the engine sampled for one turn."""
+
+    token_ids: TokenIds
+    """Sampled ids, uint32 [S]."""
+    logprobs: Logprobs
+    """Their log-probabilities, float32 [S]."""
+    spans: tuple[VersionSpan, ...]
+    """Their policy versions, by index into `token_ids`; together they cover all."""
+    finish: Finish
+    engine_id: str
+    prompt_tokens: int
+    """Number of ids the engine was given."""
+    cached_tokens: int
+    """Number of those whose KV entries were reused."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One unit of a conversation; a root has no unit and adds nothing."""
+
+    node_id: int
+    parent: "Node | None"
+    frame: Frame
+    unit: Unit
+    token_ids: TokenIds
+    """What the node adds, uint32 [N]."""
+    glue: int
+    """Number of leading ids that were not sampled; all of them where `sample` is None."""
+    sample: Sample | None = None
+    reasons: frozenset[Fidelity] = frozenset()
+    ends_turn: bool = True
+    """Whether the ids end with the template's end of turn; else the next node closes it."""
+    end: int = 0
+    """Length of the context up to and including this node."""
+    children: list["Node"] = field(default_factory=list)
+    by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
+    by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
+
+    def path(self) -> list["Node"]:
+        """Returns the nodes from below the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def context(self) -> list[TokenIds]:
+        """Returns the arrays whose concatenation is the context behind this node."""
+        return [node.token_ids for node in self.path()]
+
+
+class Match(NamedTuple):
+    """Where a request meets the tree."""
+
+    node: Node
+    """The deepest node that the request shares."""
+    depth: int
+    """Number of units of the request that it shares."""
+    reasons: frozenset[Fidelity]
+    """LENIENT_ECHO where a sampled message came back changed and was kept as sampled."""
+
+
+class Tree:
+    """All conversations of one session."""
+
+    def __init__(self, end_id: int) -> None:
+        """Begins without a conversation; `end_id` is the template's end-of-turn token."""
+        self._end_id = end_id
+        self._next_id = 1
+        self._roots: dict[bytes, Node] = {}
+        self.nodes: dict[int, Node] = {}
+
+    def __repr__(self) -> str:
+        """Says how large the tree is."""
+        return f"Tree({len(self._roots)} roots, {len(self.nodes)} nodes, {self.turns} turns)"
+
+    @property
+    def turns(self) -> int:
+        """Number of sampled nodes."""
+        return sum(node.sample is not None for node in self.nodes.values())
+
+    def match(self, frame: Frame, units: list[Unit]) -> Match:
+        """Finds the deepest node whose path equals the beginning of the request.
+
+        Of equally deep ones it takes one without leniency before one with, then the newest.
+        """
+        root = self.root(frame)
+        frontier = [Match(root, 0, frozenset())]
+        best = frontier[0]
+        for depth, unit in enumerate(units):
+            frontier = [
+                Match(child, depth + 1, match.reasons | reasons)
+                for match in frontier
+                for child, reasons in _children_like(match.node, unit)
+            ]
+            if not frontier:
+                break
+            best = max(frontier, key=lambda m: (-len(m.reasons), m.node.node_id))
+        return best
+
+    def root_reasons(self, frame: Frame) -> frozenset[Fidelity]:
+        """Returns why a first message under `frame` begins a new root: TOOLS_CHANGED or nothing."""
+        others = (root for key, root in self._roots.items() if key != frame.key)
+        changed = any(root.children for root in others)
+        return frozenset({Fidelity.TOOLS_CHANGED}) if changed else frozenset()
+
+    def add_unit(self, parent: Node, unit: Unit, token_ids: TokenIds) -> Node:
+        """Attaches an unsampled unit, or returns the equal one that another request attached."""
+        for node in parent.by_key.get(unit_key(unit), ()):
+            if node.sample is None:
+                return node
+        reasons = self.root_reasons(parent.frame) if parent.parent is None else frozenset()
+        node = Node(
+            self._next_id, parent, parent.frame, unit, token_ids, len(token_ids), reasons=reasons
+        )
+        return self.attach(node)
+
+    def add_sample(
+        self,
+        parent: Node,
+        message: Message,
+        glue: TokenIds,
+        sample: Sample,
+        reasons: frozenset[Fidelity],
+    ) -> Node:
+        """Attaches a sampled turn; equal samples stay apart."""
+        node = Node(
+            self._next_id,
+            parent,
+            parent.frame,
+            (message,),
+            np.concatenate([glue, sample.token_ids]),
+            len(glue),
+            sample=sample,
+            reasons=reasons,
+        )
+        return self.attach(node)
+
+    def attach(self, node: Node) -> Node:
+        """Attaches a node that is complete but for its place; also used to rebuild a tree."""
+        assert node.parent is not None
+        parent = node.parent
+        last = int(node.token_ids[-1]) if len(node.token_ids) else None
+        node.ends_turn = last == self._end_id
+        node.end = parent.end + len(node.token_ids)
+        node.token_ids.flags.writeable = False
+        parent.children.append(node)
+        parent.by_key.setdefault(unit_key(node.unit), []).append(node)
+        if node.sample is not None:
+            parent.by_lenient_key.setdefault(lenient_key(node.unit), []).append(node)
+        self.nodes[node.node_id] = node
+        self._next_id = max(self._next_id, node.node_id + 1)
+        return node
+
+    def detach(self, node: Node) -> None:
+        """Takes back a node without children: what made it could not be stored."""
+        assert node.parent is not None
+        if node.children:
+            return
+        parent = node.parent
+        parent.children.remove(node)
+        parent.by_key[unit_key(node.unit)].remove(node)
+        if node.sample is not None:
+            parent.by_lenient_key[lenient_key(node.unit)].remove(node)
+        del self.nodes[node.node_id]
+
+    def leaves(self) -> Iterator[Node]:
+        """Yields the nodes without children, oldest first."""
+        for node in self.nodes.values():
+            if not node.children:
+                yield node
+
+    def lineage(self, leaf: Node) -> Lineage:
+        """Returns how the branch that ends in `leaf` last left the conversation before it."""
+        path = leaf.path()
+        if path[0] is not next(iter(self.nodes.values())):
+            return Lineage.ROOT
+        found = Lineage.MAIN
+        for node in path[1:]:
+            if node.parent is not None and node.parent.children[0] is not node:
+                found = Lineage.BRANCH if node.sample is None else Lineage.SIBLING
+        return found
+
+    def root(self, frame: Frame) -> Node:
+        """Returns the root of a frame; a new one where there was none."""
+        root = self._roots.get(frame.key)
+        if root is None:
+            root = Node(0, None, frame, (), np.empty(0, np.uint32), 0)
+            self._roots[frame.key] = root
+        return root
+
+
+def _children_like(parent: Node, unit: Unit) -> Iterator[tuple[Node, frozenset[Fidelity]]]:
+    """Yields the children that a request's unit stands for, with what was overlooked."""
+    nothing: frozenset[Fidelity] = frozenset()
+    exact = parent.by_key.get(unit_key(unit), ())
+    for node in exact:
+        if node.sample is None or not contradicts_reasoning(node.unit[0], unit[0]):
+            yield node, nothing
+    if unit[0].role != "assistant":
+        return
+    lenient = frozenset({Fidelity.LENIENT_ECHO})
+    near = parent.by_lenient_key.get(lenient_key(unit), ())
+    for node in near:
+        if node not in exact and not contradicts_reasoning(node.unit[0], unit[0]):
+            yield node, lenient
+    if exact or near or not unit[0].tool_calls:
+        return
+    for node in parent.children:
+        if node.sample is not None and is_mended_echo(node.unit[0], unit[0]):
+            yield node, lenient

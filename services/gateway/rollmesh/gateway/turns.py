@@ -1,0 +1,322 @@
+"""How one turn happens: match, prepare, lease, generate, commit."""
+
+import asyncio
+import itertools
+import uuid
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from rollmesh.client.leases import LeaseClient
+from rollmesh.gateway import journal
+from rollmesh.gateway.answer import Answer
+from rollmesh.gateway.continuation import Continuation, TemplateRefusedError
+from rollmesh.gateway.engines import EngineClients
+from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.messages import Frame, RoleName, Unit, units_of
+from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
+from rollmesh.gateway.template import TemplateRenderError
+from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.tree import Match, Node, Sample, VersionSpan
+from rollmesh.runtime import clock, faults
+from rollmesh.runtime.arrays import Logprobs, TokenIds, pack_ids, unpack_ids, unpack_logprobs
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import (
+    ContextLengthExceededError,
+    EngineDeadError,
+    EngineLostError,
+    GenerationAbortedError,
+    InvalidMessagesError,
+    RemoteError,
+    RollmeshError,
+)
+from rollmesh.v1 import engine_pb2, types_pb2
+
+_STREAMED_CHUNK = 16
+_INLINE_IDS = 32  # more ids than these are decoded off the event loop
+_ATTEMPTS = 3
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request as tokens."""
+
+    match: Match
+    new_units: list[tuple[Unit, TokenIds]]
+    """Units the tree does not hold, each with the ids it adds."""
+    glue: TokenIds
+    """What stands between the last unit and the sampled ids."""
+    prompt: TokenIds
+    """The whole prompt."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """What came back from the engine so far."""
+
+    answer: Answer
+    engine_id: str
+    ids: list[TokenIds] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish: engine_pb2.GenerateFinish | None = None
+
+
+class TurnRunner:
+    """Runs turns; holds no state of its own."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        continuation: Continuation,
+        leases: LeaseClient,
+        engines: EngineClients,
+        database: Database,
+        executor: Executor,
+        max_context_tokens: int,
+        lease_timeout_ms: int,
+        turn_timeout_ms: int,
+    ) -> None:
+        """Takes what a turn needs."""
+        self._tokenizer = tokenizer
+        self._continuation = continuation
+        self._leases = leases
+        self._engines = engines
+        self._database = database
+        self._executor = executor
+        self._max_context_tokens = max_context_tokens
+        self._lease_timeout_ms = lease_timeout_ms
+        self._turn_timeout_ms = turn_timeout_ms
+
+    async def run(self, session: Session, turn: Turn) -> Answered:
+        """Samples and commits one turn.
+
+        Raises:
+            RollmeshError: Nothing was committed.
+        """
+        request = turn.request
+        units = units_of(request.messages)
+        match = session.tree.match(request.frame, units)
+        prepared = await self._off_loop(lambda: self._prepare(match, request.frame, units))
+        sampling = self._sampling(request, len(prepared.prompt))
+        generation = await self._generate_somewhere(session, turn, prepared, sampling)
+        turn.emit(generation.answer.finish())
+        sample = _check(generation, prepared)
+        reasons = set(match.reasons)
+        if generation.answer.malformed:
+            reasons.add(Fidelity.MALFORMED_TOOL_CALL)
+        if generation.answer.stopped_at is not None:
+            reasons.add(Fidelity.STOP_STRING)
+        return await self._commit(session, request, prepared, generation, sample, frozenset(reasons))
+
+    def _prepare(self, match: Match, frame: Frame, units: list[Unit]) -> Prepared:
+        """Tokenises what the tree does not hold. Runs in a worker thread."""
+        try:
+            pieces = self._new_pieces(match, frame, units)
+            glue = self._continuation.generation_prompt(frame)
+        except (TemplateRenderError, TemplateRefusedError) as error:
+            raise InvalidMessagesError("messages", f"the chat template: {error}") from error
+        if not match.node.ends_turn:  # close the cut turn as the template would have
+            end = np.array([self._continuation.end_id], np.uint32)
+            if pieces:
+                pieces[0] = (pieces[0][0], np.concatenate([end, pieces[0][1]]))
+            else:
+                glue = np.concatenate([end, glue])
+        prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
+        return Prepared(match, pieces, glue, prompt)
+
+    def _new_pieces(
+        self, match: Match, frame: Frame, units: list[Unit]
+    ) -> list[tuple[Unit, TokenIds]]:
+        fresh = units[match.depth :]
+        if not fresh:
+            return []
+        roles: list[RoleName] = [unit[0].role for unit in units]
+        pieces: list[tuple[Unit, TokenIds]] = []
+        for at, unit in enumerate(fresh, start=match.depth):
+            if at == 0:
+                pieces.append((unit, self._continuation.head(unit, frame)))
+            else:
+                pieces.append((unit, self._continuation.delta(roles[at - 1], unit, frame)))
+        return pieces
+
+    def _sampling(self, request: TurnRequest, prompt_tokens: int) -> types_pb2.SamplingParams:
+        room = self._max_context_tokens - prompt_tokens
+        if room < 1:
+            raise ContextLengthExceededError(
+                "messages",
+                f"This model's maximum context length is {self._max_context_tokens} tokens. "
+                f"However, your messages resulted in {prompt_tokens} tokens. "
+                "Please reduce the length of the messages.",
+                max_tokens=self._max_context_tokens,
+                prompt_tokens=prompt_tokens,
+            )
+        sampling = types_pb2.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        sampling.max_tokens = min(sampling.max_tokens, room) if sampling.max_tokens else room
+        return sampling
+
+    async def _generate_somewhere(
+        self, session: Session, turn: Turn, prepared: Prepared, sampling: types_pb2.SamplingParams
+    ) -> Generation:
+        """Generates; begins anew on another engine as long as nothing of the answer has left."""
+        lost: list[str] = []
+        for attempt in itertools.count(1):
+            async with self._leases.lease(
+                session_id=session.spec.session_id,
+                group_id=session.spec.group_id,
+                excluded=lost,
+                deadline_ms=self._lease_timeout_ms,
+            ) as grant:
+                try:
+                    return await self._generate(
+                        session, turn, prepared, sampling, grant.address, grant.engine_id
+                    )
+                except (EngineDeadError, RemoteError) as error:
+                    lost.append(grant.engine_id)
+                    if turn.has_emitted or attempt == _ATTEMPTS:
+                        raise EngineLostError(
+                            f"engine {grant.engine_id} went away in the middle of the turn; "
+                            "nothing was kept, try again",
+                            retry_delay_ms=1000,
+                        ) from error
+            # The only engine may be the one that just came back: leave it out no longer.
+            lost = lost[-1:] if attempt == 1 else []
+        raise AssertionError("unreachable")
+
+    async def _generate(
+        self,
+        session: Session,
+        turn: Turn,
+        prepared: Prepared,
+        sampling: types_pb2.SamplingParams,
+        address: str,
+        engine_id: str,
+    ) -> Generation:
+        request = turn.request
+        generation = Generation(
+            Answer(
+                self._tokenizer,
+                request.stops,
+                parse_calls=request.parse_calls,
+                new_call_id=lambda: f"call_{uuid.uuid4().hex[:16]}",
+            ),
+            engine_id,
+        )
+        message = engine_pb2.GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            session_id=session.spec.session_id,
+            token_ids_u32le=pack_ids(prepared.prompt),
+            sampling=sampling,
+            max_chunk_tokens=_STREAMED_CHUNK if request.stream or request.stops else 0,
+        )
+        stream = self._engines.generate(address, message, self._turn_timeout_ms)
+        aborted = False
+        async with aclosing(stream) as responses:
+            async for response in responses:
+                await self._take(generation, turn, response)
+                if generation.answer.stopped_at is not None and not aborted:
+                    aborted = True  # the engine then ends its stream, version spans included
+                    await self._engines.abort(address, message.request_id)
+        if generation.finish is None:
+            raise EngineDeadError(f"engine {engine_id} ended its stream without a finish")
+        return generation
+
+    async def _take(
+        self, generation: Generation, turn: Turn, response: engine_pb2.GenerateResponse
+    ) -> None:
+        ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
+        generation.ids.append(ids)
+        generation.logprobs.append(unpack_logprobs(response.logprobs_f32le, "logprobs_f32le"))
+        if response.HasField("finish"):
+            generation.finish = response.finish
+        tokens = ids.tolist()
+        if len(tokens) > _INLINE_IDS:
+            deltas = await self._off_loop(lambda: generation.answer.feed(tokens))
+        else:
+            deltas = generation.answer.feed(tokens)
+        turn.emit(deltas)
+
+    async def _commit(
+        self,
+        session: Session,
+        request: TurnRequest,
+        prepared: Prepared,
+        generation: Generation,
+        sample: Sample,
+        reasons: frozenset[Fidelity],
+    ) -> Answered:
+        """Attaches the turn, and takes it back where the journal cannot keep it."""
+        tree, parent = session.tree, prepared.match.node
+        added: list[Node] = []
+        for unit, ids in prepared.new_units:
+            before = len(tree.nodes)
+            parent = tree.add_unit(parent, unit, ids)
+            added += [parent] if len(tree.nodes) > before else []
+        node = tree.add_sample(parent, generation.answer.message(), prepared.glue, sample, reasons)
+        added.append(node)
+        record = journal.AnswerRecord(
+            answer_id=f"chatcmpl-{session.spec.session_id}-{node.node_id}",
+            fingerprint=request.fingerprint,
+            idempotency_key=request.idempotency_key,
+            created_unix_ms=clock.unix_ms(),
+        )
+        session_id = session.spec.session_id
+        try:
+            await self._database.run(
+                lambda db: journal.insert_turn(db, session_id, added, record)
+            )
+        except RollmeshError:
+            for one in reversed(added):
+                tree.detach(one)
+            raise
+        await faults.reach("gateway-after-commit")
+        answered = Answered(node, record)
+        session.answered(answered)
+        return answered
+
+    async def _off_loop(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def _check(generation: Generation, prepared: Prepared) -> Sample:
+    """Returns what was sampled, cut at the stop string.
+
+    Raises:
+        GenerationAbortedError: An operator aborted the generation.
+        RollmeshError: The engine contradicts itself or received other ids than were sent.
+    """
+    finish = generation.finish
+    assert finish is not None
+    ids, logprobs = np.concatenate(generation.ids), np.concatenate(generation.logprobs)
+    if len(ids) != len(logprobs):
+        raise RollmeshError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} tokens")
+    if finish.prompt_crc32 != zlib.crc32(pack_ids(prepared.prompt)):
+        raise RollmeshError("the engine received other prompt ids than the session recorded")
+    cut = generation.answer.stopped_at
+    if cut is None and finish.reason == types_pb2.FINISH_REASON_ABORT:
+        raise GenerationAbortedError("the generation was aborted; nothing was kept, try again")
+    size = len(ids) if cut is None else cut
+    spans = tuple(
+        VersionSpan(span.policy_version, span.start, min(span.end, size))
+        for span in finish.version_spans
+        if span.start < size
+    )
+    if size and (not spans or spans[0].start != 0 or spans[-1].end != size):
+        raise RollmeshError("the engine's version spans do not cover what it sampled")
+    return Sample(
+        token_ids=ids[:size],
+        logprobs=logprobs[:size],
+        spans=spans,
+        finish=Finish.STOP if cut is not None else Finish(finish.reason),
+        engine_id=generation.engine_id,
+        prompt_tokens=len(prepared.prompt),
+        cached_tokens=finish.cached_tokens,
+    )

@@ -1,0 +1,1 @@
+"""The router: membership, least-active sticky leases, control fan-out."""

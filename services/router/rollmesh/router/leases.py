@@ -1,0 +1,218 @@
+"""Who is in the mesh and who holds which place: plain state and one picking rule.
+
+Invariants, after every step:
+
+* `engine.leases` is the number of leases whose `engine_id` is that engine's; never negative.
+* `engine.sessions` is the set of sessions placed there; a session is placed on one engine at most.
+* A stream that ended holds no lease.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+RefusalReason: TypeAlias = Literal["NO_ENGINE", "ENGINES_BUSY", "INVALID_LEASE"]
+
+IMBALANCE_FACTOR = 1.5
+"""A session leaves an engine that holds more than this times the mean of sessions ..."""
+IMBALANCE_MARGIN = 8
+"""... and at least this many more than the mean."""
+_NO_ENGINE_MS, _BUSY_MS = 200, 100
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine."""
+
+    engine_id: str
+    address: str
+    model: str
+    capacity: int
+    policy_version: int = 0
+    draining: bool = False
+    updating: bool = False
+    """Whether the router is bringing it up to date; it is not leased meanwhile."""
+    leases: int = 0
+    sessions: set[str] = field(default_factory=set)
+    last_picked: int = 0
+    """Number of the pick that chose it last: ties rotate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A booked place."""
+
+    engine_id: str
+    address: str
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why no place was booked."""
+
+    reason: RefusalReason
+    message: str
+    retry_delay_ms: int
+
+
+def is_overloaded(engine: Engine, mean_sessions: float) -> bool:
+    """Says whether sessions should leave an engine for the sake of the others."""
+    held = len(engine.sessions)
+    return held > IMBALANCE_FACTOR * mean_sessions and held >= mean_sessions + IMBALANCE_MARGIN
+
+
+def pick(
+    engines: Collection[Engine],
+    *,
+    placed: Engine | None,
+    sibling: Engine | None,
+    mean_sessions: float,
+) -> Engine | None:
+    """Chooses among engines that may be leased now; the one place where it is decided.
+
+    A session stays where it is (`placed`), siblings of its group attract it (`sibling`), both
+    unless that engine is overloaded; else the engine with the fewest sessions, then the fewest
+    leases, then the one not picked for longest.
+    """
+    for wanted in (placed, sibling):
+        if wanted is not None and wanted in engines and not is_overloaded(wanted, mean_sessions):
+            return wanted
+    return min(
+        engines,
+        key=lambda engine: (len(engine.sessions), engine.leases, engine.last_picked),
+        default=None,
+    )
+
+
+class LeaseTable:
+    """The router's state; every method is one synchronous step."""
+
+    def __init__(self) -> None:
+        """Begins with nobody."""
+        self.engines: dict[str, Engine] = {}
+        self.target_version = 0
+        """Version that an engine must hold to be leased."""
+        self._held: dict[str, dict[str, str]] = {}  # stream -> lease -> engine id
+        self._placed: dict[str, str] = {}  # session -> engine id
+        self._owners: dict[str, str] = {}  # session -> stream that used it last
+        self._group_of: dict[str, str] = {}
+        self._groups: dict[str, dict[str, None]] = {}  # group -> sessions, oldest first
+        self._picks = 0
+
+    def __repr__(self) -> str:
+        """Says how much is held: "2 engines, 3 sessions, 1 leases"."""
+        leases = sum(map(len, self._held.values()))
+        return f"{len(self.engines)} engines, {len(self._placed)} sessions, {leases} leases"
+
+    def add_engine(self, engine: Engine) -> None:
+        """Adds an engine; nothing of a former one with the same id counts."""
+        self.remove_engine(engine.engine_id)
+        self.engines[engine.engine_id] = engine
+
+    def remove_engine(self, engine_id: str) -> None:
+        """Forgets an engine, the leases on it and the sessions placed there."""
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            return
+        for session_id in tuple(engine.sessions):
+            self._unplace(session_id)
+        del self.engines[engine_id]
+        for leases in self._held.values():
+            for lease_id in [id_ for id_, holder in leases.items() if holder == engine_id]:
+                del leases[lease_id]
+
+    def open_stream(self, stream_id: str) -> None:
+        """Begins a gateway's stream."""
+        self._held[stream_id] = {}
+
+    def close_stream(self, stream_id: str) -> None:
+        """Ends a gateway's stream: frees its leases and forgets its sessions."""
+        for lease_id in tuple(self._held.get(stream_id, ())):
+            self.release(stream_id, lease_id)
+        self._held.pop(stream_id, None)
+        for session_id in [id_ for id_, owner in self._owners.items() if owner == stream_id]:
+            self.forget(session_id)
+
+    def acquire(
+        self,
+        stream_id: str,
+        lease_id: str,
+        session_id: str,
+        *,
+        group_id: str = "",
+        model: str = "",
+        excluded: Iterable[str] = (),
+    ) -> Grant | Refusal:
+        """Books a place for one turn of a session."""
+        if not lease_id or not session_id or lease_id in self._held[stream_id]:
+            return Refusal("INVALID_LEASE", "lease_id and session_id must be set and new", 0)
+        left_out = set(excluded)
+        sound = [
+            engine
+            for engine in self.engines.values()
+            if engine.engine_id not in left_out
+            and (not model or engine.model == model)
+            and not engine.draining
+            and not engine.updating
+            and engine.policy_version >= self.target_version
+        ]
+        if not sound:
+            return Refusal("NO_ENGINE", f"none of {len(self.engines)} can serve", _NO_ENGINE_MS)
+        free = [engine for engine in sound if engine.leases < engine.capacity]
+        engine = pick(
+            free,
+            placed=self.engines.get(self._placed.get(session_id, "")),
+            sibling=self._sibling(session_id, group_id),
+            mean_sessions=sum(len(e.sessions) for e in sound) / len(sound),
+        )
+        if engine is None:
+            return Refusal("ENGINES_BUSY", f"all {len(sound)} engines are full", _BUSY_MS)
+        self._picks += 1
+        engine.last_picked = self._picks
+        engine.leases += 1
+        self._held[stream_id][lease_id] = engine.engine_id
+        self._place(stream_id, session_id, group_id, engine)
+        return Grant(engine.engine_id, engine.address, engine.policy_version)
+
+    def release(self, stream_id: str, lease_id: str) -> None:
+        """Frees a place; unknown ones are ignored."""
+        engine_id = self._held.get(stream_id, {}).pop(lease_id, None)
+        if engine_id is not None:
+            self.engines[engine_id].leases -= 1
+
+    def forget(self, session_id: str) -> None:
+        """Forgets where a session was."""
+        self._unplace(session_id)
+        self._owners.pop(session_id, None)
+        group = self._group_of.pop(session_id, None)
+        if group is not None:
+            self._groups[group].pop(session_id, None)
+            if not self._groups[group]:
+                del self._groups[group]
+
+    def fenced(self, engine: Engine) -> bool:
+        """Says whether an engine is left out until it holds the target version."""
+        return engine.updating or engine.policy_version < self.target_version
+
+    def _sibling(self, session_id: str, group_id: str) -> Engine | None:
+        if session_id in self._placed:
+            return None
+        for other in self._groups.get(group_id, ()):
+            if other in self._placed:
+                return self.engines.get(self._placed[other])
+        return None
+
+    def _place(self, stream_id: str, session_id: str, group_id: str, engine: Engine) -> None:
+        self._unplace(session_id)
+        self._placed[session_id] = engine.engine_id
+        engine.sessions.add(session_id)
+        self._owners[session_id] = stream_id
+        if group_id:
+            self._group_of[session_id] = group_id
+            self._groups.setdefault(group_id, {})[session_id] = None
+
+    def _unplace(self, session_id: str) -> None:
+        engine = self.engines.get(self._placed.pop(session_id, ""))
+        if engine is not None:
+            engine.sessions.discard(session_id)

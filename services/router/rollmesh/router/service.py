@@ -1,0 +1,45 @@
+"""The router as a service."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from rollmesh.router.config import RouterConfig
+from rollmesh.router.control import Control
+from rollmesh.router.leases import LeaseTable
+from rollmesh.router.servicer import RouterServicer
+from rollmesh.v1 import router_pb2_grpc
+
+
+class RouterService:
+    """One router process; its state is what its members say."""
+
+    name = "rollmesh.v1.RouterService"
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Begins with nobody registered."""
+        self.table = LeaseTable()
+        control = Control(self.table, config.data_dir, config.control_timeout_ms)
+        self._control = control
+        self._servicer = RouterServicer(self.table, control)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the servicer."""
+        router_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, server)
+
+    @asynccontextmanager
+    async def running(self, address: str) -> AsyncIterator[None]:
+        """Takes up the last weight update, and owns the updates of late engines."""
+        await asyncio.to_thread(self._control.restore)
+        async with asyncio.TaskGroup() as self._servicer.tasks:
+            yield
+
+    async def drain(self) -> None:
+        """Does nothing: members find out by their streams."""
+
+    async def failed(self) -> str:
+        """Waits for ever: a router fails only with its process."""
+        await asyncio.Event().wait()
+        return ""

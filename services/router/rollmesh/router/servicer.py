@@ -1,0 +1,178 @@
+"""RouterService: checks fields, steps the lease table, answers."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+
+from rollmesh.router.control import Control
+from rollmesh.router.leases import Engine, Grant, LeaseTable, Refusal
+from rollmesh.runtime.errors import InvalidFieldError, ReplicaIdInUseError
+from rollmesh.runtime.interceptors import Context
+from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+
+_MAX_ID_CHARS = 128
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    """Serves one router."""
+
+    def __init__(self, table: LeaseTable, control: Control) -> None:
+        """Takes the state and the control of engines."""
+        self._table = table
+        self._control = control
+        self._replicas: dict[str, router_pb2.ReplicaHello] = {}
+        self._router_id = uuid.uuid4().hex
+        self.tasks: asyncio.TaskGroup | None = None
+        """Owns the updates of late engines; set while the service runs."""
+
+    async def Register(
+        self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
+    ) -> AsyncIterator[router_pb2.RegisterResponse]:
+        first = await anext(request_iterator, None)
+        hello = _checked_hello(first)
+        if hello.replica_id in self._replicas:
+            raise ReplicaIdInUseError(
+                f"replica_id: {hello.replica_id!r} is registered; give another, or wait until the "
+                "former one is gone"
+            )
+        self._replicas[hello.replica_id] = hello
+        engine = self._add_engine(hello)
+        try:
+            yield router_pb2.RegisterResponse(router_id=self._router_id)
+            async for message in request_iterator:
+                hello.load.CopyFrom(message.load)
+                if engine is not None:
+                    engine.policy_version = message.load.policy_version
+                    engine.draining = message.load.draining
+                    self._bring_up_to_date(engine)
+        finally:
+            del self._replicas[hello.replica_id]
+            if engine is not None:
+                self._table.remove_engine(engine.engine_id)
+
+    async def Dispatch(
+        self, request_iterator: AsyncIterator[router_pb2.DispatchRequest], context: Context
+    ) -> AsyncIterator[router_pb2.DispatchResponse]:
+        stream_id = uuid.uuid4().hex
+        self._table.open_stream(stream_id)
+        try:
+            async for request in request_iterator:
+                match request.WhichOneof("part"):
+                    case "acquire":
+                        yield self._acquire(stream_id, request.acquire)
+                    case "release":
+                        self._table.release(stream_id, request.release.lease_id)
+                    case "forget":
+                        self._table.forget(request.forget.session_id)
+                    case "hello":
+                        continue
+                    case _:
+                        raise InvalidFieldError("part", "is not set; send one of its kinds")
+        finally:
+            self._table.close_stream(stream_id)
+
+    async def ListReplicas(
+        self, request: router_pb2.ListReplicasRequest, context: Context
+    ) -> router_pb2.ListReplicasResponse:
+        response = router_pb2.ListReplicasResponse(target_policy_version=self._table.target_version)
+        for replica_id, hello in self._replicas.items():
+            replica = response.replicas.add(hello=hello)
+            engine = self._table.engines.get(replica_id)
+            if engine is not None and hello.kind == router_pb2.REPLICA_KIND_ENGINE:
+                replica.leases = engine.leases
+                replica.sessions = len(engine.sessions)
+                replica.fenced = self._table.fenced(engine)
+        return response
+
+    async def PauseEngines(
+        self, request: router_pb2.PauseEnginesRequest, context: Context
+    ) -> router_pb2.PauseEnginesResponse:
+        if request.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
+            raise InvalidFieldError("mode", "is not set; say what happens to running requests")
+        results = await self._control.pause(request.mode, request.model)
+        return router_pb2.PauseEnginesResponse(results=results)
+
+    async def ResumeEngines(
+        self, request: router_pb2.ResumeEnginesRequest, context: Context
+    ) -> router_pb2.ResumeEnginesResponse:
+        results = await self._control.resume(request.model)
+        return router_pb2.ResumeEnginesResponse(results=results)
+
+    async def PushWeights(
+        self, request_iterator: AsyncIterator[router_pb2.PushWeightsRequest], context: Context
+    ) -> router_pb2.PushWeightsResponse:
+        first = await anext(request_iterator, None)
+        if first is None or not first.HasField("header"):
+            raise InvalidFieldError("header", "is missing; send it in the first message")
+        results = await self._control.push(first.header, _chunks(request_iterator))
+        return router_pb2.PushWeightsResponse(
+            policy_version=self._table.target_version, results=results
+        )
+
+    def _acquire(
+        self, stream_id: str, acquire: router_pb2.AcquireLease
+    ) -> router_pb2.DispatchResponse:
+        result = self._table.acquire(
+            stream_id,
+            acquire.lease_id,
+            acquire.session_id,
+            group_id=acquire.group_id,
+            model=acquire.model,
+            excluded=acquire.excluded_engine_ids,
+        )
+        response = router_pb2.DispatchResponse(lease_id=acquire.lease_id)
+        match result:
+            case Grant(engine_id, address, policy_version):
+                response.grant.engine_id = engine_id
+                response.grant.address = address
+                response.grant.policy_version = policy_version
+            case Refusal(reason, message, retry_delay_ms):
+                response.refusal.reason = reason
+                response.refusal.message = message
+                response.refusal.retry_delay_ms = retry_delay_ms
+        return response
+
+    def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
+        if hello.kind != router_pb2.REPLICA_KIND_ENGINE:
+            return None
+        engine = Engine(
+            hello.replica_id,
+            hello.address,
+            hello.model,
+            hello.lease_capacity,
+            hello.load.policy_version,
+            hello.load.draining,
+        )
+        self._table.add_engine(engine)
+        self._bring_up_to_date(engine)
+        return engine
+
+    def _bring_up_to_date(self, engine: Engine) -> None:
+        behind = engine.policy_version < self._table.target_version
+        if behind and not engine.updating and self.tasks is not None:
+            engine.updating = True
+            self.tasks.create_task(self._control.catch_up(engine))
+
+
+async def _chunks(
+    requests: AsyncIterator[router_pb2.PushWeightsRequest],
+) -> AsyncIterator[bytes]:
+    async for request in requests:
+        if not request.HasField("safetensors_chunk"):
+            raise InvalidFieldError("part", "is not a chunk; send one header and then chunks")
+        yield request.safetensors_chunk
+
+
+def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.ReplicaHello:
+    if first is None or not first.HasField("hello"):
+        raise InvalidFieldError("hello", "is missing; send it in the first message")
+    hello = first.hello
+    if not 0 < len(hello.replica_id) <= _MAX_ID_CHARS:
+        raise InvalidFieldError("replica_id", f"give 1 to {_MAX_ID_CHARS} characters")
+    if hello.kind == router_pb2.REPLICA_KIND_UNSPECIFIED:
+        raise InvalidFieldError("kind", "is not set; say what the replica is")
+    if not hello.address:
+        raise InvalidFieldError("address", "is empty; give host:port")
+    if hello.kind == router_pb2.REPLICA_KIND_ENGINE and hello.lease_capacity < 1:
+        raise InvalidFieldError("lease_capacity", "is 0; give at least 1")
+    return hello

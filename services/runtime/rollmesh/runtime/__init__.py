@@ -1,0 +1,1 @@
+"""What every rollmesh service shares: serving, errors, config, logs, metrics, arrays."""

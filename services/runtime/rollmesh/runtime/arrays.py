@@ -1,0 +1,72 @@
+"""The wire form of token arrays: packed little-endian bytes, lengths checked on receipt."""
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.runtime.errors import InvalidFieldError
+
+TokenIds: TypeAlias = NDArray[np.uint32]
+"""Token ids, dtype uint32, shape [N]."""
+Logprobs: TypeAlias = NDArray[np.float32]
+"""Log-probabilities in nats, dtype float32, shape [N]."""
+Mask: TypeAlias = NDArray[np.bool_]
+"""One flag per token, dtype bool, shape [N]."""
+
+_U32 = np.dtype("<u4")
+_F32 = np.dtype("<f4")
+_U8 = np.dtype("u1")
+
+
+def pack_ids(ids: TokenIds) -> bytes:
+    """Packs ids [N] into 4 N bytes."""
+    return np.ascontiguousarray(ids, dtype=_U32).tobytes()
+
+
+def pack_logprobs(logprobs: Logprobs) -> bytes:
+    """Packs log-probabilities [N] into 4 N bytes."""
+    return np.ascontiguousarray(logprobs, dtype=_F32).tobytes()
+
+
+def pack_mask(mask: Mask) -> bytes:
+    """Packs flags [N] into N bytes of 0 and 1."""
+    return np.ascontiguousarray(mask, dtype=np.bool_).view(_U8).tobytes()
+
+
+def unpack_ids(data: bytes, field: str) -> TokenIds:
+    """Reads ids [N] from 4 N bytes, without a copy and read-only.
+
+    Raises:
+        InvalidFieldError: The length is not a multiple of 4; names `field`.
+    """
+    return np.frombuffer(_whole(data, field), dtype=_U32)
+
+
+def unpack_logprobs(data: bytes, field: str) -> Logprobs:
+    """Reads log-probabilities [N] from 4 N bytes, without a copy and read-only.
+
+    Raises:
+        InvalidFieldError: The length is not a multiple of 4; names `field`.
+    """
+    return np.frombuffer(_whole(data, field), dtype=_F32)
+
+
+def unpack_mask(data: bytes, field: str) -> Mask:
+    """Reads flags [N] from N bytes, without a copy and read-only.
+
+    Raises:
+        InvalidFieldError: A byte is neither 0 nor 1; names `field`.
+    """
+    flags = np.frombuffer(data, dtype=_U8)
+    if flags.size and int(flags.max()) > 1:
+        raise InvalidFieldError(field, "has a byte other than 0 and 1; send one byte per token")
+    return flags.view(np.bool_)
+
+
+def _whole(data: bytes, field: str) -> bytes:
+    if len(data) % 4:
+        raise InvalidFieldError(
+            field, f"has {len(data)} bytes, not a multiple of 4; send 4 little-endian bytes each"
+        )
+    return data

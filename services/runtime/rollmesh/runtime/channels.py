@@ -1,0 +1,70 @@
+"""How rollmesh opens gRPC channels: one set of options, and typed errors from failed calls."""
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from rollmesh.runtime.errors import from_rpc_error
+from rollmesh.runtime.logs import current_request_id
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Largest message that a rollmesh server or client takes, bytes."""
+
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+_Item = TypeVar("_Item", covariant=True)
+
+
+class StreamCall(Protocol[_Item]):
+    """A call whose answers are read one by one."""
+
+    def __aiter__(self) -> AsyncIterator[_Item]:
+        """Iterates over the answers."""
+
+    def cancel(self) -> bool:
+        """Ends the call."""
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Opens a channel to `host:port`; it connects when first used and reconnects by itself."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+def request_metadata() -> tuple[tuple[str, str], ...]:
+    """Returns the metadata that carries this task's request id to the next service."""
+    request_id = current_request_id()
+    return (("x-request-id", request_id),) if request_id else ()
+
+
+@contextlib.contextmanager
+def typed_errors() -> Iterator[None]:
+    """Turns a failed call inside the block into the typed error behind it."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def read_stream(call: Any) -> AsyncGenerator[Any, None]:
+    """Yields the answers of a streaming call, typed errors included, and always ends the call.
+
+    Use under `contextlib.aclosing`: leaving a call without cancelling it keeps the server working
+    (grpc/grpc#43462).
+    """
+    answers: AsyncIterable[Any] = call
+    try:
+        with typed_errors():
+            async for answer in answers:
+                yield answer
+    finally:
+        call.cancel()

@@ -1,0 +1,145 @@
+"""The one door to SQLite: a thread that runs work in group commits.
+
+Works that wait at the same time share one transaction and one fsync. A work that fails is rolled
+back alone; a commit that fails fails all of its works, and nothing of them is kept.
+"""
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar
+
+from rollmesh.runtime.errors import RollmeshError, StoreFullError
+
+_Result = TypeVar("_Result")
+Work: TypeAlias = Callable[[sqlite3.Connection], _Result]
+_Item: TypeAlias = "tuple[Work[Any], Future[Any]] | None"
+
+_MAX_PENDING = 4096
+_MAX_BATCH = 256
+_RETRY_MS = 1000
+
+
+class StoreError(RollmeshError):
+    """The store failed; nothing of the request was kept."""
+
+    reason = "STORE_FAILED"
+
+
+class Database(AbstractAsyncContextManager["Database"]):
+    """A SQLite file in WAL mode with full sync, served by its own thread."""
+
+    def __init__(self, path: Path, schema: str) -> None:
+        """Names the file; entering the context opens it and runs `schema`."""
+        self._path = path
+        self._schema = schema
+        self._queue: queue.Queue[_Item] = queue.Queue(_MAX_PENDING)
+        self._thread = threading.Thread(target=self._serve, name=f"sqlite-{path.stem}")
+        self._opened: Future[None] = Future()
+
+    async def __aenter__(self) -> "Database":
+        """Opens the file, creating it and its folder where missing."""
+        self._thread.start()
+        await asyncio.wrap_future(self._opened)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finishes the waiting works and closes the file."""
+        await asyncio.to_thread(self._queue.put, None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def run(self, work: Work[_Result]) -> _Result:
+        """Runs work inside a transaction; returns once that is on disk.
+
+        Raises:
+            StoreFullError: The disk is full, or too much is waiting.
+            StoreError: The store failed in another way.
+        """
+        future: Future[_Result] = Future()
+        try:
+            self._queue.put_nowait((work, future))
+        except queue.Full:
+            raise StoreFullError("the store is behind; try again", retry_delay_ms=_RETRY_MS) from None
+        return await asyncio.wrap_future(future)
+
+    def _serve(self) -> None:
+        try:
+            connection = self._open()
+        except (sqlite3.Error, OSError) as error:
+            self._opened.set_exception(StoreError(f"{self._path}: {error}"))
+            return
+        self._opened.set_result(None)
+        while batch := self._next_batch():
+            _run_batch(connection, batch)
+        connection.close()
+
+    def _open(self) -> sqlite3.Connection:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self._path, isolation_level=None)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.executescript(self._schema)
+        return connection
+
+    def _next_batch(self) -> list[tuple[Work[Any], Future[Any]]]:
+        """Waits for work; returns all that waits, nothing once the database is to close."""
+        batch: list[tuple[Work[Any], Future[Any]]] = []
+        item = self._queue.get()
+        while item is not None:
+            batch.append(item)
+            if len(batch) == _MAX_BATCH or self._queue.empty():
+                return batch
+            item = self._queue.get()
+        if batch:
+            self._queue.put(None)
+        return batch
+
+
+def _run_batch(connection: sqlite3.Connection, batch: list[tuple[Work[Any], Future[Any]]]) -> None:
+    outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        for work, future in batch:
+            outcomes.append((future, *_run_work(connection, work)))
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        outcomes = [(future, None, _typed(error)) for _, future in batch]
+    for future, result, failure in outcomes:
+        if not future.set_running_or_notify_cancel():
+            continue
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
+
+
+def _run_work(connection: sqlite3.Connection, work: Work[Any]) -> tuple[Any, Exception | None]:
+    connection.execute("SAVEPOINT work")
+    try:
+        result = work(connection)
+    except Exception as error:  # noqa: BLE001 - the edge of the thread: the caller gets it
+        connection.execute("ROLLBACK TO work")
+        connection.execute("RELEASE work")
+        return None, _typed(error) if isinstance(error, sqlite3.Error) else error
+    connection.execute("RELEASE work")
+    return result, None
+
+
+def _typed(error: sqlite3.Error) -> RollmeshError:
+    if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
+        return StoreFullError(f"the disk is full: {error}", retry_delay_ms=_RETRY_MS)
+    return StoreError(f"the store failed: {error}")

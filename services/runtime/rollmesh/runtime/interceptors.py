@@ -1,0 +1,126 @@
+"""What happens around every RPC: request id, metrics, and typed errors as gRPC status."""
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from grpc_status import rpc_status
+
+from rollmesh.runtime.errors import RollmeshError, to_status
+from rollmesh.runtime.logs import current_request_id, fields, set_request_id
+from rollmesh.runtime.metrics import RPC_SECONDS, RPCS
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+_log = logging.getLogger(__name__)
+
+
+class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # the stub types it as Any
+    """Wraps the handlers of all four kinds of RPC."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        """Returns the handler of the called method, wrapped."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        request_id = _request_id(handler_call_details)
+        if handler.response_streaming:
+            inner_stream = handler.stream_stream or handler.unary_stream
+            stream = _wrap_stream(inner_stream, method, request_id)
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return make(stream, handler.request_deserializer, handler.response_serializer)
+        inner_unary = handler.stream_unary or handler.unary_unary
+        unary = _wrap_unary(inner_unary, method, request_id)
+        make = (
+            grpc.stream_unary_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        return make(unary, handler.request_deserializer, handler.response_serializer)
+
+
+def _request_id(details: grpc.HandlerCallDetails) -> str:
+    for key, value in details.invocation_metadata or ():
+        if key == "x-request-id" and isinstance(value, str):
+            return value
+    return uuid.uuid4().hex
+
+
+class _Watch:
+    """Measures one RPC and turns its exception into a status."""
+
+    def __init__(self, method: str, request_id: str) -> None:
+        set_request_id(request_id)
+        self._method = method
+        self._started = time.perf_counter()
+        self._code = "CANCELLED"
+
+    def ended(self) -> None:
+        RPCS.labels(self._method, self._code).inc()
+        RPC_SECONDS.labels(self._method).observe(time.perf_counter() - self._started)
+
+    def succeeded(self) -> None:
+        self._code = "OK"
+
+    async def failed(self, error: Exception, context: Context) -> NoReturn:
+        if isinstance(error, grpc.aio.AbortError):  # a status was set already
+            self._code = context.code().name if hasattr(context.code(), "name") else "UNKNOWN"
+            raise error
+        if not isinstance(error, RollmeshError):
+            _log.error("unexpected error", exc_info=error, extra=fields(method=self._method))
+            request_id = current_request_id()
+            error = RollmeshError(f"unexpected error; the log has it under {request_id}")
+        status = to_status(error)
+        self._code = error.code.name
+        await context.abort_with_status(rpc_status.to_status(status))
+        raise AssertionError("abort returned")
+
+
+def _wrap_unary(
+    inner: Callable[[Any, Context], Awaitable[Any]], method: str, request_id: str
+) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def call(request: Any, context: Context) -> Any:
+        watch = _Watch(method, request_id)
+        try:
+            answer = await inner(request, context)
+        except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
+            await watch.failed(error, context)
+        else:
+            watch.succeeded()
+            return answer
+        finally:
+            watch.ended()
+
+    return call
+
+
+def _wrap_stream(
+    inner: Callable[[Any, Context], Any], method: str, request_id: str
+) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+        watch = _Watch(method, request_id)
+        try:
+            async with aclosing(inner(request, context)) as answers:
+                async for answer in answers:
+                    yield answer
+            watch.succeeded()
+        except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
+            await watch.failed(error, context)
+        finally:
+            watch.ended()
+
+    return call

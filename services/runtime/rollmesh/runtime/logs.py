@@ -1,0 +1,57 @@
+"""Logs: one JSON object per line, events with fields, no prompts and no keys."""
+
+import contextvars
+import json
+import logging
+import sys
+import traceback
+from datetime import UTC, datetime
+
+_request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+
+
+def current_request_id() -> str:
+    """Returns the id of the request this task works for; empty outside of one."""
+    return _request_id.get()
+
+
+def set_request_id(request_id: str) -> None:
+    """Sets the id of the request this task works for."""
+    _request_id.set(request_id)
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one JSON object: time, level, logger, event, request id, fields."""
+
+    def __init__(self, service: str) -> None:
+        """Makes a formatter that names `service` on every line."""
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        if request_id := current_request_id():
+            line["request_id"] = request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info and record.exc_info[0]:
+            line["exception"] = "".join(traceback.format_exception(*record.exc_info))
+        return json.dumps(line, default=str)
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """Returns the `extra` argument of a log call: `log.info("leased", extra=fields(engine=e))`."""
+    return {"fields": values}
+
+
+def configure_logging(service: str, level: str) -> None:
+    """Sends all logs of this process to standard error as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(service))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,35 @@
+"""Prometheus metrics that every service has; each service adds its own beside them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import Counter, Histogram, start_http_server
+
+RPCS = Counter("rollmesh_rpcs_total", "RPCs answered, by method and gRPC code.", ["method", "code"])
+RPC_SECONDS = Histogram(
+    "rollmesh_rpc_seconds",
+    "Time from the arrival of an RPC to its end.",
+    ["method"],
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600),
+)
+
+
+@contextmanager
+def metrics_endpoint(host: str, port: int | None) -> Iterator[int | None]:
+    """Serves `/metrics` while the block runs; yields the port, None where it is turned off.
+
+    Args:
+        host: Address to listen on.
+        port: Port; 0 takes a free one, None turns the endpoint off.
+    """
+    if port is None:
+        yield None
+        return
+    server, thread = start_http_server(port, addr=host)
+    try:
+        yield server.server_port if isinstance(server, WSGIServer) else port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,59 @@
+"""The edge of a service process: flags in, one READY line out, an exit code."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from rollmesh.runtime import faults
+from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.runtime.logs import configure_logging
+from rollmesh.runtime.serving import (
+    Bound,
+    PortInUseError,
+    ServerConfig,
+    Service,
+    serve,
+    stop_signals,
+)
+
+_Config = TypeVar("_Config", bound=ServerConfig)
+
+
+def run_service(
+    name: str,
+    config_class: type[_Config],
+    build: Callable[[_Config], Service],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+) -> int:
+    """Runs a service until it is stopped; prints `READY {"port": ...}` when it serves.
+
+    Returns:
+        The exit code: 0 after a stop, 1 after a failure, 2 for a bad setting.
+    """
+    try:
+        config = parse_config(config_class, name, argv, environ)
+    except ConfigError as error:
+        print(f"rollmesh {name}: {error}", file=sys.stderr)  # noqa: T201 - the edge
+        return 2
+    configure_logging(name, config.log_level)
+    faults.arm(config.fault)
+    try:
+        failure = asyncio.run(_serve(build, config))
+    except (ConfigError, PortInUseError) as error:
+        print(f"rollmesh {name}: {error}", file=sys.stderr)  # noqa: T201 - the edge
+        return 2
+    return 1 if failure else 0
+
+
+async def _serve(build: Callable[[_Config], Service], config: _Config) -> str | None:
+    with stop_signals() as stop:
+        return await serve(build(config), config, announce=print_ready, stop=stop)
+
+
+def print_ready(bound: Bound) -> None:
+    """Prints the line that tests and the supervisor wait for."""
+    line = {"port": bound.port, "metrics_port": bound.metrics_port}
+    print("READY", json.dumps(line), flush=True)  # noqa: T201 - the edge

@@ -1,0 +1,155 @@
+"""One way to build, serve, drain and stop a service.
+
+Order of a start: bind, health NOT_SERVING, the service's own start, health SERVING, announce.
+Order of a stop: health NOT_SERVING, drain (leave the router, refuse new work), finish running calls
+within the grace, flush and close the store, stop.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rollmesh.runtime.channels import MAX_MESSAGE_BYTES
+from rollmesh.runtime.interceptors import RpcInterceptor
+from rollmesh.runtime.logs import fields
+from rollmesh.runtime.metrics import metrics_endpoint
+
+_log = logging.getLogger(__name__)
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.so_reuseport", 0),  # else a second server binds the same port without an error
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where and how a service serves; each service's config adds to it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Plain text is for loopback and private networks only."""
+    port: int = 0
+    """Port to listen on; 0 takes a free one."""
+    advertise: str = ""
+    """host:port that others use to reach this service; empty means host and the bound port."""
+    metrics_port: int = -1
+    """Port of the Prometheus endpoint; 0 takes a free one, -1 turns it off."""
+    grace_ms: int = 10_000
+    """Time that running calls get to finish on a stop, milliseconds."""
+    log_level: str = "info"
+    """Least level that is logged: debug, info, warning, error."""
+    fault: str = ""
+    """Comma-separated names of fault points to arm; for tests."""
+
+
+class Service(Protocol):
+    """What a service gives to be served."""
+
+    name: str
+    """Full name of its gRPC service, such as `rollmesh.v1.RouterService`."""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds its servicers to the server."""
+
+    def running(self, address: str) -> AbstractAsyncContextManager[None]:
+        """Starts on entry, flushes and closes on exit. `address` is how others reach it."""
+
+    async def drain(self) -> None:
+        """Leaves the router and refuses new work; running calls go on."""
+
+    async def failed(self) -> str:
+        """Returns why the service cannot go on, as soon as that is so; else waits for ever."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A server that is ready."""
+
+    port: int
+    """Port it listens on."""
+    metrics_port: int | None
+    """Port of its Prometheus endpoint; None where that is off."""
+
+
+class PortInUseError(Exception):
+    """The port is taken."""
+
+
+@contextmanager
+def stop_signals() -> Iterator[asyncio.Event]:
+    """Yields an event that SIGTERM and SIGINT set."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def serve(
+    service: Service,
+    config: ServerConfig,
+    *,
+    announce: Callable[[Bound], None],
+    stop: asyncio.Event,
+) -> str | None:
+    """Serves until `stop` is set or the service fails.
+
+    Returns:
+        Why the service failed; None after a stop.
+
+    Raises:
+        PortInUseError: The port is taken.
+    """
+    server = grpc.aio.server(options=_OPTIONS, interceptors=[RpcInterceptor()])
+    probe = health.aio.HealthServicer()
+    await probe.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    await probe.set(service.name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
+    service.register(server)
+    names = (service.name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    try:
+        port = server.add_insecure_port(f"{config.host}:{config.port}")
+    except RuntimeError as error:
+        raise PortInUseError(f"port: {config.host}:{config.port} is taken; give another") from error
+    await server.start()
+    address = config.advertise or f"{config.host}:{port}"
+    metrics_port = None if config.metrics_port < 0 else config.metrics_port
+    try:
+        with metrics_endpoint(config.host, metrics_port) as bound_metrics_port:
+            async with service.running(address):
+                for name in ("", service.name):
+                    await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
+                announce(Bound(port, bound_metrics_port))
+                failure = await _until_stopped(service, stop)
+                _log.info("stopping", extra=fields(failure=failure))
+                await probe.enter_graceful_shutdown()
+                await service.drain()
+                await server.stop(0 if failure else config.grace_ms / 1000)
+        return failure
+    finally:
+        await server.stop(0)
+
+
+async def _until_stopped(service: Service, stop: asyncio.Event) -> str | None:
+    async with asyncio.TaskGroup() as group:
+        stopped = group.create_task(stop.wait())
+        failed = group.create_task(service.failed())
+        await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
+        failure = failed.result() if failed.done() else None
+        stopped.cancel()
+        failed.cancel()
+    return failure

@@ -1,0 +1,153 @@
+"""`rollmesh up`: starts the processes of a mesh, restarts what dies, stops all on a signal."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from rollmesh.runtime import clock
+from rollmesh.runtime.logs import fields
+from rollmesh.runtime.mesh import ProcessSpec, Restarts
+
+_log = logging.getLogger(__name__)
+_STOP_GRACE_S = 15.0
+
+
+class StartError(Exception):
+    """A process ended before it was ready, or took too long."""
+
+
+class Supervisor:
+    """Owns the processes of one mesh."""
+
+    def __init__(self, specs: list[ProcessSpec], log_dir: Path, start_timeout_s: float) -> None:
+        """Takes what to run; nothing is started yet."""
+        self._specs = specs
+        self._log_dir = log_dir
+        self._start_timeout_s = start_timeout_s
+        self._processes: dict[str, Process] = {}
+        self._ready = {spec.name: asyncio.Event() for spec in specs}
+        self._stopping = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Starts everything, announces it, and keeps it up until `stop` is set.
+
+        Raises:
+            StartError: A process did not become ready.
+        """
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        async with asyncio.TaskGroup() as group:
+            keepers = [group.create_task(self._keep(spec)) for spec in self._specs]
+            stopped = group.create_task(stop.wait())
+            try:
+                await self._until_ready(stopped)
+                if not stop.is_set():
+                    self._announce()
+                await stopped
+            finally:
+                self._stopping = True
+                await self._stop_all()
+                for task in (*keepers, stopped):
+                    task.cancel()
+
+    async def _until_ready(self, stopped: asyncio.Task[bool]) -> None:
+        """Waits until all are ready, or until the mesh is to stop."""
+        try:
+            async with asyncio.timeout(self._start_timeout_s), asyncio.TaskGroup() as group:
+                ready = [group.create_task(event.wait()) for event in self._ready.values()]
+                for event in ready:
+                    await asyncio.wait((event, stopped), return_when=asyncio.FIRST_COMPLETED)
+                    if stopped.done():
+                        break
+                for event in ready:
+                    event.cancel()
+        except TimeoutError:
+            late = [name for name, event in self._ready.items() if not event.is_set()]
+            raise StartError(
+                f"{', '.join(late)} not ready after {self._start_timeout_s:.0f} s; "
+                f"see {self._log_dir}"
+            ) from None
+
+    async def _keep(self, spec: ProcessSpec) -> None:
+        """Starts a process, again and again."""
+        restarts = Restarts()
+        with (self._log_dir / f"{spec.name}.log").open("ab") as log:
+            while not self._stopping:
+                started = clock.monotonic_ms()
+                code = await self._run_once(spec, log)
+                if self._stopping:
+                    return
+                delay = restarts.died(clock.monotonic_ms() - started)
+                _log.warning(
+                    "process ended",
+                    extra=fields(process=spec.name, code=code, restart_in_ms=delay),
+                )
+                await asyncio.sleep(delay / 1000)
+
+    async def _run_once(self, spec: ProcessSpec, log: BinaryIO) -> int:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            f"rollmesh.{spec.service}",
+            *spec.flags,
+            stdout=PIPE,
+            stderr=log,
+            start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
+        )
+        self._processes[spec.name] = process
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                log.write(line)
+                log.flush()
+                if line.startswith(b"READY"):
+                    self._ready[spec.name].set()
+            return await process.wait()
+        finally:
+            _kill_group(process)  # also what it started itself, such as the model's process
+
+    def _announce(self) -> None:
+        width = max(len(spec.name) for spec in self._specs)
+        for spec in self._specs:
+            scheme = "http://" if spec.service == "sidecar" else "grpc://"
+            print(f"{spec.name:<{width}}  {scheme}{spec.address}", flush=True)  # noqa: T201
+        line: dict[str, object] = {
+            spec.service: spec.address for spec in self._specs if spec.service != "engine"
+        }
+        line["engines"] = {s.name: s.address for s in self._specs if s.service == "engine"}
+        line["pids"] = {name: process.pid for name, process in self._processes.items()}
+        print("UP", json.dumps(line), flush=True)  # noqa: T201 - for programs
+
+    async def _stop_all(self) -> None:
+        """Stops in reverse order: agents' side first, the router last."""
+        for spec in reversed(self._specs):
+            process = self._processes.get(spec.name)
+            if process is None or process.returncode is not None:
+                continue
+            with suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                async with asyncio.timeout(_STOP_GRACE_S):
+                    await process.wait()
+            except TimeoutError:
+                _log.warning("killed", extra=fields(process=spec.name))
+            _kill_group(process)
+
+
+def _kill_group(process: Process) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """Returns a port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,173 @@
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from safetensors import numpy as safetensors_numpy
+
+from rollmesh.client import Client, WeightPushError
+from rollmesh.client.tensors import CHUNK_BYTES, file_of
+from rollmesh.runtime.errors import InvalidFieldError, StaleVersionError
+from rollmesh.runtime.interceptors import Context, RpcInterceptor
+from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+
+
+class PushRouter(router_pb2_grpc.RouterServiceServicer):
+    """Takes pushes and answers as a test says."""
+
+    def __init__(self) -> None:
+        self.header = engine_pb2.UpdateWeightsHeader()
+        self.chunks: list[bytes] = []
+        self.results = [router_pb2.EngineResult(engine_id="e1")]
+        self.failure: Exception | None = None
+
+    async def PushWeights(
+        self, request_iterator: AsyncIterator[router_pb2.PushWeightsRequest], context: Context
+    ) -> router_pb2.PushWeightsResponse:
+        if self.failure:
+            raise self.failure
+        async for request in request_iterator:
+            if request.HasField("header"):
+                self.header = request.header
+            else:
+                self.chunks.append(request.safetensors_chunk)
+        return router_pb2.PushWeightsResponse(
+            policy_version=self.header.policy_version, results=self.results
+        )
+
+
+@asynccontextmanager
+async def pushing(router: PushRouter) -> AsyncIterator[Client]:
+    server = grpc.aio.server(interceptors=[RpcInterceptor()])
+    router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with Client(router=f"127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        await server.stop(0)
+
+
+async def test_tensors_arrive_as_a_safetensors_file_in_chunks() -> None:
+    tensors = {
+        "b.bias": np.arange(7, dtype=np.float16),
+        "a.weight": np.arange(600_000, dtype=np.float32).reshape(600, 1000),
+        "scalar": np.array(5, dtype=np.int64),
+        "empty": np.zeros((0, 3), dtype=np.float32),
+        "turned": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    }
+    router = PushRouter()
+    async with pushing(router) as client:
+        result = await client.push_weights(tensors, 3)
+    data = b"".join(router.chunks)
+    assert (router.header.policy_version, router.header.pause_mode) == (
+        3,
+        engine_pb2.PAUSE_MODE_KEEP,
+    )
+    assert router.header.safetensors_bytes == len(data)
+    assert max(map(len, router.chunks)) <= CHUNK_BYTES
+    loaded = safetensors_numpy.load(data)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(loaded[name], tensor)
+        assert loaded[name].dtype == tensor.dtype
+    assert (result.policy_version, result.failed) == (3, ())
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=8),
+        st.tuples(
+            st.sampled_from(["u1", "<i2", "<f4", "<f8", "?"]),
+            st.lists(st.integers(0, 4), max_size=3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_any_file_is_read_back_by_the_formats_own_reader(
+    shapes: dict[str, tuple[str, list[int]]],
+) -> None:
+    tensors = {name: np.ones(shape, dtype) for name, (dtype, shape) in shapes.items()}
+    size, pieces = file_of(tensors)
+    data = b"".join(pieces)
+    assert len(data) == size
+    loaded = safetensors_numpy.load(data)
+    assert {name: value.shape for name, value in loaded.items()} == {
+        name: value.shape for name, value in tensors.items()
+    }
+
+
+async def test_torch_tensors_keep_their_type() -> None:
+    torch = pytest.importorskip("torch")
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "half": torch.randn(3, 5, dtype=torch.bfloat16, requires_grad=True),
+        "turned": torch.randn(4, 2).T,
+        "scalar": torch.tensor(2.5),
+    }
+    _, pieces = file_of(tensors)
+    loaded = safetensors_torch.load(b"".join(pieces))
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+
+
+async def test_an_engine_that_failed_raises_unless_partial_is_allowed() -> None:
+    router = PushRouter()
+    router.results.append(
+        router_pb2.EngineResult(engine_id="e2", error_reason="INVALID_WEIGHTS", error_message="no")
+    )
+    tensors = {"w": np.zeros(1, np.float32)}
+    async with pushing(router) as client:
+        with pytest.raises(
+            WeightPushError, match="1 of 2 engines failed: e2: INVALID_WEIGHTS"
+        ) as e:
+            await client.push_weights(tensors, 1)
+        assert [engine.engine_id for engine in e.value.result.engines] == ["e1", "e2"]
+        result = await client.push_weights(tensors, 1, allow_partial=True)
+        assert [engine.error_reason for engine in result.failed] == ["INVALID_WEIGHTS"]
+
+
+async def test_a_checkpoint_is_named_and_not_sent() -> None:
+    router = PushRouter()
+    async with pushing(router) as client:
+        await client.push_checkpoint("/models/step-5", 5, pause_mode="wait")
+    assert router.header == engine_pb2.UpdateWeightsHeader(
+        policy_version=5, pause_mode=engine_pb2.PAUSE_MODE_WAIT, checkpoint_dir="/models/step-5"
+    )
+    assert router.chunks == []
+
+
+async def test_a_refused_push_is_typed_even_while_much_is_being_sent() -> None:
+    router = PushRouter()
+    router.failure = StaleVersionError("policy_version: 1 is not above 4")
+    async with pushing(router) as client:
+        with pytest.raises(StaleVersionError):
+            await client.push_weights({"w": np.zeros(4_000_000, np.float32)}, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options"),
+    [
+        pytest.param({}, {}, id="no tensors"),
+        pytest.param({"w": [1.0]}, {}, id="a list"),
+        pytest.param({"w": np.zeros(2, np.complex64)}, {}, id="complex"),
+        pytest.param({"w": np.zeros(2)}, {"pause_mode": "soon"}, id="pause mode"),
+    ],
+)
+async def test_what_cannot_be_pushed_is_named(tensors: Any, options: Any) -> None:
+    async with Client(router="127.0.0.1:1") as client:
+        with pytest.raises(InvalidFieldError):
+            await client.push_weights(tensors, 1, **options)
+
+
+def test_the_sdk_does_not_import_torch() -> None:
+    code = "import sys, rollmesh.client, rollmesh.client.sync; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

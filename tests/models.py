@@ -1,0 +1,55 @@
+"""Small models made on the spot: a tokenizer with a ChatML template, and random weights."""
+
+import json
+from pathlib import Path
+
+from examples.demo.chatml import make_tokenizer
+
+CORPUS = [
+    "You are a helpful assistant. Use the tools.",
+    "What is 12 plus 30? The answer is 42. I am not sure.",
+    '{"name": "calculator", "arguments": {"a": 6, "b": 7}}',
+    '{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}',
+    "system user assistant tool\n" * 20,
+]
+CONTEXT_TOKENS = 2048
+
+
+def make_tokenizer_dir(path: Path, context: int = CONTEXT_TOKENS) -> Path:
+    """Writes a model's files without weights: all that a gateway needs."""
+    tokenizer = make_tokenizer(CORPUS * 50, 400, path, context)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": context,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def make_model_dir(path: Path, seed: int = 0) -> Path:
+    """Writes a whole random model of about 0.1 M parameters that vLLM can load."""
+    import torch  # noqa: PLC0415 - only the tests with vLLM have it
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+
+    tokenizer = make_tokenizer(CORPUS * 50, 400, path, CONTEXT_TOKENS)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    generation = {"eos_token_id": config.eos_token_id, "pad_token_id": 0}
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    return path

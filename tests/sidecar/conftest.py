@@ -1,0 +1,32 @@
+from collections.abc import AsyncIterator
+
+import pytest
+from openai import AsyncOpenAI
+
+from rollmesh.sidecar.config import SidecarConfig
+from tests.sidecar.scripted_gateway import SESSION, ScriptedGateway, serving, sidecar_of
+
+
+@pytest.fixture
+async def gateway() -> ScriptedGateway:
+    return ScriptedGateway()
+
+
+@pytest.fixture
+async def base_url(gateway: ScriptedGateway) -> AsyncIterator[str]:
+    """Address of a sidecar in front of `gateway`; comments after 50 ms of silence."""
+    async with serving(gateway) as address:
+        config = SidecarConfig(
+            gateway=address, keep_alive_ms=50, max_body_bytes=200_000, grace_ms=1000
+        )
+        async with sidecar_of(config) as url:
+            yield url
+
+
+@pytest.fixture
+async def client(base_url: str) -> AsyncIterator[AsyncOpenAI]:
+    """The published SDK, pointed at a session's path; no retries unless a test asks."""
+    async with AsyncOpenAI(
+        base_url=f"{base_url}/sessions/{SESSION}/v1", api_key="static", max_retries=0
+    ) as client:
+        yield client

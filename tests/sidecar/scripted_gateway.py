@@ -1,0 +1,185 @@
+"""A gateway that answers as a test says, behind a real gRPC server."""
+
+# ruff: noqa: ARG002 - the methods of a servicer have the arguments they have
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeAlias
+
+import grpc
+
+from rollmesh.runtime.errors import SessionUnknownError
+from rollmesh.runtime.interceptors import Context, RpcInterceptor
+from rollmesh.runtime.serving import Bound
+from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar.server import serve_http
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+
+Events: TypeAlias = AsyncIterator[gateway_pb2.ChatResponse]
+Script: TypeAlias = Callable[[gateway_pb2.ChatRequest], Events]
+
+SESSION = "5e551011"
+KEY = f"rmk-{SESSION}-secret"
+
+
+def call(call_id: str, name: str, arguments: str) -> types_pb2.ToolCall:
+    return types_pb2.ToolCall(id=call_id, name=name, arguments_json=arguments)
+
+
+def done(
+    content: str | None = None,
+    *,
+    calls: Sequence[types_pb2.ToolCall] = (),
+    reasoning: str | None = None,
+    finish: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_STOP,
+    answer_id: str = "chatcmpl-answer-1",
+) -> gateway_pb2.ChatResponse:
+    message = types_pb2.ChatMessage(
+        role=types_pb2.ROLE_ASSISTANT,
+        content=content,
+        tool_calls=calls,
+        reasoning_content=reasoning,
+    )
+    return gateway_pb2.ChatResponse(
+        done=gateway_pb2.ChatDone(
+            message=message,
+            finish_reason=finish,
+            prompt_tokens=11,
+            completion_tokens=5,
+            cached_tokens=3,
+            answer_id=answer_id,
+            created_unix_ms=1_790_000_000_123,
+        )
+    )
+
+
+def text(content: str) -> gateway_pb2.ChatResponse:
+    return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(content=content))
+
+
+def call_piece(
+    index: int, arguments: str, call_id: str = "", name: str = ""
+) -> gateway_pb2.ChatResponse:
+    piece = gateway_pb2.ToolCallDelta(index=index, id=call_id, name=name, arguments_json=arguments)
+    return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(tool_calls=[piece]))
+
+
+def answering(*events: gateway_pb2.ChatResponse) -> Script:
+    async def script(request: gateway_pb2.ChatRequest) -> Events:
+        for event in events:
+            if request.stream or event.HasField("done"):
+                yield event
+
+    return script
+
+
+def failing(error: Exception, *before: gateway_pb2.ChatResponse) -> Script:
+    async def script(request: gateway_pb2.ChatRequest) -> Events:
+        for event in before:
+            yield event
+        raise error
+
+    return script
+
+
+def waiting(
+    until: Callable[[], Awaitable[object]],
+    before: Iterable[gateway_pb2.ChatResponse],
+    after: Iterable[gateway_pb2.ChatResponse],
+) -> Script:
+    """Sends `before`, waits, sends `after`."""
+
+    async def script(request: gateway_pb2.ChatRequest) -> Events:
+        for event in before:
+            yield event
+        await until()
+        for event in after:
+            yield event
+
+    return script
+
+
+class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
+    """Answers every Chat with `script` and keeps what it was asked; `failures` come first."""
+
+    def __init__(self) -> None:
+        self.script: Script = answering(text("Hello"), done("Hello"))
+        self.requests: list[gateway_pb2.ChatRequest] = []
+        self.request_ids: list[str] = []
+        self.cancelled = asyncio.Event()
+        self.opened: list[gateway_pb2.CreateSessionRequest] = []
+        self.closed: list[gateway_pb2.CloseSessionRequest] = []
+        self.failures: list[Exception] = []
+
+    async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> Events:
+        self.requests.append(request)
+        self.request_ids.append(str(dict(context.invocation_metadata() or ())["x-request-id"]))
+        try:
+            async with aclosing(self.script(request)) as events:  # type: ignore[type-var]
+                async for event in events:
+                    yield event
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def CreateSession(
+        self, request: gateway_pb2.CreateSessionRequest, context: Context
+    ) -> gateway_pb2.CreateSessionResponse:
+        self.opened.append(request)
+        if self.failures:
+            raise self.failures.pop(0)
+        session_id = f"5e55{len(self.opened):04x}"
+        return gateway_pb2.CreateSessionResponse(
+            session_id=session_id, session_key=f"rmk-{session_id}-secret"
+        )
+
+    async def CloseSession(
+        self, request: gateway_pb2.CloseSessionRequest, context: Context
+    ) -> gateway_pb2.CloseSessionResponse:
+        if self.failures:
+            raise self.failures.pop(0)
+        self.closed.append(request)
+        return gateway_pb2.CloseSessionResponse(trajectory_ids=[f"{request.session_id}-1"])
+
+    async def GetSession(
+        self, request: gateway_pb2.GetSessionRequest, context: Context
+    ) -> gateway_pb2.GetSessionResponse:
+        raise SessionUnknownError("session_id: is unknown")
+
+    async def GetGatewayInfo(
+        self, request: gateway_pb2.GetGatewayInfoRequest, context: Context
+    ) -> gateway_pb2.GetGatewayInfoResponse:
+        return gateway_pb2.GetGatewayInfoResponse(model="policy", max_context_tokens=8192)
+
+
+@asynccontextmanager
+async def serving(servicer: gateway_pb2_grpc.GatewayServiceServicer) -> AsyncIterator[str]:
+    """Serves a gateway on a free port; yields its address."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], interceptors=[RpcInterceptor()])
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def sidecar_of(config: SidecarConfig) -> AsyncIterator[str]:
+    """Runs a sidecar on a free port; yields its `http://host:port`."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    bound: list[Bound] = []
+
+    def announce(it: Bound) -> None:
+        bound.append(it)
+        ready.set()
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(serve_http(config, announce=announce, stop=stop))
+        await ready.wait()
+        try:
+            yield f"http://127.0.0.1:{bound[0].port}"
+        finally:
+            stop.set()

@@ -1,0 +1,292 @@
+"""What agents get when a request is refused or fails, through the published SDK."""
+
+import asyncio
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from rollmesh.runtime import errors
+from rollmesh.sidecar.config import SidecarConfig
+from tests.sidecar.scripted_gateway import (
+    KEY,
+    SESSION,
+    ScriptedGateway,
+    answering,
+    done,
+    failing,
+    serving,
+    sidecar_of,
+    text,
+    waiting,
+)
+
+ASK: list[Any] = [{"role": "user", "content": "What is 6 x 7?"}]
+TOO_LONG = (
+    "This model's maximum context length is 8192 tokens. However, your messages resulted in "
+    "9000 tokens. Please reduce the length of the messages."
+)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("error", "kind", "status", "code", "param"),
+    [
+        pytest.param(
+            errors.SessionUnknownError("session_id: is unknown"),
+            openai.NotFoundError, 404, "session_unknown", None, id="unknown session",
+        ),
+        pytest.param(
+            errors.SessionClosedError("the session is closed"),
+            openai.ConflictError, 409, "session_closed", None, id="closed session",
+        ),
+        pytest.param(
+            errors.SessionKeyWrongError("the key does not open this session"),
+            openai.AuthenticationError, 401, "session_key_wrong", None, id="wrong key",
+        ),
+        pytest.param(
+            errors.InvalidMessagesError("messages[1].role", "is not set"),
+            openai.BadRequestError, 400, "invalid_messages", "messages[1].role", id="messages",
+        ),
+        pytest.param(
+            errors.InvalidSamplingError("sampling.max_tokens", "is 0"),
+            openai.BadRequestError, 400, "invalid_sampling", "max_tokens", id="sampling",
+        ),
+        pytest.param(
+            errors.ContextLengthExceededError("messages", TOO_LONG),
+            openai.BadRequestError, 400, "context_length_exceeded", "messages", id="too long",
+        ),
+        pytest.param(
+            errors.EnginesBusyError("all engines are full", retry_delay_ms=2500),
+            openai.RateLimitError, 429, "engines_busy", None, id="busy",
+        ),
+        pytest.param(
+            errors.NoEngineError("there is no engine"),
+            openai.InternalServerError, 503, "no_engine", None, id="no engine",
+        ),
+        pytest.param(
+            errors.GenerationAbortedError("aborted"),
+            openai.InternalServerError, 503, "generation_aborted", None, id="aborted",
+        ),
+        pytest.param(
+            errors.DeadlineError("too late"),
+            openai.InternalServerError, 504, "deadline", None, id="deadline",
+        ),
+        pytest.param(
+            RuntimeError("a secret"),
+            openai.InternalServerError, 500, "internal", None, id="unexpected",
+        ),
+    ],
+)  # fmt: skip
+async def test_every_error_has_its_status_type_code_and_param(  # noqa: PLR0913 - a table's columns
+    gateway: ScriptedGateway,
+    client: AsyncOpenAI,
+    *,
+    error: Exception,
+    kind: type[openai.APIStatusError],
+    status: int,
+    code: str,
+    param: str | None,
+    stream: bool,
+) -> None:
+    gateway.script = failing(error)
+    with pytest.raises(kind) as caught:
+        await client.chat.completions.create(model="m", messages=ASK, stream=stream)
+    assert (caught.value.status_code, caught.value.code) == (status, code)
+    assert caught.value.param == param
+    assert caught.value.request_id == gateway.request_ids[0]
+    assert "a secret" not in caught.value.message
+
+
+async def test_a_too_long_conversation_is_refused_in_the_words_clients_know(
+    gateway: ScriptedGateway, client: AsyncOpenAI
+) -> None:
+    gateway.script = failing(errors.ContextLengthExceededError("messages", TOO_LONG))
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="m", messages=ASK)
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["message"] == TOO_LONG
+
+
+async def test_backpressure_says_when_to_come_back_and_a_conflict_that_it_is_useless(
+    gateway: ScriptedGateway, base_url: str
+) -> None:
+    path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+    body = {"messages": ASK}
+    async with httpx2.AsyncClient() as http:
+        gateway.script = failing(errors.EnginesBusyError("full", retry_delay_ms=2500))
+        assert (await http.post(path, json=body)).headers["retry-after"] == "3"
+        gateway.script = failing(errors.EngineLostError("lost"))
+        assert (await http.post(path, json=body)).headers["retry-after"] == "1"
+        gateway.script = failing(errors.EnginesBusyError("full", retry_delay_ms=999_000))
+        assert (await http.post(path, json=body)).headers["retry-after"] == "120"
+        gateway.script = failing(errors.SessionClosedError("closed"))
+        assert (await http.post(path, json=body)).headers["x-should-retry"] == "false"
+
+
+async def test_the_sdk_does_not_retry_a_closed_session(
+    gateway: ScriptedGateway, client: AsyncOpenAI
+) -> None:
+    gateway.script = failing(errors.SessionClosedError("closed"))
+    with pytest.raises(openai.ConflictError):
+        await client.with_options(max_retries=2).chat.completions.create(model="m", messages=ASK)
+    assert len(gateway.requests) == 1
+
+
+async def test_the_sdks_retries_carry_their_count(
+    gateway: ScriptedGateway, client: AsyncOpenAI
+) -> None:
+    gateway.script = failing(errors.NoEngineError("none yet", retry_delay_ms=1))
+    patient = client.with_options(max_retries=1)
+    with pytest.raises(openai.InternalServerError):
+        await patient.chat.completions.create(
+            model="m", messages=ASK, extra_headers={"Idempotency-Key": "once"}
+        )
+    assert [request.retry_count for request in gateway.requests] == [0, 1]
+    assert {request.idempotency_key for request in gateway.requests} == {"once"}
+    first, second = gateway.requests
+    second.retry_count = 0
+    assert first == second
+
+
+async def test_a_client_timeout_ends_the_call_and_the_retry_says_so(
+    gateway: ScriptedGateway, client: AsyncOpenAI
+) -> None:
+    gateway.script = waiting(asyncio.Event().wait, [], [])
+    hasty = client.with_options(max_retries=1, timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        await hasty.chat.completions.create(model="m", messages=ASK)
+    assert [request.retry_count for request in gateway.requests] == [0, 1]
+    async with asyncio.timeout(5):
+        await gateway.cancelled.wait()
+
+
+@pytest.mark.parametrize(
+    ("before", "body"),
+    [
+        pytest.param([text("half")], {"stream": True}, id="in the middle of a stream"),
+        pytest.param([], {"stream": True}, id="before the first delta"),
+        pytest.param([], {}, id="while a whole answer is made"),
+        pytest.param([], {"n": 3}, id="while several choices are made"),
+    ],
+)
+async def test_a_client_that_leaves_cancels_the_gateways_call_at_once(
+    gateway: ScriptedGateway, base_url: str, before: list[Any], body: dict[str, Any]
+) -> None:
+    reached = asyncio.Event()
+
+    async def until() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    gateway.script = waiting(until, before, [])
+    path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+    async with asyncio.timeout(10), httpx2.AsyncClient() as http, asyncio.TaskGroup() as group:
+        asked = group.create_task(http.post(path, json={"messages": ASK, **body}))
+        await reached.wait()
+        asked.cancel()
+    async with asyncio.timeout(5):
+        await gateway.cancelled.wait()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_that_fails_makes_the_sdk_raise(
+    gateway: ScriptedGateway, client: AsyncOpenAI, n: int
+) -> None:
+    gateway.script = failing(errors.EngineLostError("the engine is gone"), text("half an ans"))
+    stream = await client.chat.completions.create(model="m", messages=ASK, stream=True, n=n)
+    with pytest.raises(openai.APIError, match="the engine is gone") as caught:
+        [chunk async for chunk in stream]
+    assert caught.value.code == "engine_lost"
+
+
+async def test_a_stream_that_fails_is_cut_off_without_a_proper_end(
+    gateway: ScriptedGateway, base_url: str
+) -> None:
+    gateway.script = failing(errors.EngineLostError("the engine is gone"), text("half an ans"))
+    body = {"messages": ASK, "stream": True}
+    path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+    lines: list[str] = []
+    async with httpx2.AsyncClient() as http, http.stream("POST", path, json=body) as answer:
+        with pytest.raises(httpx2.RemoteProtocolError):  # noqa: PT012 - the lines before count
+            async for line in answer.aiter_lines():
+                lines.append(line)  # noqa: PERF401 - extend would lose them
+    assert "data: [DONE]" not in lines
+    assert [line for line in lines if line][-1].startswith('data: {"error":')
+
+
+async def test_a_turn_over_its_time_limit_ends_with_504(gateway: ScriptedGateway) -> None:
+    gateway.script = waiting(asyncio.Event().wait, [], [])
+    async with serving(gateway) as address:
+        config = SidecarConfig(gateway=address, turn_timeout_ms=100, grace_ms=1000)
+        async with sidecar_of(config) as url, httpx2.AsyncClient() as http:
+            path = f"{url}/sessions/{SESSION}/v1/chat/completions"
+            answer = await http.post(path, json={"messages": ASK})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
+
+
+async def test_a_gateway_that_is_down_is_503_with_a_delay() -> None:
+    config = SidecarConfig(gateway="127.0.0.1:1", grace_ms=1000)
+    async with sidecar_of(config) as url, httpx2.AsyncClient(base_url=url) as http:
+        asked = await http.post(f"/sessions/{SESSION}/v1/chat/completions", json={"messages": ASK})
+        health = await http.get("/healthz")
+    assert (asked.status_code, asked.headers["retry-after"]) == (503, "1")
+    assert health.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "expected"),
+    [
+        pytest.param("/v1", {"authorization": f"Bearer {KEY}"}, (SESSION, KEY), id="key names it"),
+        pytest.param("/v1", {"AUTHORIZATION": f"bearer {KEY}"}, (SESSION, KEY), id="any case"),
+        pytest.param("/v1", {"X-Api-Key": KEY}, (SESSION, KEY), id="x-api-key"),
+        pytest.param("/v1", {"authorization": "Bearer static"}, None, id="static key, no path"),
+        pytest.param("/v1", {}, None, id="no key, no path"),
+        pytest.param("/sessions/abc/v1", {}, ("abc", ""), id="path alone"),
+        pytest.param(
+            "/sessions/abc/v1", {"authorization": "Bearer static"}, ("abc", ""), id="path, static"
+        ),
+        pytest.param(
+            "/sessions/abc/v1", {"authorization": f"Bearer {KEY}"}, ("abc", KEY), id="path, key"
+        ),
+    ],
+)
+async def test_a_session_is_named_by_path_or_by_key(
+    gateway: ScriptedGateway,
+    base_url: str,
+    path: str,
+    headers: dict[str, str],
+    expected: tuple[str, str] | None,
+) -> None:
+    async with httpx2.AsyncClient(base_url=base_url) as http:
+        answer = await http.post(
+            f"{path}/chat/completions", json={"messages": ASK}, headers=headers
+        )
+    if expected is None:
+        assert (answer.status_code, gateway.requests) == (401, [])
+    else:
+        asked = gateway.requests[0]
+        assert (asked.session_id, asked.session_key) == expected
+
+
+async def test_a_body_over_the_limit_is_413_and_one_of_many_kilobytes_is_not(
+    gateway: ScriptedGateway, client: AsyncOpenAI
+) -> None:
+    gateway.script = answering(done("fine"))
+    long: list[Any] = [{"role": "user", "content": "x" * 150_000}]
+    await client.chat.completions.create(model="m", messages=long)
+    assert len(gateway.requests[0].messages[0].content) == 150_000
+    with pytest.raises(openai.APIStatusError) as caught:
+        await client.chat.completions.create(model="m", messages=long * 2)
+    assert caught.value.status_code == 413
+
+
+async def test_other_paths_and_methods_are_refused_in_the_same_form(base_url: str) -> None:
+    async with httpx2.AsyncClient(base_url=base_url) as http:
+        unknown = await http.post("/v1/embeddings", json={})
+        method = await http.get("/v1/chat/completions")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "path_unknown")
+    assert (method.status_code, method.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert unknown.headers["x-request-id"]

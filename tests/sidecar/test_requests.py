@@ -1,0 +1,241 @@
+"""Which bodies are read, refused, or read in part."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.requests import HttpChat, read_chat
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+ARGUMENTS = '{"a": 6,  "b":7.0, "note": "caf\\u00e9 "}'
+CALL: dict[str, Any] = {
+    "id": "call_00Ab",
+    "function": {"arguments": ARGUMENTS, "name": "calculator"},
+    "type": "function",
+}
+
+
+def read(**more: Any) -> HttpChat:
+    return read_chat(orjson.dumps(ASK | more))
+
+
+def read_message(message: dict[str, Any]) -> tuple[types_pb2.ChatMessage, set[str]]:
+    chat = read(messages=[message])
+    return chat.request.messages[0], chat.ignored
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        pytest.param("messages", {"messages": []}, id="no messages"),
+        pytest.param("messages", {"messages": "Hi"}, id="messages not a list"),
+        pytest.param("messages[0]", {"messages": ["Hi"]}, id="message not an object"),
+        pytest.param("messages[0].role", {"messages": [{"role": "bot"}]}, id="role"),
+        pytest.param("messages[0].content", {"messages": [{"role": "user"}]}, id="no content"),
+        pytest.param(
+            "messages[0].content", {"messages": [{"role": "user", "content": 5}]}, id="content"
+        ),
+        pytest.param(
+            "messages[0].content[1].type",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "Look"},
+                            {"type": "image_url", "image_url": {"url": "http://x"}},
+                        ],
+                    }
+                ]
+            },
+            id="image",
+        ),
+        pytest.param(
+            "messages[0].tool_calls[0].function.arguments",
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+                    }
+                ]
+            },
+            id="arguments not text",
+        ),
+        pytest.param(
+            "messages[0].function_call",
+            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+            id="old function call",
+        ),
+        pytest.param("temperature", {"temperature": 2.5}, id="temperature"),
+        pytest.param("temperature", {"temperature": "hot"}, id="temperature not a number"),
+        pytest.param("temperature", {"temperature": True}, id="temperature boolean"),
+        pytest.param("top_p", {"top_p": 0}, id="top_p zero"),
+        pytest.param("max_tokens", {"max_tokens": 0}, id="max_tokens"),
+        pytest.param("max_completion_tokens", {"max_completion_tokens": 1.5}, id="not an integer"),
+        pytest.param("seed", {"seed": 2**63}, id="seed"),
+        pytest.param("stop_token_ids[1]", {"stop_token_ids": [1, -1]}, id="stop token"),
+        pytest.param("n", {"n": 17}, id="n"),
+        pytest.param("n", {"n": 0}, id="n zero"),
+        pytest.param("stop", {"stop": ["a"] * 17}, id="too many stops"),
+        pytest.param("stop[0]", {"stop": ""}, id="empty stop"),
+        pytest.param("stream", {"stream": "yes"}, id="stream"),
+        pytest.param("stream_options", {"stream_options": {}}, id="options without stream"),
+        pytest.param("tools", {"tools": {}}, id="tools"),
+        pytest.param("tools[0].type", {"tools": [{"type": "web_search"}]}, id="tool type"),
+        pytest.param("tools[0].function.name", {"tools": [{"type": "function"}]}, id="tool name"),
+        pytest.param("tool_choice", {"tool_choice": "required"}, id="tool required"),
+        pytest.param(
+            "tool_choice",
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            id="tool named",
+        ),
+        pytest.param("parallel_tool_calls", {"parallel_tool_calls": False}, id="one call only"),
+        pytest.param("response_format", {"response_format": {"type": "json_object"}}, id="format"),
+        pytest.param("logprobs", {"logprobs": True}, id="logprobs"),
+        pytest.param("logit_bias", {"logit_bias": {"5": 100}}, id="bias"),
+        pytest.param("functions", {"functions": [{"name": "f"}]}, id="functions"),
+        pytest.param("audio", {"audio": {"voice": "x"}}, id="audio"),
+        pytest.param("chat_template_kwargs", {"chat_template_kwargs": 1}, id="template options"),
+        pytest.param("model", {"model": 5}, id="model"),
+    ],
+)  # fmt: skip
+def test_a_bad_body_is_refused_by_the_name_of_the_field(field: str, more: dict[str, Any]) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        read(**more)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"\xff"])
+def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        read_chat(body)
+    assert caught.value.field == "body"
+
+
+def test_a_bare_request_leaves_sampling_to_the_session() -> None:
+    chat = read()
+    assert chat.request.sampling == types_pb2.SamplingParams()
+    assert chat.request.tool_choice == gateway_pb2.TOOL_CHOICE_UNSPECIFIED
+    assert (chat.request.stream, chat.choices, chat.include_usage) == (False, 1, False)
+    assert chat.ignored == set()
+
+
+def test_null_is_the_same_as_absent() -> None:
+    names = ["temperature", "n", "stop", "stream", "tools", "tool_choice", "logprobs", "user"]
+    assert read(**dict.fromkeys(names)) == read()
+
+
+def test_every_sampling_parameter_arrives() -> None:
+    given = {
+        "temperature": 0.5, "top_p": 0.25, "top_k": -1, "min_p": 0.125, "seed": -4,
+        "max_tokens": 9, "max_completion_tokens": 8, "min_tokens": 2, "presence_penalty": 1,
+        "frequency_penalty": -1.5, "repetition_penalty": 1.25, "stop_token_ids": [3, 4],
+        "ignore_eos": True,
+    }  # fmt: skip
+    expected = types_pb2.SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=0, min_p=0.125, seed=-4, max_tokens=8, min_tokens=2,
+        presence_penalty=1, frequency_penalty=-1.5, repetition_penalty=1.25, stop_token_ids=[3, 4],
+        ignore_eos=True,
+    )  # fmt: skip
+    assert read(**given).request.sampling == expected
+
+
+def test_stops_tools_and_template_options_arrive() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    request = read(
+        stop="END",
+        tools=tools,
+        tool_choice="none",
+        chat_template_kwargs={"enable_thinking": False},
+        reasoning_effort="low",
+    ).request
+    assert list(request.stop) == ["END"]
+    assert orjson.loads(request.tools_json) == tools
+    assert request.tool_choice == gateway_pb2.TOOL_CHOICE_NONE
+    assert orjson.loads(request.template_options_json) == {
+        "reasoning_effort": "low",
+        "enable_thinking": False,
+    }
+
+
+def test_unknown_keys_are_accepted_and_named() -> None:
+    chat = read(store=False, metadata={"a": "b"}, response_format={"type": "text"}, made_up=1)
+    assert chat.ignored == {"store", "metadata", "response_format", "made_up"}
+
+
+def test_parts_of_text_are_joined_and_a_developer_is_a_system() -> None:
+    message, _ = read_message(
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": " a"}, {"type": "text", "text": "b "}],
+        }
+    )
+    assert (message.role, message.content) == (types_pb2.ROLE_SYSTEM, " ab ")
+
+
+def test_a_tool_result_keeps_the_id_of_its_call() -> None:
+    message, _ = read_message({"role": "tool", "tool_call_id": "call_00Ab", "content": "42"})
+    assert (message.role, message.tool_call_id, message.content) == (
+        types_pb2.ROLE_TOOL,
+        "call_00Ab",
+        "42",
+    )
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        pytest.param(
+            {"content": None, "refusal": None, "role": "assistant", "annotations": [],
+             "tool_calls": [CALL]},
+            id="the message itself",
+        ),
+        pytest.param(
+            {"content": None, "refusal": None, "role": "assistant", "annotations": [],
+             "audio": None, "function_call": None, "tool_calls": [CALL]},
+            id="model_dump",
+        ),
+        pytest.param(
+            {"content": None, "refusal": None, "role": "assistant", "annotations": None,
+             "audio": None, "function_call": None, "parsed": None,
+             "tool_calls": [{**CALL, "index": 0,
+                             "function": {**CALL["function"], "parsed_arguments": None}}]},
+            id="stream helper",
+        ),
+        pytest.param(
+            {"role": "assistant", "content": None, "tool_calls": [CALL]}, id="own accumulator"
+        ),
+        pytest.param(
+            {"role": "assistant", "tool_calls": [CALL], "annotations": [],
+             "provider_specific_fields": {"refusal": None}},
+            id="content key missing",
+        ),
+    ],
+)  # fmt: skip
+def test_an_echoed_call_is_the_same_however_it_was_kept(echo: dict[str, Any]) -> None:
+    message, _ = read_message(echo)
+    assert message == types_pb2.ChatMessage(
+        role=types_pb2.ROLE_ASSISTANT,
+        tool_calls=[
+            types_pb2.ToolCall(id="call_00Ab", name="calculator", arguments_json=ARGUMENTS)
+        ],
+    )
+
+
+def test_echoed_text_and_reasoning_keep_their_white_space() -> None:
+    message, ignored = read_message(
+        {
+            "role": "assistant",
+            "content": "  The answer is 42. \n",
+            "reasoning_content": "\n Let me think. \n",
+            "tool_calls": [],
+            "annotations": [],
+        }
+    )
+    assert message.content == "  The answer is 42. \n"
+    assert message.reasoning_content == "\n Let me think. \n"
+    assert ignored == {"annotations"}
