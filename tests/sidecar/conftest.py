@@ -16,9 +16,7 @@ async def gateway() -> ScriptedGateway:
 async def base_url(gateway: ScriptedGateway) -> AsyncIterator[str]:
     """Address of a sidecar in front of `gateway`; comments after 50 ms of silence."""
     async with serving(gateway) as address:
-        config = SidecarConfig(
-            gateway=address, keep_alive_ms=50, max_body_bytes=200_000, grace_ms=1000
-        )
+        config = SidecarConfig(gateway=address, keep_alive_ms=50, max_body_bytes=200_000)
         async with sidecar_of(config) as url:
             yield url
 

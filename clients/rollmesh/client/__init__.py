@@ -1,29 +1,29 @@
-"""The Python SDK: sessions, rollouts, trajectories and weights.
+"""The SDK for trainers and agent runners."""
 
-`Client` is async; `rollmesh.client.sync.Client` is the same without async.
-"""
-
-from rollmesh.client.client import Client
-from rollmesh.client.rollout import Progress, RolloutSummary, Sample, SampleResult
-from rollmesh.client.runners import Runner, RunResult, find_runner, register_runner
-from rollmesh.client.sessions import Outcome, Session
-from rollmesh.client.weights import EnginePush, PushResult, WeightPushError
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.client.client import Client, MeshAddresses, Session
+from rollmesh.client.delivery import Subscription
+from rollmesh.client.rollout import (
+    AgentRunner,
+    RolloutSummary,
+    SampleOutcome,
+    register_runner,
+    rollout,
+)
+from rollmesh.client.trajectories import Delivery, SessionResult, Trajectory
+from rollmesh.client.weights import WeightsPushError
 
 __all__ = [
+    "AgentRunner",
     "Client",
-    "EnginePush",
-    "Outcome",
-    "Progress",
-    "PushResult",
-    "RollmeshError",
+    "Delivery",
+    "MeshAddresses",
     "RolloutSummary",
-    "RunResult",
-    "Runner",
-    "Sample",
-    "SampleResult",
+    "SampleOutcome",
     "Session",
-    "WeightPushError",
-    "find_runner",
+    "SessionResult",
+    "Subscription",
+    "Trajectory",
+    "WeightsPushError",
     "register_runner",
+    "rollout",
 ]

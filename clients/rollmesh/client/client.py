@@ -208,7 +208,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         with typed_errors():
             return await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=_TIMEOUT_S)
 
-    def _gateway(self) -> gateway_pb2_grpc.GatewayServiceStub:
+    def _gateway(self) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
         return gateway_pb2_grpc.GatewayServiceStub(self._channel(self.addresses.gateway))
 
     def _channel(self, address: str) -> grpc.aio.Channel:

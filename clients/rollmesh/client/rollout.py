@@ -62,7 +62,7 @@ class RolloutSummary:
         return sum(rewards) / len(rewards) if rewards else None
 
 
-async def rollout(
+async def rollout(  # noqa: PLR0913 - all but two are keywords with defaults
     client: Client,
     prompts: Sequence[Any],
     *,

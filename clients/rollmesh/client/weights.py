@@ -30,7 +30,7 @@ class WeightsPushError(RollmeshError):
 
 
 async def push_tensors(
-    stub: router_pb2_grpc.RouterServiceStub,
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
     tensors: Mapping[str, Any],
     policy_version: int,
     mode: str,
@@ -50,11 +50,11 @@ async def push_tensors(
 
 
 async def push_checkpoint(
-    stub: router_pb2_grpc.RouterServiceStub, directory: Path, policy_version: int, mode: str
+    stub: "router_pb2_grpc.RouterServiceAsyncStub", directory: Path, policy_version: int, mode: str
 ) -> list[router_pb2.EngineResult]:
     """Names a directory that every engine can read."""
     header = _header(policy_version, mode)
-    header.checkpoint_dir = str(directory.absolute())
+    header.checkpoint_dir = str(directory.absolute())  # noqa: ASYNC240 - no disk access
 
     async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
         yield router_pb2.PushWeightsRequest(header=header)
@@ -63,7 +63,7 @@ async def push_checkpoint(
 
 
 async def _push(
-    stub: router_pb2_grpc.RouterServiceStub,
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
     parts: AsyncIterator[router_pb2.PushWeightsRequest],
 ) -> list[router_pb2.EngineResult]:
     with typed_errors():

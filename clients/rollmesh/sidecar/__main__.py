@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import uvicorn
+import uvloop
 
 from rollmesh.runtime import faults
 from rollmesh.runtime.channels import open_channel
@@ -64,7 +65,8 @@ def main() -> int:
     configure_logging("sidecar", config.log_level)
     faults.arm(config.fault)
     try:
-        asyncio.run(_serve(config))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config))
     except OSError as error:
         print(f"rollmesh sidecar: port: {error}", file=sys.stderr)
         return 2

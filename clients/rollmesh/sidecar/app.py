@@ -3,33 +3,31 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
 import grpc
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rollmesh.runtime import clock
 from rollmesh.runtime.channels import read_stream, typed_errors
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, SessionKeyWrongError
+from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError
 from rollmesh.runtime.logs import fields, set_request_id
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.errors import error_event, to_http
+from rollmesh.sidecar.errors import BodyTooLargeError, PathUnknownError, to_http
 from rollmesh.sidecar.requests import parse_body, read_choices, read_request, wants_usage
-from rollmesh.sidecar.responses import DONE, KEEP_ALIVE, ChunkWriter, whole_answer
+from rollmesh.sidecar.responses import ChunkWriter, whole_answer
+from rollmesh.sidecar.streams import StreamReply
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _KEY_PREFIX = "rmk-"
 _CHECK_TIMEOUT_S = 5.0
-
-
-class BrokenStreamError(Exception):
-    """Ends a response without its last chunk: clients must not take half an answer for a whole."""
 
 
 class Sidecar:
@@ -50,11 +48,11 @@ class Sidecar:
                 Route(f"{prefix}/v1/models", self._models),
                 Route(f"{prefix}/healthz", self._health),
             ]
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, exception_handlers={HTTPException: _refuse_path})
 
     async def chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
-    ) -> AsyncIterator[gateway_pb2.ChatResponse]:
+    ) -> AsyncGenerator[gateway_pb2.ChatResponse, None]:
         """Yields a gateway's answers; closing the iterator cancels the call."""
         call = self._stub.Chat(
             request,
@@ -80,19 +78,19 @@ class Sidecar:
         """Returns the settings."""
         return self._config
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, _request: Request) -> Response:
         try:
             entry = {"id": await self.model(), "object": "model", "owned_by": "rollmesh"}
         except RollmeshError as error:
-            return _error_response(error, "")
+            return _error_response(error, uuid.uuid4().hex)
         return JSONResponse({"object": "list", "data": [{**entry, "created": 0}]})
 
-    async def _health(self, request: Request) -> Response:
+    async def _health(self, _request: Request) -> Response:
         self._model = ""
         try:
             await self.model()
         except RollmeshError as error:
-            return _error_response(error, "")
+            return _error_response(error, uuid.uuid4().hex)
         return JSONResponse({"status": "ok"})
 
 
@@ -111,8 +109,10 @@ class ChatEndpoint:
             body = parse_body(await self._read_body(receive))
             chat = read_request(body)
             choices = [self._choice(chat, scope, at) for at in range(read_choices(body))]
-        except RollmeshError as error:
-            await _error_response(error, request_id)(scope, receive, send)
+        except ClientDisconnect:
+            return
+        except Exception as error:  # noqa: BLE001 - the edge: everything becomes an answer
+            await _error_response(_typed(error), request_id)(scope, receive, send)
             return
         model = body.get("model")
         name = model if isinstance(model, str) and model else "policy"
@@ -133,10 +133,12 @@ class ChatEndpoint:
         size, more = 0, True
         while more:
             message = await receive()
-            part = message.get("body", b"")
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part: bytes = message.get("body", b"")
             size += len(part)
             if size > self._sidecar.config.max_body_bytes:
-                raise InvalidFieldError(
+                raise BodyTooLargeError(
                     "body", f"is larger than {self._sidecar.config.max_body_bytes} bytes"
                 )
             parts.append(part)
@@ -150,8 +152,11 @@ class ChatEndpoint:
         request = gateway_pb2.ChatRequest()
         request.CopyFrom(chat)
         request.choice_index = index
+        if index and request.sampling.HasField("seed"):
+            request.sampling.seed += index  # one seed would make all choices equal
         headers = {key.lower(): value.decode("latin-1") for key, value in scope["headers"]}
-        key = headers.get(b"authorization", "").removeprefix("Bearer ").strip()
+        scheme, _, token = headers.get(b"authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else ""
         key = key or headers.get(b"x-api-key", "")
         session_id = scope["path_params"].get("session_id", "")
         if key.startswith(_KEY_PREFIX):
@@ -163,7 +168,7 @@ class ChatEndpoint:
             raise SessionKeyWrongError("give the session's key as bearer token, or call by its URL")
         request.idempotency_key = headers.get(b"idempotency-key", "")
         retries = headers.get(b"x-stainless-retry-count", "0")
-        request.retry_count = int(retries) if retries.isdecimal() else 0
+        request.retry_count = int(retries) if retries.isdecimal() and len(retries) < 9 else 0
         return request
 
     async def _whole(
@@ -176,11 +181,12 @@ class ChatEndpoint:
         send: Send,
     ) -> None:
         try:
-            answers = await asyncio.gather(*(self._one(choice, request_id) for choice in choices))
-        except RollmeshError as error:
-            await _error_response(error, request_id)(scope, receive, send)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(choice, request_id)) for choice in choices]
+            body = whole_answer([task.result() for task in tasks], model)
+        except (ExceptionGroup, RollmeshError) as error:
+            await _error_response(_typed(error), request_id)(scope, receive, send)
             return
-        body = whole_answer(list(answers), model)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -189,9 +195,7 @@ class ChatEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _one(
-        self, choice: gateway_pb2.ChatRequest, request_id: str
-    ) -> gateway_pb2.ChatDone:
+    async def _one(self, choice: gateway_pb2.ChatRequest, request_id: str) -> gateway_pb2.ChatDone:
         done: gateway_pb2.ChatDone | None = None
         async with aclosing(self._sidecar.chat(choice, request_id)) as responses:
             async for response in responses:
@@ -209,96 +213,49 @@ class ChatEndpoint:
         *,
         include_usage: bool,
     ) -> None:
-        """Streams all choices; headers leave with the first event, so early errors have a status."""
-        events = _merged(self._sidecar, choices, request_id)
+        """Streams all choices at the same time."""
         writer = ChunkWriter(f"chatcmpl-{request_id}", clock.unix_ms() // 1000, model)
-        started = False
-        answers: dict[int, gateway_pb2.ChatDone] = {}
+        reply = StreamReply(send, request_id, writer, len(choices))
         try:
-            async with aclosing(_with_pauses(events, self._sidecar.config.keep_alive_ms)) as items:
-                async for item in items:
-                    if not started:
-                        await send(_stream_start(request_id))
-                        for at in range(len(choices)):
-                            await _send_part(send, writer.role(at))
-                        started = True
-                    if item is None:
-                        await _send_part(send, KEEP_ALIVE)
-                        continue
-                    index, response = item
-                    if response.HasField("delta"):
-                        await _send_part(send, writer.delta(index, response.delta))
-                    else:
-                        answers[index] = response.done
-                        await _send_part(send, writer.finish(index, response.done))
-        except RollmeshError as error:
-            if not started:
-                await _send_error(send, error, request_id)
-                return
-            _log.warning("stream failed", extra=fields(reason=error.reason))
-            await _send_part(send, error_event(error))
-            raise BrokenStreamError(error.reason) from error
-        if include_usage:
-            await _send_part(send, writer.usage([answers[at] for at in sorted(answers)]))
-        await _send_part(send, DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _merged(
-    sidecar: Sidecar, choices: list[gateway_pb2.ChatRequest], request_id: str
-) -> AsyncIterator[tuple[int, gateway_pb2.ChatResponse]]:
-    """Yields the events of all choices as they come, each with its index."""
-    if len(choices) == 1:
-        async with aclosing(sidecar.chat(choices[0], request_id)) as responses:
-            async for response in responses:
-                yield 0, response
-        return
-    queue: asyncio.Queue[tuple[int, gateway_pb2.ChatResponse | RollmeshError | None]]
-    queue = asyncio.Queue(maxsize=256)
-
-    async def pump(index: int) -> None:
-        try:
-            async with aclosing(sidecar.chat(choices[index], request_id)) as responses:
-                async for response in responses:
-                    await queue.put((index, response))
-            await queue.put((index, None))
-        except RollmeshError as error:
-            await queue.put((index, error))
-
-    async with asyncio.TaskGroup() as group:
-        pumps = [group.create_task(pump(at)) for at in range(len(choices))]
-        try:
-            left = len(choices)
-            while left:
-                index, item = await queue.get()
-                if isinstance(item, RollmeshError):
-                    raise item
-                if item is None:
-                    left -= 1
+            async with asyncio.TaskGroup() as group:
+                filling = group.create_task(reply.fill_silence(self._sidecar.config.keep_alive_ms))
+                if len(choices) == 1:
+                    answers = [await self._relay(choices[0], request_id, reply)]
                 else:
-                    yield index, item
-        finally:
-            for task in pumps:
-                task.cancel()
+                    relays = [
+                        group.create_task(self._relay(choice, request_id, reply))
+                        for choice in choices
+                    ]
+                    answers = [await relay for relay in relays]
+                filling.cancel()
+        except ExceptionGroup as group_error:
+            error = _typed(group_error)
+            _log.warning("stream failed", extra=fields(reason=error.reason))
+            await reply.fail(error)
+            return
+        await reply.end(answers, include_usage=include_usage)
+
+    async def _relay(
+        self, choice: gateway_pb2.ChatRequest, request_id: str, reply: StreamReply
+    ) -> gateway_pb2.ChatDone:
+        """Sends every event of one choice as soon as the gateway does."""
+        async with aclosing(self._sidecar.chat(choice, request_id)) as responses:
+            async for response in responses:
+                if response.HasField("done"):
+                    await reply.finish(choice.choice_index, response.done)
+                    return response.done
+                await reply.delta(choice.choice_index, response.delta)
+        raise RollmeshError("the gateway ended its answer without an end")
 
 
-async def _with_pauses(
-    events: AsyncIterator[tuple[int, gateway_pb2.ChatResponse]], pause_ms: int
-) -> AsyncIterator[tuple[int, gateway_pb2.ChatResponse] | None]:
-    """Yields the events, and None after each silence of `pause_ms`."""
-    async with aclosing(events), asyncio.TaskGroup() as group:  # type: ignore[type-var]
-        while True:
-            pending = group.create_task(anext(events, None))  # type: ignore[arg-type]
-            try:
-                while not (await asyncio.wait([pending], timeout=pause_ms / 1000))[0]:
-                    yield None
-            finally:
-                if not pending.done():
-                    pending.cancel()
-            item = pending.result()
-            if item is None:
-                return
-            yield item
+def _typed(error: Exception) -> RollmeshError:
+    """Returns the first typed error of a group; anything else is logged and kept back."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, RollmeshError):
+        return error
+    _log.error("unexpected error", exc_info=error)
+    return RollmeshError("unexpected error; the log has it under the request id")
 
 
 async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
@@ -307,17 +264,13 @@ async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
     task.cancel()
 
 
-def _stream_start(request_id: str) -> dict[str, object]:
-    headers = [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-request-id", request_id.encode()),
-    ]
-    return {"type": "http.response.start", "status": 200, "headers": headers}
-
-
-async def _send_part(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    """Answers an unknown path or method as the SDKs read errors."""
+    path, method = request.url.path, request.method
+    refused = PathUnknownError(f"{method} {path} is not served; call /sessions/{{id}}/v1 or /v1")
+    response = _error_response(refused, uuid.uuid4().hex)
+    response.status_code = error.status_code if isinstance(error, HTTPException) else 404
+    return response
 
 
 def _error_response(error: RollmeshError, request_id: str) -> Response:
@@ -327,10 +280,3 @@ def _error_response(error: RollmeshError, request_id: str) -> Response:
         response.headers[name.decode()] = value.decode()
     response.headers["x-request-id"] = request_id
     return response
-
-
-async def _send_error(send: Send, error: RollmeshError, request_id: str) -> None:
-    http = to_http(error)
-    headers = [*http.headers, (b"x-request-id", request_id.encode())]
-    await send({"type": "http.response.start", "status": http.status, "headers": headers})
-    await send({"type": "http.response.body", "body": http.body})

@@ -17,12 +17,27 @@ _STATUS = {
     grpc.StatusCode.ALREADY_EXISTS: (409, "conflict_error"),
     grpc.StatusCode.ABORTED: (503, "server_error"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    grpc.StatusCode.CANCELLED: (503, "server_error"),
     grpc.StatusCode.UNAVAILABLE: (503, "server_error"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error"),
     grpc.StatusCode.UNIMPLEMENTED: (501, "server_error"),
 }
+_STATUS_OF_REASON = {"BODY_TOO_LARGE": 413}
 _MOST_DELAY_S = 120  # SDKs give up on a longer one
-_PARAMS = {"sampling.max_tokens": "max_tokens", "tools_json": "tools"}
+_PARAMS = {"tools_json": "tools", "template_options_json": "chat_template_kwargs"}
+
+
+class BodyTooLargeError(InvalidFieldError):
+    """A request body is over the limit."""
+
+    reason = "BODY_TOO_LARGE"
+
+
+class PathUnknownError(RollmeshError):
+    """Nothing is served at this path with this method."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "PATH_UNKNOWN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +53,17 @@ def to_http(error: RollmeshError) -> HttpError:
     """Returns the HTTP form of an error."""
     code = error.status_code if isinstance(error, RemoteError) else error.code
     status, kind = _STATUS.get(code, (500, "server_error"))
-    param = error.field if isinstance(error, InvalidFieldError) else None
+    status = _STATUS_OF_REASON.get(error.reason, status)
+    param = error.field if isinstance(error, InvalidFieldError) else ""
+    message = error.message
+    if error.reason == "CONTEXT_LENGTH_EXCEEDED":  # clients know it by how the wording begins
+        message = message.removeprefix(f"{param}: ")
+    reason = code.name if isinstance(error, RemoteError) else error.reason
     body = {
-        "message": error.message,
+        "message": message,
         "type": kind,
-        "param": _PARAMS.get(param or "", (param or "").removeprefix("sampling.") or None),
-        "code": error.reason.lower(),
+        "param": _PARAMS.get(param, param.removeprefix("sampling.") or None),
+        "code": reason.lower(),
     }
     headers = [(b"content-type", b"application/json")]
     if status in {429, 503}:

@@ -1,6 +1,5 @@
 """An OpenAI chat-completions body as a `ChatRequest`; each error names the parameter."""
 
-import logging
 from typing import Any
 
 import orjson
@@ -9,7 +8,6 @@ from prometheus_client import Counter
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
-_log = logging.getLogger(__name__)
 IGNORED = Counter(
     "rollmesh_sidecar_ignored_parameters_total", "Parameters that change nothing here.", ["name"]
 )
@@ -27,19 +25,34 @@ _TOOL_CHOICES = {
 }
 _FLOATS = {
     "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
+    "top_p": (1e-9, 1.0),
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 100.0),
+    "repetition_penalty": (1e-9, 100.0),
 }
 _INTEGERS = ("top_k", "min_tokens", "seed")
 # Each would change the answer in a way that is not served: refusing is honest, ignoring is not.
-_REFUSED = ("audio", "functions", "function_call", "logprobs", "top_logprobs", "logit_bias")
+_REFUSED = (
+    "audio", "functions", "function_call", "logprobs", "top_logprobs", "logit_bias",
+    "web_search_options", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "bad_words", "best_of", "use_beam_search", "continue_final_message", "echo",
+    "include_stop_str_in_output", "chat_template",
+)  # fmt: skip
+# What is ignored is counted; what is not well known shares one label, so that labels stay few.
+_COUNTED = {
+    "store", "metadata", "user", "service_tier", "prompt_cache_key", "safety_identifier", "include",
+    "verbosity", "prediction", "client_metadata", "cache_control", "refusal", "annotations", "audio",
+    "parsed", "provider_specific_fields",
+}  # fmt: skip
+_MESSAGE_KEYS = {
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
+}  # fmt: skip
+_MAX_STOPS, _MAX_STOP_TOKENS = 16, 64
 _KNOWN = {
     "messages", "model", "stream", "stream_options", "tools", "tool_choice", "stop", "n",
     "max_tokens", "max_completion_tokens", "response_format", "modalities", "parallel_tool_calls",
-    "chat_template_kwargs", "ignore_eos", *_FLOATS, *_INTEGERS, *_REFUSED,
+    "chat_template_kwargs", "reasoning_effort", "ignore_eos", "stop_token_ids", *_FLOATS, *_INTEGERS, *_REFUSED,
 }  # fmt: skip
 MAX_CHOICES = 16
 
@@ -72,7 +85,6 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
     choice = body.get("tool_choice")
     if not isinstance(choice, str | None) or choice not in _TOOL_CHOICES:
         raise InvalidFieldError("tool_choice", f"{choice!r} is not served; give auto or none")
-    options = body.get("chat_template_kwargs")
     return gateway_pb2.ChatRequest(
         messages=[_message(message, f"messages[{at}]") for at, message in enumerate(messages)],
         tools_json=_tools(body.get("tools")),
@@ -80,7 +92,7 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
         sampling=_sampling(body),
         stop=_stop(body.get("stop")),
         stream=_flag(body, "stream"),
-        template_options_json=orjson.dumps(options) if options else b"",
+        template_options_json=_template_options(body),
     )
 
 
@@ -113,16 +125,37 @@ def _refuse_unserved(body: dict[str, Any]) -> None:
         raise InvalidFieldError("response_format", "only type text is served; leave it out")
     if body.get("modalities") not in (None, ["text"]):
         raise InvalidFieldError("modalities", 'only ["text"] is served')
-    for name in body.keys() - _KNOWN:
-        IGNORED.labels(name[:64]).inc()
+    if body.get("parallel_tool_calls") is False:
+        raise InvalidFieldError("parallel_tool_calls", "false is not served; leave it out")
+    _count_ignored(body, _KNOWN)
+
+
+def _count_ignored(given: dict[str, Any], known: set[str]) -> None:
+    for name in given.keys() - known:
+        if given[name] is not None:
+            IGNORED.labels(name if name in _COUNTED else "other").inc()
+
+
+def _template_options(body: dict[str, Any]) -> bytes:
+    options = body.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise InvalidFieldError("chat_template_kwargs", "is not an object")
+    if (effort := body.get("reasoning_effort")) is not None:  # templates know it by this name
+        options = {"reasoning_effort": _string(effort, "reasoning_effort"), **options}
+    return orjson.dumps(options) if options else b""
 
 
 def _message(message: Any, field: str) -> types_pb2.ChatMessage:
     if not isinstance(message, dict):
         raise InvalidFieldError(field, "is not an object")
-    role = _ROLES.get(message.get("role", ""))
+    name = message.get("role")
+    role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise InvalidFieldError(f"{field}.role", f"{message.get('role')!r} is no role")
+        raise InvalidFieldError(f"{field}.role", f"{name!r} is no role")
+    for key in ("function_call", "audio"):
+        if message.get(key):
+            raise InvalidFieldError(f"{field}.{key}", "is not served; send text and tool_calls")
+    _count_ignored(message, _MESSAGE_KEYS)
     result = types_pb2.ChatMessage(role=role)
     content = _text(message.get("content"), f"{field}.content")
     if content:
@@ -176,7 +209,7 @@ def _calls(calls: Any, field: str) -> list[types_pb2.ToolCall]:
 
 
 def _tools(tools: Any) -> bytes:
-    if not tools:
+    if tools is None:
         return b""
     if not isinstance(tools, list):
         raise InvalidFieldError("tools", "must be a list")
@@ -184,7 +217,7 @@ def _tools(tools: Any) -> bytes:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidFieldError(f"tools[{at}].function.name", "is missing; only functions")
-    return orjson.dumps(tools)
+    return orjson.dumps(tools) if tools else b""
 
 
 def _sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
@@ -200,13 +233,21 @@ def _sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
         setattr(result, name, value)
     for name in _INTEGERS:
         value = body.get(name)
+        if name == "top_k" and value == -1:  # vLLM's way to say off
+            value = 0
         if value is not None:
             setattr(result, name, _integer(value, name, None if name == "seed" else 0))
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) is not None:
             result.max_tokens = _integer(body[name], name, 1)
-    if body.get("ignore_eos"):
+    if _flag(body, "ignore_eos"):
         result.ignore_eos = True
+    ids = body.get("stop_token_ids") or []
+    if not isinstance(ids, list) or len(ids) > _MAX_STOP_TOKENS:
+        raise InvalidFieldError("stop_token_ids", f"give at most {_MAX_STOP_TOKENS} token ids")
+    result.stop_token_ids.extend(
+        _integer(value, f"stop_token_ids[{at}]", 0) for at, value in enumerate(ids)
+    )
     return result
 
 
@@ -224,6 +265,8 @@ def _stop(stop: Any) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
         raise InvalidFieldError("stop", "must be a string or a list of non-empty strings")
+    if len(stops) > _MAX_STOPS:
+        raise InvalidFieldError("stop", f"has {len(stops)} strings; give at most {_MAX_STOPS}")
     return stops
 
 

@@ -4,19 +4,26 @@ from typing import Any
 
 import orjson
 
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 _FINISHES = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
-    types_pb2.FINISH_REASON_ABORT: "stop",
 }
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def finish_reason(done: gateway_pb2.ChatDone) -> str:
-    """Returns why an answer ended: calls that were cut by a limit are still `length`."""
+    """Returns why an answer ended: calls that were cut by a limit are still `length`.
+
+    Raises:
+        RollmeshError: It was aborted; no turn ends so.
+    """
+    if done.finish_reason not in _FINISHES:
+        name = types_pb2.FinishReason.Name(done.finish_reason)
+        raise RollmeshError(f"finish_reason: the gateway answered {name}, which ends no turn")
     if done.message.tool_calls and done.finish_reason == types_pb2.FINISH_REASON_STOP:
         return "tool_calls"
     return _FINISHES[done.finish_reason]
@@ -90,6 +97,7 @@ class ChunkWriter:
             "created": created,
             "model": model,
         }
+        self._begun: set[int] = set()
 
     def role(self, index: int) -> bytes:
         """Returns the first chunk of a choice."""
@@ -97,6 +105,7 @@ class ChunkWriter:
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
         """Returns the chunk of a piece of an answer."""
+        self._begun.add(index)
         fields: dict[str, Any] = {}
         if delta.content:
             fields["content"] = delta.content
@@ -107,8 +116,18 @@ class ChunkWriter:
         return self._choice(index, fields)
 
     def finish(self, index: int, done: gateway_pb2.ChatDone) -> bytes:
-        """Returns the last chunk of a choice."""
-        return self._choice(index, {}, finish_reason(done))
+        """Returns the last chunk of a choice, behind the message where no piece was sent."""
+        message = b""
+        if index not in self._begun:  # a replay, or an answer that parsing held back whole
+            pieces = gateway_pb2.ChatDelta(
+                content=done.message.content, reasoning_content=done.message.reasoning_content
+            )
+            for at, call in enumerate(done.message.tool_calls):
+                pieces.tool_calls.add(
+                    index=at, id=call.id, name=call.name, arguments_json=call.arguments_json
+                )
+            message = self.delta(index, pieces)
+        return message + self._choice(index, {}, finish_reason(done))
 
     def usage(self, answers: list[gateway_pb2.ChatDone]) -> bytes:
         """Returns the chunk with the token counts."""

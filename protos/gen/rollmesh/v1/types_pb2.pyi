@@ -456,6 +456,7 @@ class TrajectorySegment(_message.Message):
     REASONS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_CRC32_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """Index of the first token of the run."""
     end: _builtins.int
@@ -472,6 +473,10 @@ class TrajectorySegment(_message.Message):
     """Why the generation ended. Only on sampled segments."""
     engine_id: _builtins.str
     """Id of the engine that sampled the tokens. Only on sampled segments."""
+    prompt_crc32: _builtins.int
+    """CRC-32 (IEEE) of all ids before `start` as the engine received them, little-endian bytes: equal
+    to that of the trajectory's own ids unless they drifted apart. Only on sampled segments.
+    """
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Why sampled tokens are not trained here, or what else is to be known about them."""
@@ -488,14 +493,20 @@ class TrajectorySegment(_message.Message):
         reasons: _abc.Iterable[Global___FidelityReason.ValueType] | None = ...,
         finish_reason: Global___FinishReason.ValueType | None = ...,
         engine_id: _builtins.str = ...,
+        prompt_crc32: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "finish_reason", b"finish_reason", "prompt_crc32", b"prompt_crc32"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "node_id", b"node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_crc32: _TypeAlias = _typing.Literal["prompt_crc32"]  # noqa: Y015
+    _WhichOneofArgType__prompt_crc32: _TypeAlias = _typing.Literal["_prompt_crc32", b"_prompt_crc32"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_crc32) -> _WhichOneofReturnType__prompt_crc32 | None: ...
 
 Global___TrajectorySegment: _TypeAlias = TrajectorySegment  # noqa: Y015
 

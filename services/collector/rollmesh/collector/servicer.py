@@ -119,7 +119,9 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
             raise InvalidFieldError("unit", "is not set; say what one delivery holds")
         if hello.HasField("lease_ms") and hello.lease_ms < 1:
             raise InvalidFieldError("lease_ms", "is 0; give at least 1")
-        async with self._opening:  # units that arrive meanwhile are among those read, or added after
+        async with (
+            self._opening
+        ):  # units that arrive meanwhile are among those read, or added after
             consumer = self._consumers.get(hello.consumer)
             if consumer is None:
                 consumer = Consumer(hello.consumer, hello.unit)

@@ -4,7 +4,7 @@ Two backends implement it: `vllm` and `scripted`. The same conformance tests hol
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -138,7 +138,7 @@ class Backend(Protocol):
     async def watch(self) -> None:
         """Sets `died` when the model's process is gone; runs until then."""
 
-    def generate(self, request: GenerateInput) -> AsyncIterator[Output]:
+    def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
         """Yields chunks and then the finish; closing the iterator aborts the request at once.
 
         Raises:

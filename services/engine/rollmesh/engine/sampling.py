@@ -25,9 +25,7 @@ _RANGES = {
 _MAX_STOP_IDS = 64
 
 
-def read_sampling(
-    params: types_pb2.SamplingParams, room: int, vocabulary_tokens: int
-) -> Sampling:
+def read_sampling(params: types_pb2.SamplingParams, room: int, vocabulary_tokens: int) -> Sampling:
     """Returns checked parameters; `max_tokens` is at most `room`, the ids the context has left.
 
     Raises:

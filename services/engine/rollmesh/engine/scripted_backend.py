@@ -9,7 +9,7 @@ token for each running request, as continuous batching does.
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,7 +113,7 @@ class ScriptedBackend:
         """Waits for ever: there is no process that could die."""
         await self.died.wait()
 
-    async def generate(self, request: GenerateInput) -> AsyncIterator[Output]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
         """Yields chunks and then the finish; closing the iterator ends the request."""
         state = self._new_request(request)
         self._requests[request.request_id] = state
@@ -156,18 +156,14 @@ class ScriptedBackend:
         was_paused = not self._resumed.is_set()
         await self.pause(kind)
         try:
-            files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
-            if not files:
-                raise InvalidWeightsError("checkpoint_dir", f"{source} has no safetensors files")
-            for path in files:
-                await asyncio.to_thread(_read_names, path)
+            await asyncio.to_thread(_read_names, source)
             self._policy_version = policy_version
         finally:
             if not was_paused:
                 await self.resume()
         return clock.monotonic_ms() - started
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int) -> None:  # noqa: ARG002 - the protocol's
         """Ends all requests and takes no tokens until `wake_up`."""
         self._sleeping = True
         await self.pause(PauseKind.ABORT)
@@ -209,7 +205,9 @@ class ScriptedBackend:
 
     def _continuation(self, prompt: TokenIds) -> TokenIds:
         for after, reply in self._rules:
-            if len(after) <= len(prompt) and np.array_equal(prompt[len(prompt) - len(after) :], after):
+            if len(after) <= len(prompt) and np.array_equal(
+                prompt[len(prompt) - len(after) :], after
+            ):
                 return reply
         seed = zlib.crc32(np.ascontiguousarray(prompt, "<u4").tobytes())
         # Ids from 2 up: 0 and 1 are left to padding and to the end token.
@@ -258,9 +256,13 @@ def _chunks(state: _Request, start: int, size: int) -> Iterator[Chunk]:
         yield Chunk(state.reply[at:end], state.logprobs[at:end])
 
 
-def _read_names(path: Path) -> None:
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            list(file.keys())
-    except (safetensors.SafetensorError, OSError) as error:
-        raise InvalidWeightsError("safetensors_chunk", f"{path.name}: {error}") from error
+def _read_names(source: Path) -> None:
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    if not files:
+        raise InvalidWeightsError("checkpoint_dir", f"{source} has no safetensors files")
+    for path in files:
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                list(file.keys())
+        except (safetensors.SafetensorError, OSError) as error:
+            raise InvalidWeightsError("safetensors_chunk", f"{path.name}: {error}") from error

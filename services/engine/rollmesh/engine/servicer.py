@@ -211,7 +211,7 @@ async def _spool(
 ) -> None:
     """Writes the chunks of an update to a file, as many bytes as announced."""
     written = 0
-    with path.open("wb") as file:  # noqa: ASYNC230 - opening is quick, writing is off the loop
+    with path.open("wb") as file:
         async for request in requests:
             written += len(request.safetensors_chunk)
             if written > size:
@@ -230,14 +230,14 @@ def _read_pause(mode: engine_pb2.PauseMode.ValueType, field: str) -> PauseKind:
     return kind
 
 
-def _write_finish(
-    finish: Finish, request: engine_pb2.GenerateRequest
-) -> engine_pb2.GenerateFinish:
+def _write_finish(finish: Finish, request: engine_pb2.GenerateRequest) -> engine_pb2.GenerateFinish:
     return engine_pb2.GenerateFinish(
         reason=_FINISHES[finish.kind],
         stop_token_id=finish.stop_token_id,
         version_spans=[
-            types_pb2.VersionSpan(policy_version=span.policy_version, start=span.start, end=span.end)
+            types_pb2.VersionSpan(
+                policy_version=span.policy_version, start=span.start, end=span.end
+            )
             for span in finish.spans
         ],
         prompt_tokens=len(request.token_ids_u32le) // 4,

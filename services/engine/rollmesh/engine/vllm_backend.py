@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +99,11 @@ class VllmBackend:
 
     async def watch(self) -> None:
         """Sets `died` when vLLM's process is gone; runs until then."""
-        while not self._llm.errored:
+        while not self._llm.errored:  # noqa: ASYNC110 - vLLM offers no event
             await asyncio.sleep(_HEALTH_CHECK_S)
         self.died.set()
 
-    async def generate(self, request: GenerateInput) -> AsyncIterator[Output]:
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
         """Yields chunks and then the finish; closing the iterator aborts the request in vLLM.
 
         Raises:
@@ -212,7 +212,7 @@ class VllmBackend:
         )
 
     def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
-        """The model's own end tokens: vLLM knows them only through a tokenizer, which it has not."""
+        """Returns the model's end tokens: without a tokenizer vLLM does not know them."""
         return frozenset() if sampling.ignore_eos else self.limits.stop_ids
 
 

@@ -46,7 +46,7 @@ def is_mended_echo(sampled: Message, echo: Message) -> bool:
 
 
 def contradicts_reasoning(sampled: Message, echo: Message) -> bool:
-    """Says whether the echo carries another reasoning than was sampled; none is no contradiction."""
+    """Says whether the echo carries another reasoning; none is no contradiction."""
     return bool(echo.reasoning) and echo.reasoning.strip() != sampled.reasoning.strip()
 
 

@@ -1,14 +1,14 @@
-"""Exact continuation of a conversation through the model's own chat template.
+r"""Exact continuation of a conversation through the model's own chat template.
 
 Past tokens are never tokenised again. What a new message adds is found by rendering it behind a
 short fixed window and cutting the window off, so the cost does not grow with the session.
 
 The cut lies right behind the special token that ends a turn (`<|im_end|>` in ChatML). What the
-template prints between two turns (`\\n` in ChatML, the *closing*) therefore begins the next piece:
+template prints between two turns (`\n` in ChatML, the *closing*) therefore begins the next piece:
 
     head    <|im_start|>system ... <|im_end|>
-    delta   \\n<|im_start|>user ... <|im_end|>
-    prompt  \\n<|im_start|>assistant\\n          then the sampled ids, which end with <|im_end|>
+    delta   \n<|im_start|>user ... <|im_end|>
+    prompt  \n<|im_start|>assistant\n          then the sampled ids, which end with <|im_end|>
 
 This holds for append-only templates only. At load the template is probed over many role orders,
 with and without tools: the pieces joined must equal the template's own full render, as text and as
@@ -132,9 +132,7 @@ class Continuation:
             raise TemplateRenderError(f"a first {unit[0].role} message does not end its turn")
         return text[: len(text) - len(contract.closing)]
 
-    def _delta_text(
-        self, previous: RoleName, unit: Unit, frame: Frame, contract: Contract
-    ) -> str:
+    def _delta_text(self, previous: RoleName, unit: Unit, frame: Frame, contract: Contract) -> str:
         options = Frame(options_json=frame.options_json)
         text = self._template.render((*_WINDOWS[previous], *unit), options)
         window = contract.windows[previous]

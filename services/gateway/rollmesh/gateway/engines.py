@@ -1,6 +1,6 @@
 """Calls to engines: one channel per address, opened when first leased."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import grpc
@@ -20,7 +20,7 @@ class EngineClients:
 
     async def generate(
         self, address: str, request: engine_pb2.GenerateRequest, timeout_ms: int
-    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         """Yields an engine's answers; closing the iterator aborts the request there."""
         call = self._stub(address).Generate(
             request, timeout=timeout_ms / 1000, metadata=request_metadata()
@@ -42,7 +42,7 @@ class EngineClients:
             await channel.close()
         self._channels.clear()
 
-    def _stub(self, address: str) -> engine_pb2_grpc.EngineServiceStub:
+    def _stub(self, address: str) -> "engine_pb2_grpc.EngineServiceAsyncStub":
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = open_channel(address)

@@ -24,6 +24,7 @@ class Segment:
     reasons: frozenset[Fidelity]
     finish: Finish | None = None
     engine_id: str = ""
+    prompt_crc32: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ def _sampled(node: Node, start: int, end: int, *, shared: bool) -> Segment:
         reasons=node.reasons | extra,
         finish=node.sample.finish,
         engine_id=node.sample.engine_id,
+        prompt_crc32=node.sample.prompt_crc32,
     )
 
 

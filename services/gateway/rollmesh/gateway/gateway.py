@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from google.protobuf import json_format
@@ -149,8 +149,7 @@ class Gateway:
             group_size=request.group_size or 1,
             sampling=json_format.MessageToJson(request.sampling, indent=None),
             metadata=dict(request.metadata),
-            finish_on_disconnect=request.disconnect_policy
-            == gateway_pb2.DISCONNECT_POLICY_FINISH,
+            finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
         )
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
@@ -175,7 +174,7 @@ class Gateway:
 
     async def chat(
         self, session: Session, request: TurnRequest
-    ) -> AsyncIterator[Delta | Answered]:
+    ) -> AsyncGenerator[Delta | Answered, None]:
         """Yields the pieces of an answer and then its end, durable by then.
 
         Raises:
@@ -223,9 +222,7 @@ class Gateway:
             ids = [trajectory.trajectory_id for trajectory in record.trajectories]
             data = record.SerializeToString()
             session_id = request.session_id
-            await self._database.run(
-                lambda db: journal.close_session(db, session_id, ids, data)
-            )
+            await self._database.run(lambda db: journal.close_session(db, session_id, ids, data))
         except BaseException:
             session.closing = False
             raise
@@ -255,7 +252,7 @@ class Gateway:
         except asyncio.CancelledError:
             turn.end(GenerationAbortedError("the turn was cancelled; nothing was kept"))
             raise
-        except Exception as error:  # the edge of a task: one turn must not end the others
+        except Exception as error:  # noqa: BLE001 - the edge of a task: one turn must not end the others
             _log.exception("turn failed", extra=fields(session=session.spec.session_id))
             turn.end(RollmeshError(f"unexpected {type(error).__name__}; the log has it"))
         finally:

@@ -216,7 +216,7 @@ class _ObjectScanner:
         self._in_string = False
         self._escaped = False
 
-    def scan(self, text: str) -> int:
+    def scan(self, text: str) -> int:  # noqa: C901 - one flat table of characters
         """Returns how many characters of `text` belong to the object."""
         for at, char in enumerate(text):
             if self._in_string:

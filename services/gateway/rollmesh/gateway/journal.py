@@ -163,6 +163,7 @@ def _node_row(node: Node) -> tuple[object, ...]:
                 node.sample.engine_id,
                 node.sample.prompt_tokens,
                 node.sample.cached_tokens,
+                node.sample.prompt_crc32,
             ]
         )
         logprobs = pack_logprobs(node.sample.logprobs)
@@ -205,13 +206,11 @@ def _message(fields: dict[str, Any]) -> Message:
 
 
 def _sample(text: str, token_ids: Any, logprobs: bytes) -> Sample:
-    spans, finish, engine_id, prompt_tokens, cached_tokens = json.loads(text)
+    spans, finish, *counts = json.loads(text)
     return Sample(
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),
         tuple(VersionSpan(*span) for span in spans),
         Finish(finish),
-        engine_id,
-        prompt_tokens,
-        cached_tokens,
+        *counts,
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 
 import grpc
 
@@ -54,7 +55,7 @@ class Outbox:
                 for _, record in batch:
                     group.create_task(self._deliver(record))
             ids = [session_id for session_id, _ in batch]
-            await self._database.run(lambda db, ids=ids: journal.delete_delivered(db, ids))
+            await self._database.run(partial(journal.delete_delivered, session_ids=ids))
             self.undelivered -= len(batch)
 
     async def close(self) -> None:
@@ -69,11 +70,11 @@ class Outbox:
         while True:
             try:
                 with typed_errors():
-                    await self._stub.Ingest(
-                        request, timeout=_INGEST_TIMEOUT_S, wait_for_ready=True
-                    )
+                    await self._stub.Ingest(request, timeout=_INGEST_TIMEOUT_S, wait_for_ready=True)
             except RollmeshError as error:
-                _log.warning("not delivered yet", extra=fields(reason=error.reason, error=str(error)))
+                _log.warning(
+                    "not delivered yet", extra=fields(reason=error.reason, error=str(error))
+                )
             else:
                 return
             await asyncio.sleep(delay)

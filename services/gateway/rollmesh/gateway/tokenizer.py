@@ -30,7 +30,7 @@ class Tokenizer:
         self.config: dict[str, Any] = read_json(model_path / "tokenizer_config.json")
         try:
             self.rust = RustTokenizer.from_file(str(model_path / "tokenizer.json"))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        except Exception as error:
             raise ModelFilesError(f"{model_path / 'tokenizer.json'}: {error}") from error
         self.rust.no_truncation()
         self.rust.no_padding()

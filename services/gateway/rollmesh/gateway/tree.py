@@ -49,6 +49,8 @@ class Sample:
     """Number of ids the engine was given."""
     cached_tokens: int
     """Number of those whose KV entries were reused."""
+    prompt_crc32: int
+    """CRC-32 of the ids the engine was given, as it received them."""
 
 
 @dataclass(slots=True, eq=False)

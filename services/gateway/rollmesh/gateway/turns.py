@@ -71,7 +71,7 @@ class Generation:
 class TurnRunner:
     """Runs turns; holds no state of its own."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords, given once
         self,
         *,
         tokenizer: Tokenizer,
@@ -114,7 +114,9 @@ class TurnRunner:
             reasons.add(Fidelity.MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
             reasons.add(Fidelity.STOP_STRING)
-        return await self._commit(session, request, prepared, generation, sample, frozenset(reasons))
+        return await self._commit(
+            session, request, prepared, generation, sample, frozenset(reasons)
+        )
 
     def _prepare(self, match: Match, frame: Frame, units: list[Unit]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""
@@ -270,9 +272,7 @@ class TurnRunner:
         )
         session_id = session.spec.session_id
         try:
-            await self._database.run(
-                lambda db: journal.insert_turn(db, session_id, added, record)
-            )
+            await self._database.run(lambda db: journal.insert_turn(db, session_id, added, record))
         except RollmeshError:
             for one in reversed(added):
                 tree.detach(one)
@@ -319,4 +319,5 @@ def _check(generation: Generation, prepared: Prepared) -> Sample:
         engine_id=generation.engine_id,
         prompt_tokens=len(prepared.prompt),
         cached_tokens=finish.cached_tokens,
+        prompt_crc32=finish.prompt_crc32,
     )

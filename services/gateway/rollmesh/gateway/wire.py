@@ -42,9 +42,7 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         )
     use_tools = request.tool_choice != gateway_pb2.TOOL_CHOICE_NONE
     try:
-        frame = make_frame(
-            request.tools_json if use_tools else b"", request.template_options_json
-        )
+        frame = make_frame(request.tools_json if use_tools else b"", request.template_options_json)
     except ValueError as error:
         field = "template_options_json" if "options" in str(error) else "tools_json"
         raise InvalidFieldError(field, str(error)) from error
@@ -175,6 +173,7 @@ def write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Traje
                     types_pb2.FinishReason.ValueType(segment.finish) if segment.finish else None
                 ),
                 engine_id=segment.engine_id,
+                prompt_crc32=segment.prompt_crc32,
             )
             for segment in trajectory.segments
         ],

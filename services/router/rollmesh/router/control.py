@@ -28,12 +28,12 @@ class Control:
         self._last: engine_pb2.UpdateWeightsHeader | None = None
         self._pushing = asyncio.Lock()
 
-    async def pause(self, mode: engine_pb2.PauseMode.ValueType, model: str) -> list[router_pb2.EngineResult]:
+    async def pause(
+        self, mode: engine_pb2.PauseMode.ValueType, model: str
+    ) -> list[router_pb2.EngineResult]:
         """Pauses the engines of a model; one result each."""
         request = engine_pb2.PauseRequest(mode=mode)
-        return await self._fan_out(
-            model, lambda stub: stub.Pause(request, timeout=self._timeout_s)
-        )
+        return await self._fan_out(model, lambda stub: stub.Pause(request, timeout=self._timeout_s))
 
     async def resume(self, model: str) -> list[router_pb2.EngineResult]:
         """Resumes the engines of a model; one result each."""
@@ -121,7 +121,7 @@ class Control:
                     while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
                         yield engine_pb2.UpdateWeightsRequest(safetensors_chunk=chunk)
 
-        async def call(stub: engine_pb2_grpc.EngineServiceStub) -> None:
+        async def call(stub: "engine_pb2_grpc.EngineServiceAsyncStub") -> None:
             response = await stub.UpdateWeights(parts(), timeout=self._timeout_s)
             engine.policy_version = max(engine.policy_version, response.policy_version)
 
@@ -132,7 +132,9 @@ class Control:
             engine.updating = False
 
     async def _fan_out(
-        self, model: str, call: Callable[[engine_pb2_grpc.EngineServiceStub], Awaitable[object]]
+        self,
+        model: str,
+        call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]],
     ) -> list[router_pb2.EngineResult]:
         engines: Iterable[Engine] = self._table.engines.values()
         chosen = [engine for engine in engines if not model or engine.model == model]
@@ -140,7 +142,7 @@ class Control:
 
 
 async def _call_engine(
-    engine: Engine, call: Callable[[engine_pb2_grpc.EngineServiceStub], Awaitable[object]]
+    engine: Engine, call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]]
 ) -> router_pb2.EngineResult:
     """Returns what came of one call to one engine; never raises for the engine's sake."""
     try:

@@ -1,8 +1,8 @@
 """How rollmesh opens gRPC channels: one set of options, and typed errors from failed calls."""
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from typing import Any
 
 import grpc
 
@@ -21,18 +21,6 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
-
-_Item = TypeVar("_Item", covariant=True)
-
-
-class StreamCall(Protocol[_Item]):
-    """A call whose answers are read one by one."""
-
-    def __aiter__(self) -> AsyncIterator[_Item]:
-        """Iterates over the answers."""
-
-    def cancel(self) -> bool:
-        """Ends the call."""
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

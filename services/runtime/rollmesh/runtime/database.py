@@ -70,7 +70,9 @@ class Database(AbstractAsyncContextManager["Database"]):
         try:
             self._queue.put_nowait((work, future))
         except queue.Full:
-            raise StoreFullError("the store is behind; try again", retry_delay_ms=_RETRY_MS) from None
+            raise StoreFullError(
+                "the store is behind; try again", retry_delay_ms=_RETRY_MS
+            ) from None
         return await asyncio.wrap_future(future)
 
     def _serve(self) -> None:

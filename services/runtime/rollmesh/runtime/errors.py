@@ -46,7 +46,8 @@ class InvalidFieldError(RollmeshError):
 
     def __init__(self, field: str, problem: str, **metadata: str | int) -> None:
         """Makes an error that names `field` and says what is wrong and what to do."""
-        super().__init__(f"{field}: {problem}", field=field, **metadata)
+        super().__init__(f"{field}: {problem}", retry_delay_ms=None, field=field)
+        self.metadata |= {key: str(value) for key, value in metadata.items()}
         self.field = field
 
 
@@ -272,7 +273,7 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
 
 def _status_of(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
     for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY:
+        if key == _DETAILS_KEY and isinstance(value, bytes):
             try:
                 return status_pb2.Status.FromString(value)
             except protobuf_message.DecodeError:

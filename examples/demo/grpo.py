@@ -1,0 +1,130 @@
+"""GRPO in plain torch, from exact ids, masks and rollout log-probs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import Qwen3ForCausalLM
+
+_CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One trajectory; arrays of one length N."""
+
+    token_ids: NDArray[np.uint32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    """Under the policy that sampled."""
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did."""
+
+    loss: float
+    logprob_mean_abs_diff: float
+    """Rollout versus trainer, before the update, over all masked tokens."""
+    grad_norm: float
+    groups_used: int
+    """Groups whose rewards differ; the others teach nothing."""
+
+
+class Trainer:
+    """Holds the trained weights."""
+
+    def __init__(
+        self, model_path: Path, *, rate: float, warm_up: int, micro_batch: int = 64
+    ) -> None:
+        """Loads the policy."""
+        self._model: Any = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min((step + 1) / warm_up, 1.0)
+        )
+        self._micro_batch = micro_batch
+
+    def step(self, groups: Sequence[Sequence[Row]]) -> StepReport:
+        """Makes one update from whole groups."""
+        rows = [row for group in groups for row in group]
+        advantages = np.concatenate([group_advantages(group) for group in groups])
+        used = np.flatnonzero(advantages)
+        difference = self._difference(rows)
+        total = sum(int(rows[at].loss_mask.sum()) for at in used)
+        self._optimizer.zero_grad()
+        loss = 0.0
+        for start in range(0, len(used), self._micro_batch):
+            part = used[start : start + self._micro_batch]
+            chunk_loss = self._loss([rows[at] for at in part], advantages[part]) / total
+            chunk_loss.backward()
+            loss += float(chunk_loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._schedule.step()
+        return StepReport(
+            loss=loss,
+            logprob_mean_abs_diff=difference,
+            grad_norm=float(norm),
+            groups_used=sum(bool(np.any(group_advantages(group))) for group in groups),
+        )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors by the checkpoint's names, the tied output layer left out."""
+        return {
+            name: tensor
+            for name, tensor in self._model.state_dict().items()
+            if name != "lm_head.weight"
+        }
+
+    def _loss(self, rows: list[Row], advantages: NDArray[np.float64]) -> torch.Tensor:
+        """Returns the clipped policy loss, summed over the masked tokens."""
+        logprobs, old, counted = self._token_logprobs(rows)
+        weight = torch.tensor(advantages, dtype=torch.float32)[:, None].expand(counted.shape)
+        ratio = torch.exp(logprobs - old)
+        gain, advantage = ratio, weight[counted]
+        clipped = torch.clamp(ratio, 1 - _CLIP_LOW, 1 + _CLIP_HIGH)
+        return -torch.minimum(gain * advantage, clipped * advantage).sum()
+
+    @torch.no_grad()
+    def _difference(self, rows: list[Row]) -> float:
+        total, count = 0.0, 0
+        for start in range(0, len(rows), self._micro_batch):
+            logprobs, old, _ = self._token_logprobs(rows[start : start + self._micro_batch])
+            total += float((logprobs - old).abs().sum())
+            count += len(old)
+        return total / max(count, 1)
+
+    def _token_logprobs(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns log-probs of the masked tokens now [M], at the rollout [M], and where [B, L-1]."""
+        longest = max(len(row.token_ids) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+        old = torch.zeros(len(rows), longest)
+        for at, row in enumerate(rows):
+            size = len(row.token_ids)
+            ids[at, :size] = torch.tensor(row.token_ids.astype(np.int64))
+            mask[at, :size] = torch.tensor(row.loss_mask)
+            old[at, :size] = torch.tensor(row.logprobs)
+        hidden = self._model.model(ids).last_hidden_state[:, :-1]
+        counted = mask[:, 1:]
+        logits = self._model.lm_head(hidden[counted])
+        chosen = ids[:, 1:][counted]
+        logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None]).squeeze(1)
+        return logprobs, old[:, 1:][counted], counted
+
+
+def group_advantages(group: Sequence[Row]) -> NDArray[np.float64]:
+    """Returns (reward - mean) / deviation within a group; zeros where the rewards are equal."""
+    rewards = np.array([row.reward for row in group])
+    deviation = rewards.std()
+    if deviation < 1e-6:
+        return np.zeros(len(rewards))
+    return (rewards - rewards.mean()) / deviation

@@ -1,0 +1,57 @@
+"""Starts a mesh on this machine for as long as a block runs."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rollmesh.client import MeshAddresses
+
+_START_TIMEOUT_S = 300
+_STOP_TIMEOUT_S = 60
+
+_MESH = """\
+[mesh]
+data_dir = "{data}"
+model_path = "{model}"
+
+[engine]
+backend = "vllm"
+dtype = "float32"
+enforce_eager = true
+max_context_tokens = {context}
+lease_capacity = 128
+"""
+
+
+@asynccontextmanager
+async def running_mesh(folder: Path, model: Path, context: int) -> AsyncIterator[MeshAddresses]:
+    """Runs `rollmesh up` with real vLLM; yields where everything is."""
+    config = folder / "mesh.toml"
+    config.write_text(_MESH.format(data=folder / "mesh", model=model, context=context))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rollmesh.runtime.cli",
+        "up",
+        f"--config={config}",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=(folder / "up.log").open("wb"),
+    )
+    try:
+        yield await _addresses(process, folder)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await process.wait()
+
+
+async def _addresses(process: asyncio.subprocess.Process, folder: Path) -> MeshAddresses:
+    assert process.stdout is not None
+    async with asyncio.timeout(_START_TIMEOUT_S):
+        async for line in process.stdout:
+            if line.startswith(b"UP "):
+                return MeshAddresses.from_json(line.decode().removeprefix("UP "))
+    raise RuntimeError(f"the mesh did not come up; see {folder}/mesh/logs and {folder}/up.log")

@@ -1,0 +1,168 @@
+"""Makes the demo's policy on the spot: 0.9 M parameters that know what is right and rarely do it.
+
+Demonstrations are of mixed quality: each of three faults (no tool, wrong operator, no number in the
+answer) is made with probability 0.3, so a policy that imitates them is right 0.7 ** 3 = 0.34 of the
+time. What is left to learn is preference, which is what reinforcement can teach.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from examples.demo.chatml import CHAT_TEMPLATE, END, make_tokenizer
+from examples.demo.tasks import OPERATIONS, SYSTEM_PROMPT, TOOLS, Task, make_tasks
+from rollmesh.gateway.canonical import make_frame
+from rollmesh.gateway.messages import Message, ToolCall
+from rollmesh.gateway.template import ChatTemplate
+
+CONTEXT_TOKENS = 512
+_VOCABULARY = 512
+_FAULT = 0.3
+_STEPS, _BATCH, _WARM_UP = 260, 32, 20
+_RATE = 3e-3
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyReport:
+    """What was made."""
+
+    parameters: int
+    vocabulary: int
+    seconds: float
+    final_loss: float
+
+
+def make_policy(
+    path: Path, *, seed: int, progress: Callable[[int, int, float], None] | None = None
+) -> PolicyReport:
+    """Makes tokenizer and weights and writes them as a model's directory.
+
+    Args:
+        path: Folder that vLLM and the gateway load.
+        seed: Of weights, demonstrations and order.
+        progress: Called with step, steps and loss.
+    """
+    started = time.monotonic()
+    torch.manual_seed(seed)
+    dice = random.Random(seed)
+    template = ChatTemplate(CHAT_TEMPLATE, {})
+    texts = ["".join(_demonstration(task, dice, template)) for task in make_tasks(600, seed)]
+    tokenizer = make_tokenizer(texts, _VOCABULARY, path, CONTEXT_TOKENS)
+    model = _make_model(tokenizer)
+    loss = _supervise(model, tokenizer, template, dice, seed, progress)
+    model.save_pretrained(path)
+    generation = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": 0}
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    return PolicyReport(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocabulary=tokenizer.get_vocab_size(),
+        seconds=time.monotonic() - started,
+        final_loss=loss,
+    )
+
+
+def _make_model(tokenizer: Tokenizer) -> Any:
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        initializer_range=0.06,
+        eos_token_id=tokenizer.token_to_id(END),
+        pad_token_id=0,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def _demonstration(task: Task, dice: random.Random, template: ChatTemplate) -> list[str]:
+    """Returns a conversation as pieces: context, answer, context, answer; faults as they fall."""
+    asked = (Message("system", SYSTEM_PROMPT), Message("user", task.question))
+    frame = make_frame(json.dumps(TOOLS).encode(), b"")
+    prompt = template.render(asked, frame, generation_prompt=True)
+    if dice.random() < _FAULT:
+        return [prompt, f"I am not sure.{END}"]
+    wrong = dice.random() < _FAULT
+    operation = (
+        dice.choice([other for other in OPERATIONS if other != task.operation])
+        if wrong
+        else task.operation
+    )
+    made = Task(task.a, operation, task.b)
+    call = Message("assistant", "", (ToolCall("c", "calculator", json.dumps(made.call)),))
+    result = Message("tool", str(made.result), tool_call_id="c")
+    called = template.render((*asked, call), frame).removesuffix("\n")
+    told = template.render((*asked, call, result), frame, generation_prompt=True)
+    silent = dice.random() < _FAULT
+    answer = "The calculation is done." if silent else f"The answer is {made.result}."
+    return [prompt, called[len(prompt) :], told[len(called) :], f"{answer}{END}"]
+
+
+def _supervise(
+    model: Any,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    dice: random.Random,
+    seed: int,
+    progress: Callable[[int, int, float], None] | None,
+) -> float:
+    """Imitates fresh demonstrations; the loss counts what an assistant says."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / _WARM_UP, 1.0) * (1 - 0.9 * step / _STEPS),
+    )
+    tasks = iter(make_tasks(_STEPS * _BATCH, seed + 1))
+    loss = torch.zeros(())
+    for step in range(_STEPS):
+        rows = [
+            _encode(_demonstration(next(tasks), dice, template), tokenizer) for _ in range(_BATCH)
+        ]
+        ids, labels = _padded(rows)
+        loss = _loss(model, ids, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if progress is not None:
+            progress(step + 1, _STEPS, float(loss))
+    return float(loss)
+
+
+def _loss(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns the mean cross-entropy over the labels that count, logits for those only."""
+    hidden = model.model(ids).last_hidden_state[:, :-1]
+    wanted = labels[:, 1:]
+    counted = wanted != -100
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[counted]), wanted[counted])
+
+
+def _encode(pieces: list[str], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    ids: list[int] = []
+    labels: list[int] = []
+    for at, piece in enumerate(pieces):
+        new = tokenizer.encode(piece, add_special_tokens=False).ids
+        ids += new
+        labels += new if at % 2 else [-100] * len(new)
+    return ids, labels
+
+
+def _padded(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(ids) for ids, _ in rows)
+    ids = [row + [0] * (longest - len(row)) for row, _ in rows]
+    labels = [row + [-100] * (longest - len(row)) for _, row in rows]
+    return torch.tensor(ids), torch.tensor(labels)

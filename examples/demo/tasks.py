@@ -1,0 +1,87 @@
+"""The demo's task: two-digit arithmetic that is to be done with a calculator."""
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+SYSTEM_PROMPT = "Use the calculator."
+OPERATIONS = ("plus", "minus", "times")
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer"},
+                    "op": {"type": "string"},
+                    "b": {"type": "integer"},
+                },
+            },
+        },
+    }
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question and what is right."""
+
+    a: int
+    operation: str
+    b: int
+
+    @property
+    def question(self) -> str:
+        """What the agent is asked."""
+        return f"What is {self.a} {self.operation} {self.b}?"
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The arguments of the right tool call."""
+        return {"a": self.a, "op": self.operation, "b": self.b}
+
+    @property
+    def result(self) -> int:
+        """The right number."""
+        return calculate(self.a, self.operation, self.b)
+
+
+def calculate(a: int, operation: str, b: int) -> int:
+    """Returns the result of one operation."""
+    return {"plus": a + b, "minus": a - b, "times": a * b}[operation]
+
+
+def make_tasks(count: int, seed: int) -> list[Task]:
+    """Returns `count` tasks with two-digit operands."""
+    dice = random.Random(seed)
+    return [
+        Task(dice.randint(10, 99), dice.choice(OPERATIONS), dice.randint(10, 99))
+        for _ in range(count)
+    ]
+
+
+def run_tool(name: str, arguments: str) -> str:
+    """Runs a tool call as an agent would; a bad call gives a text that says so."""
+    try:
+        given = json.loads(arguments)
+        a, b = int(given["a"]), int(given["b"])
+        if name != "calculator" or max(abs(a), abs(b)) > 10**6:
+            return "error"
+        return str(calculate(a, given["op"], b))
+    except (ValueError, KeyError, TypeError):
+        return "error"
+
+
+def reward(task: Task, calls: list[tuple[str, str]], answer: str) -> float:
+    """Returns 1.0 where the right call was made and the answer states its result, else 0.0."""
+    try:
+        right_call = any(
+            name == "calculator" and json.loads(arguments) == task.call for name, arguments in calls
+        )
+    except ValueError:
+        return 0.0
+    stated = answer.rstrip(".").split(" ")[-1]
+    return float(right_call and stated == str(task.result))
