@@ -24,9 +24,9 @@ from rollmesh.gateway.messages import Message, ToolCall
 from rollmesh.gateway.template import ChatTemplate
 
 CONTEXT_TOKENS = 512
-_VOCABULARY = 512
+_VOCABULARY = 900
 _FAULT = 0.3
-_STEPS, _BATCH, _WARM_UP = 260, 32, 20
+_STEPS, _BATCH, _WARM_UP = 300, 32, 20
 _RATE = 3e-3
 
 
@@ -54,7 +54,7 @@ def make_policy(
     torch.manual_seed(seed)
     dice = random.Random(seed)
     template = ChatTemplate(CHAT_TEMPLATE, {})
-    texts = ["".join(_demonstration(task, dice, template)) for task in make_tasks(600, seed)]
+    texts = ["".join(_demonstration(task, dice, template)) for task in make_tasks(3000, seed)]
     tokenizer = make_tokenizer(texts, _VOCABULARY, path, CONTEXT_TOKENS)
     model = _make_model(tokenizer)
     loss = _supervise(model, tokenizer, template, dice, seed, progress)
@@ -139,8 +139,8 @@ def _supervise(
         optimizer.step()
         schedule.step()
         if progress is not None:
-            progress(step + 1, _STEPS, float(loss))
-    return float(loss)
+            progress(step + 1, _STEPS, loss.item())
+    return loss.item()
 
 
 def _loss(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The demo's task: two-digit arithmetic that is to be done with a calculator."""
+"""The demo's task: small arithmetic that is to be done with a calculator."""
 
 import json
 import random
@@ -55,10 +55,10 @@ def calculate(a: int, operation: str, b: int) -> int:
 
 
 def make_tasks(count: int, seed: int) -> list[Task]:
-    """Returns `count` tasks with two-digit operands."""
+    """Returns `count` tasks with operands from 2 to 20."""
     dice = random.Random(seed)
     return [
-        Task(dice.randint(10, 99), dice.choice(OPERATIONS), dice.randint(10, 99))
+        Task(dice.randint(2, 20), dice.choice(OPERATIONS), dice.randint(2, 20))
         for _ in range(count)
     ]
 

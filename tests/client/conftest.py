@@ -2,8 +2,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rollmesh.client import Client
+from rollmesh.client import Client, MeshAddresses
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
+
+
+def addresses_of(*, gateway: str = "", router: str = "") -> MeshAddresses:
+    return MeshAddresses(router=router, gateway=gateway, collector="", sidecar="127.0.0.1:7080")
 
 
 @pytest.fixture
@@ -19,5 +23,5 @@ async def address(gateway: ScriptedGateway) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def client(address: str) -> AsyncIterator[Client]:
-    async with Client(gateway=address, sidecar="127.0.0.1:7080", call_timeout_s=5) as client:
+    async with Client(addresses_of(gateway=address)) as client:
         yield client

@@ -2,15 +2,15 @@ import asyncio
 
 import pytest
 
-from rollmesh.client import Client, Outcome, RollmeshError, sync
-from rollmesh.runtime.errors import (
-    InvalidFieldError,
-    RemoteError,
-    SessionUnknownError,
-    TooManySessionsError,
-)
-from rollmesh.v1 import types_pb2
+from rollmesh.client import Client, MeshAddresses, Session, sync
+from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, TooManySessionsError
+from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.client.conftest import addresses_of
 from tests.sidecar.scripted_gateway import ScriptedGateway
+
+COMPLETED = types_pb2.SESSION_OUTCOME_COMPLETED
+FAILED = types_pb2.SESSION_OUTCOME_FAILED
+ABORTED = types_pb2.SESSION_OUTCOME_ABORTED
 
 
 async def test_a_session_tells_an_agent_where_to_go_and_closes_with_its_reward(
@@ -23,25 +23,33 @@ async def test_a_session_tells_an_agent_where_to_go_and_closes_with_its_reward(
         sampling={"temperature": 0.5},
         metadata={"a": "b"},
     ) as session:
-        assert session.base_url == f"http://127.0.0.1:7080/sessions/{session.id}/v1"
-        assert session.api_key == session.key == f"rmk-{session.id}-secret"
-        assert await session.close(reward=1.0, metadata={"c": "d"}) == (f"{session.id}-1",)
+        assert session.base_url == f"http://127.0.0.1:7080/sessions/{session.session_id}/v1"
+        assert session.api_key == f"rmk-{session.session_id}-secret"
+        session.reward = 1.0
     opened, closed = gateway.opened[0], gateway.closed[0]
     assert (opened.group_id, opened.sample_index, opened.group_size) == ("g", 2, 8)
     assert opened.sampling == types_pb2.SamplingParams(temperature=0.5)
     assert dict(opened.metadata) == {"a": "b"}
-    assert (closed.reward, closed.outcome) == (1.0, types_pb2.SESSION_OUTCOME_COMPLETED)
-    assert dict(closed.metadata) == {"c": "d"}
-    assert len(gateway.closed) == 1
+    assert (closed.reward, closed.outcome) == (1.0, COMPLETED)
 
 
-async def test_a_block_that_ends_closes_as_completed_without_a_reward(
+async def test_a_session_closed_in_the_block_is_closed_once(
     gateway: ScriptedGateway, client: Client
 ) -> None:
+    async with client.session() as session:
+        session.reward = 0.5
+        ids = await client.close_session(session, outcome="ABORTED", metadata={"c": "d"})
+    assert ids == [f"{session.session_id}-1"]
+    assert [(closed.outcome, closed.reward) for closed in gateway.closed] == [(ABORTED, 0.5)]
+    assert dict(gateway.closed[0].metadata) == {"c": "d"}
+
+
+async def test_no_reward_is_not_a_reward_of_zero(gateway: ScriptedGateway, client: Client) -> None:
     async with client.session():
         pass
-    assert gateway.closed[0].outcome == types_pb2.SESSION_OUTCOME_COMPLETED
-    assert not gateway.closed[0].HasField("reward")
+    async with client.session() as session:
+        session.reward = 0.0
+    assert [closed.HasField("reward") for closed in gateway.closed] == [False, True]
 
 
 async def test_an_exception_closes_as_failed_and_goes_on(
@@ -50,77 +58,71 @@ async def test_an_exception_closes_as_failed_and_goes_on(
     with pytest.raises(ZeroDivisionError):
         async with client.session():
             raise ZeroDivisionError
-    assert gateway.closed[0].outcome == types_pb2.SESSION_OUTCOME_FAILED
+    assert gateway.closed[0].outcome == FAILED
 
 
 async def test_a_cancellation_closes_as_aborted(gateway: ScriptedGateway, client: Client) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05), client.session():
             await asyncio.Event().wait()
-    assert gateway.closed[0].outcome == types_pb2.SESSION_OUTCOME_ABORTED
+    assert gateway.closed[0].outcome == ABORTED
 
 
 async def test_a_full_gateway_is_asked_again_for_the_same_session(
     gateway: ScriptedGateway, client: Client
 ) -> None:
     gateway.failures = [TooManySessionsError("full", retry_delay_ms=1)] * 2
-    await client.open_session()
+    await client.open_session(gateway_pb2.CreateSessionRequest())
     assert len(gateway.opened) == 3
-    assert len({request.request_id for request in gateway.opened}) == 1
+    ids = {request.request_id for request in gateway.opened}
+    assert len(ids) == 1
+    assert ids != {""}
 
 
 async def test_what_waiting_does_not_heal_is_raised_at_once_and_typed(
     gateway: ScriptedGateway, client: Client
 ) -> None:
-    session = await client.open_session()
+    session = await client.open_session(gateway_pb2.CreateSessionRequest())
     gateway.failures = [SessionUnknownError("session_id: is unknown")]
     with pytest.raises(SessionUnknownError):
-        await session.close(reward=1.0)
-    assert session.outcome is None
+        await client.close_session(session)
+    assert not session.closed
 
 
-async def test_a_gateway_that_stays_away_is_a_typed_error() -> None:
-    async with Client(gateway="127.0.0.1:1", call_timeout_s=0.3) as client:
-        with pytest.raises(RemoteError):
-            await client.open_session()
+async def test_a_sampling_parameter_that_does_not_exist_is_named(client: Client) -> None:
+    with pytest.raises(InvalidFieldError, match="heat"):
+        async with client.session(sampling={"heat": 1}):
+            pass
 
 
-async def test_a_missing_address_or_a_wrong_word_is_named(client: Client) -> None:
-    with pytest.raises(InvalidFieldError, match="router: is not set"):
-        await client.push_checkpoint("/nowhere", 1)
-    with pytest.raises(InvalidFieldError, match="sampling"):
-        await client.open_session(sampling={"heat": 1})
-    session = await client.open_session()
-    with pytest.raises(InvalidFieldError, match="outcome"):
-        await session.close(outcome="great")
+def test_the_addresses_are_read_from_the_line_that_up_prints() -> None:
+    line = '{"router": "r:1", "gateway": "g:2", "collector": "c:3", "sidecar": "s:4", "more": 1}'
+    assert MeshAddresses.from_json(line) == MeshAddresses(
+        router="r:1", gateway="g:2", collector="c:3", sidecar="s:4"
+    )
 
 
 async def test_the_sync_client_does_the_same_without_a_loop(
     gateway: ScriptedGateway, address: str
 ) -> None:
-    def work() -> tuple[str, float | None]:
-        with sync.Client(gateway=address, sidecar="http://agents:1/") as client:
+    async def agent(prompt: str, session: Session) -> float:
+        return float(len(prompt + session.session_id))
+
+    def fail(client: sync.Client) -> None:
+        with client.session():
+            raise ZeroDivisionError
+
+    def work() -> dict[str, int]:
+        with sync.Client(addresses_of(gateway=address)) as client:
             with client.session(group_id="g") as session:
-                session.close(reward=0.5, outcome=Outcome.COMPLETED)
-            with pytest.raises(ZeroDivisionError), client.session():
-                raise ZeroDivisionError
-            summary = client.rollout(["p"], runner=lambda session, prompt: 1.0, n=2)
-            return session.base_url, summary.mean_reward
+                session.reward = 0.5
+            with pytest.raises(ZeroDivisionError):
+                fail(client)
+            with pytest.raises(InvalidFieldError), client.session(sampling={"heat": 1}):
+                pass
+            return client.rollout(["p"], runner=agent, n=2).counts
 
-    base_url, mean = await asyncio.to_thread(work)
-    assert base_url == "http://agents:1/sessions/5e550001/v1"
-    assert mean == 1.0
+    assert await asyncio.to_thread(work) == {"COMPLETED": 2}
     outcomes = [closed.outcome for closed in gateway.closed]
-    assert outcomes[:2] == [
-        types_pb2.SESSION_OUTCOME_COMPLETED,
-        types_pb2.SESSION_OUTCOME_FAILED,
-    ]
-
-
-async def test_the_sync_client_raises_the_same_errors() -> None:
-    def work() -> None:
-        with sync.Client() as client:
-            client.open_session()
-
-    with pytest.raises(RollmeshError, match="gateway: is not set"):
-        await asyncio.to_thread(work)
+    assert outcomes == [COMPLETED, FAILED, COMPLETED, COMPLETED]
+    assert gateway.closed[0].reward == 0.5

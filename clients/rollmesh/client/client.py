@@ -1,18 +1,21 @@
 """The SDK's front door: sessions, rollouts, deliveries and weights of one mesh."""
 
 import json
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import grpc
 
 from rollmesh.client.delivery import Subscription
-from rollmesh.client.weights import push_checkpoint, push_tensors
+from rollmesh.client.retries import retried
+from rollmesh.client.weights import WeightsPushError, push_checkpoint, push_tensors
 from rollmesh.runtime.channels import open_channel, request_metadata, typed_errors
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import (
     collector_pb2,
     collector_pb2_grpc,
@@ -23,6 +26,8 @@ from rollmesh.v1 import (
     types_pb2,
 )
 
+Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED"]
+"""How a session ended."""
 _TIMEOUT_S = 60.0
 
 
@@ -90,7 +95,9 @@ class Client(AbstractAsyncContextManager["Client"]):
         metadata: Mapping[str, str] | None = None,
         request_id: str = "",
     ) -> AsyncIterator[Session]:
-        """Holds a session open; leaving closes it with `session.reward`, FAILED after an exception.
+        """Holds a session open; leaving closes it with `session.reward`.
+
+        It is closed FAILED after an exception and ABORTED after a cancellation.
 
         Args:
             group_id: The sessions of one prompt share it; empty makes a group of one.
@@ -109,25 +116,30 @@ class Client(AbstractAsyncContextManager["Client"]):
                 group_id=group_id,
                 sample_index=sample_index,
                 group_size=group_size,
-                sampling=types_pb2.SamplingParams(**dict(sampling or {})),
+                sampling=_read_sampling(sampling or {}),
                 metadata=dict(metadata or {}),
             )
         )
         try:
             yield session
-        except BaseException:
+        except BaseException as error:
             if not session.closed:
-                await self.close_session(session, outcome="FAILED")
+                outcome: Outcome = "FAILED" if isinstance(error, Exception) else "ABORTED"
+                await self.close_session(session, outcome=outcome)
             raise
         if not session.closed:
             await self.close_session(session)
 
     async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
-        """Opens a session; the caller closes it."""
-        with typed_errors():
-            opened = await self._gateway().CreateSession(
-                request, timeout=_TIMEOUT_S, metadata=request_metadata(), wait_for_ready=True
-            )
+        """Opens a session, trying again while the gateway is full; the caller closes it."""
+        if not request.request_id:  # one session, however often it is tried
+            request.request_id = uuid.uuid4().hex
+        opened = await retried(
+            lambda timeout_s: self._gateway().CreateSession(
+                request, timeout=timeout_s, metadata=request_metadata(), wait_for_ready=True
+            ),
+            _TIMEOUT_S,
+        )
         base_url = f"http://{self.addresses.sidecar}/sessions/{opened.session_id}/v1"
         return Session(opened.session_id, opened.session_key, base_url)
 
@@ -135,7 +147,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         self,
         session: Session,
         *,
-        outcome: Literal["COMPLETED", "FAILED", "ABORTED"] = "COMPLETED",
+        outcome: Outcome = "COMPLETED",
         metadata: Mapping[str, str] | None = None,
     ) -> list[str]:
         """Closes a session with its reward; returns the ids of its trajectories."""
@@ -146,10 +158,12 @@ class Client(AbstractAsyncContextManager["Client"]):
         )
         if session.reward is not None:
             request.reward = session.reward
-        with typed_errors():
-            response = await self._gateway().CloseSession(
-                request, timeout=_TIMEOUT_S, wait_for_ready=True
-            )
+        response = await retried(
+            lambda timeout_s: self._gateway().CloseSession(
+                request, timeout=timeout_s, wait_for_ready=True
+            ),
+            _TIMEOUT_S,
+        )
         session.closed = True
         return list(response.trajectory_ids)
 
@@ -176,6 +190,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         policy_version: int,
         *,
         mode: Literal["keep", "abort", "wait"] = "keep",
+        allow_partial: bool = False,
     ) -> list[router_pb2.EngineResult]:
         """Gives all engines new weights; every token sampled from then on carries the version.
 
@@ -184,6 +199,7 @@ class Client(AbstractAsyncContextManager["Client"]):
                 safetensors files that every engine can read.
             policy_version: Above the last one.
             mode: What happens to running requests; "keep" lets them go on with the new weights.
+            allow_partial: Whether an engine that failed is told by its result only.
 
         Returns:
             One result per engine.
@@ -193,8 +209,12 @@ class Client(AbstractAsyncContextManager["Client"]):
         """
         stub = router_pb2_grpc.RouterServiceStub(self._channel(self.addresses.router))
         if isinstance(weights, Path):
-            return await push_checkpoint(stub, weights, policy_version, mode)
-        return await push_tensors(stub, weights, policy_version, mode)
+            results = await push_checkpoint(stub, weights, policy_version, mode)
+        else:
+            results = await push_tensors(stub, weights, policy_version, mode)
+        if not allow_partial and any(result.error_reason for result in results):
+            raise WeightsPushError(results)
+        return results
 
     async def replicas(self) -> router_pb2.ListReplicasResponse:
         """Returns who is in the mesh."""
@@ -216,3 +236,10 @@ class Client(AbstractAsyncContextManager["Client"]):
         if channel is None:
             channel = self._channels[address] = open_channel(address)
         return channel
+
+
+def _read_sampling(sampling: Mapping[str, Any]) -> types_pb2.SamplingParams:
+    try:
+        return types_pb2.SamplingParams(**sampling)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError("sampling", str(error)) from error

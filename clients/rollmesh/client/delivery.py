@@ -57,6 +57,8 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         self._held: set[str] = set()
         self._outgoing: asyncio.Queue[collector_pb2.SubscribeRequest] = asyncio.Queue()
         self._acknowledging: dict[str, asyncio.Future[None]] = {}
+        self._refusal: RollmeshError | None = None
+        self._retry_s = _FIRST_RETRY_S
         self._group = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
 
@@ -75,6 +77,8 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         """Ends the stream; what is not acknowledged will be delivered to the next one."""
         if self._task is not None:
             self._task.cancel()
+        for future in self._acknowledging.values():
+            future.cancel()  # nobody will answer any more
         await self._group.__aexit__(None, None, None)
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
@@ -89,16 +93,23 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         """
         item = await self._ready.get()
         if isinstance(item, RollmeshError):
+            self._ready.put_nowait(item)  # so it is for whoever asks next
             raise item
         self._grant(1)
         return item
 
     async def acknowledge(self, *deliveries: Delivery) -> None:
-        """Says that deliveries are safe here; returns once the collector has that on disk."""
+        """Says that deliveries are safe here; returns once the collector has that on disk.
+
+        Raises:
+            RollmeshError: The collector refuses the subscription.
+        """
+        if self._refusal is not None:
+            raise self._refusal
         waiting: list[asyncio.Future[None]] = []
         for delivery in deliveries:
             future = self._acknowledging.get(delivery.delivery_id)
-            if future is None:
+            if future is None or future.done():  # done: whoever waited was cancelled
                 future = asyncio.get_running_loop().create_future()
                 self._acknowledging[delivery.delivery_id] = future
             waiting.append(future)
@@ -114,18 +125,24 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         self._outgoing.put_nowait(collector_pb2.SubscribeRequest(grant=grant))
 
     async def _stay(self) -> None:
-        delay = _FIRST_RETRY_S
         async with open_channel(self._collector) as channel:
             while True:
                 try:
                     await self._hold_stream(channel)
                 except InvalidFieldError as error:
-                    self._ready.put_nowait(error)
+                    self._refuse(error)
                     return
                 except RollmeshError as error:
                     _log.info("collector away", extra=fields(error=str(error)))
-                await asyncio.sleep(delay)
-                delay = min(delay * 2, _LAST_RETRY_S)
+                await asyncio.sleep(self._retry_s)
+                self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
+
+    def _refuse(self, error: RollmeshError) -> None:
+        self._refusal = error
+        self._ready.put_nowait(error)
+        for future in self._acknowledging.values():
+            if not future.done():
+                future.set_exception(error)
 
     async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
         self._outgoing = asyncio.Queue()
@@ -137,6 +154,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         call = stub.Subscribe(self._requests(self._outgoing))
         async with aclosing(read_stream(call)) as responses:
             async for response in responses:
+                self._retry_s = _FIRST_RETRY_S
                 if response.HasField("delivery"):
                     self._take(response.delivery)
                 else:

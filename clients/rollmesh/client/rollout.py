@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rollmesh.client.client import Client, Session
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.logs import fields
 
 _log = logging.getLogger(__name__)
@@ -122,22 +122,22 @@ async def _run_sample(
     place: tuple[str, int, int],
 ) -> SampleOutcome:
     group_id, index, size = place
-    session: Session | None = None
     try:
         async with client.session(
             group_id=group_id, sample_index=index, group_size=size, sampling=sampling
         ) as session:
+            limit = asyncio.timeout(timeout_s)
             try:
-                async with asyncio.timeout(timeout_s):
+                async with limit:
                     session.reward = await run(prompt, session)
             except TimeoutError:
+                if not limit.expired():
+                    raise  # the agent's own: it failed
                 await client.close_session(session, outcome="ABORTED")
                 return SampleOutcome(group_id, index, "ABORTED", None, f"over {timeout_s} s")
             return SampleOutcome(group_id, index, "COMPLETED", session.reward)
-    except Exception as error:  # the edge to the user's code: a failed agent is data
+    except Exception as error:  # noqa: BLE001 - the edge to the user's code: a failed agent is data
         place_fields = fields(group=group_id, sample=index, error=type(error).__name__)
         _log.warning("agent failed", extra=place_fields)
-        if session is None and isinstance(error, RollmeshError):
-            raise  # the mesh refused to open a session: nothing to isolate
         text = "".join(traceback.format_exception_only(error)).strip()
         return SampleOutcome(group_id, index, "FAILED", None, text)

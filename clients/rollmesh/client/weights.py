@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 
+from rollmesh.client.tensors import file_of
 from rollmesh.runtime.channels import typed_errors
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
-_CHUNK_BYTES = 1024 * 1024
 _TIMEOUT_S = 600.0
 
 
@@ -35,16 +34,15 @@ async def push_tensors(
     policy_version: int,
     mode: str,
 ) -> list[router_pb2.EngineResult]:
-    """Streams tensors as one safetensors file."""
-    data = await asyncio.to_thread(_serialise, tensors)
+    """Streams tensors as one safetensors file; it is never in memory as a whole."""
     header = _header(policy_version, mode)
-    header.safetensors_bytes = len(data)
+    header.safetensors_bytes, pieces = file_of(tensors)
 
     async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
         yield router_pb2.PushWeightsRequest(header=header)
-        for at in range(0, len(data), _CHUNK_BYTES):
-            chunk = data[at : at + _CHUNK_BYTES]
-            yield router_pb2.PushWeightsRequest(safetensors_chunk=chunk)
+        # Copying from an accelerator takes its time: it must not hold up the event loop.
+        while piece := await asyncio.to_thread(next, pieces, b""):
+            yield router_pb2.PushWeightsRequest(safetensors_chunk=piece)
 
     return await _push(stub, parts())
 
@@ -68,10 +66,7 @@ async def _push(
 ) -> list[router_pb2.EngineResult]:
     with typed_errors():
         response = await stub.PushWeights(parts, timeout=_TIMEOUT_S)
-    results = list(response.results)
-    if any(result.error_reason for result in results):
-        raise WeightsPushError(results)
-    return results
+    return list(response.results)
 
 
 def _header(policy_version: int, mode: str) -> engine_pb2.UpdateWeightsHeader:
@@ -80,17 +75,4 @@ def _header(policy_version: int, mode: str) -> engine_pb2.UpdateWeightsHeader:
         raise InvalidFieldError("mode", f"{mode!r} is none of keep, abort, wait")
     return engine_pb2.UpdateWeightsHeader(
         policy_version=policy_version, pause_mode=engine_pb2.PauseMode.Value(name)
-    )
-
-
-def _serialise(tensors: Mapping[str, Any]) -> bytes:
-    """Returns a safetensors file; torch is imported only where torch tensors come."""
-    if all(isinstance(tensor, np.ndarray) for tensor in tensors.values()):
-        from safetensors.numpy import save as save_numpy  # noqa: PLC0415
-
-        return bytes(save_numpy(dict(tensors)))
-    from safetensors.torch import save as save_torch  # noqa: PLC0415
-
-    return bytes(
-        save_torch({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
     )

@@ -14,6 +14,7 @@ from rollmesh.runtime import faults
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.logs import configure_logging
+from rollmesh.runtime.metrics import metrics_endpoint
 from rollmesh.runtime.process import print_ready
 from rollmesh.runtime.serving import Bound, stop_signals
 from rollmesh.sidecar.app import Sidecar
@@ -34,6 +35,14 @@ async def _serve(config: SidecarConfig) -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((config.host, config.port))
+    wanted = None if config.metrics_port < 0 else config.metrics_port
+    with metrics_endpoint(config.host, wanted) as metrics_port:
+        await _serve_on(listener, config, metrics_port)
+
+
+async def _serve_on(
+    listener: socket.socket, config: SidecarConfig, metrics_port: int | None
+) -> None:
     async with open_channel(config.gateway) as channel:
         settings = uvicorn.Config(
             Sidecar(config, channel).app(),
@@ -49,7 +58,7 @@ async def _serve(config: SidecarConfig) -> None:
                 serving = group.create_task(server.serve([listener]))
                 stopping = group.create_task(stop.wait())
                 listener.listen(1024)
-                print_ready(Bound(listener.getsockname()[1], None))
+                print_ready(Bound(listener.getsockname()[1], metrics_port))
                 await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
                 server.should_exit = True
                 stopping.cancel()

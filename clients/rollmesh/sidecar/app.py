@@ -4,7 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 import grpc
 from starlette.applications import Starlette
@@ -124,8 +124,7 @@ class ChatEndpoint:
         async with asyncio.TaskGroup() as group:
             task = group.create_task(answer)
             leaving = group.create_task(_cancel_when_gone(receive, task))
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
+            await asyncio.wait([task])
             leaving.cancel()
 
     async def _read_body(self, receive: Receive) -> bytes:

@@ -11,6 +11,8 @@ class SidecarConfig:
     """Address to listen on."""
     port: int = 0
     """Port to listen on; 0 takes a free one."""
+    metrics_port: int = -1
+    """Port of the Prometheus endpoint; 0 takes a free one, -1 turns it off."""
     gateway: str = "127.0.0.1:7200"
     """host:port of the gateway."""
     log_level: str = "info"

@@ -42,8 +42,8 @@ _REFUSED = (
 # What is ignored is counted; what is not well known shares one label, so that labels stay few.
 _COUNTED = {
     "store", "metadata", "user", "service_tier", "prompt_cache_key", "safety_identifier", "include",
-    "verbosity", "prediction", "client_metadata", "cache_control", "refusal", "annotations", "audio",
-    "parsed", "provider_specific_fields",
+    "verbosity", "prediction", "client_metadata", "cache_control", "refusal", "annotations",
+    "audio", "parsed", "provider_specific_fields",
 }  # fmt: skip
 _MESSAGE_KEYS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
@@ -52,7 +52,8 @@ _MAX_STOPS, _MAX_STOP_TOKENS = 16, 64
 _KNOWN = {
     "messages", "model", "stream", "stream_options", "tools", "tool_choice", "stop", "n",
     "max_tokens", "max_completion_tokens", "response_format", "modalities", "parallel_tool_calls",
-    "chat_template_kwargs", "reasoning_effort", "ignore_eos", "stop_token_ids", *_FLOATS, *_INTEGERS, *_REFUSED,
+    "chat_template_kwargs", "reasoning_effort", "ignore_eos", "stop_token_ids",
+    *_FLOATS, *_INTEGERS, *_REFUSED,
 }  # fmt: skip
 MAX_CHOICES = 16
 
@@ -222,15 +223,9 @@ def _tools(tools: Any) -> bytes:
 
 def _sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
     result = types_pb2.SamplingParams()
-    for name, (least, most) in _FLOATS.items():
-        value = body.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidFieldError(name, "must be a number")
-        if not least <= value <= most:
-            raise InvalidFieldError(name, f"is {value}; give {least} to {most}")
-        setattr(result, name, value)
+    for name, limits in _FLOATS.items():
+        if body.get(name) is not None:
+            setattr(result, name, _number(body[name], name, *limits))
     for name in _INTEGERS:
         value = body.get(name)
         if name == "top_k" and value == -1:  # vLLM's way to say off
@@ -242,13 +237,22 @@ def _sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
             result.max_tokens = _integer(body[name], name, 1)
     if _flag(body, "ignore_eos"):
         result.ignore_eos = True
-    ids = body.get("stop_token_ids") or []
+    result.stop_token_ids.extend(_stop_token_ids(body.get("stop_token_ids") or []))
+    return result
+
+
+def _stop_token_ids(ids: Any) -> list[int]:
     if not isinstance(ids, list) or len(ids) > _MAX_STOP_TOKENS:
         raise InvalidFieldError("stop_token_ids", f"give at most {_MAX_STOP_TOKENS} token ids")
-    result.stop_token_ids.extend(
-        _integer(value, f"stop_token_ids[{at}]", 0) for at, value in enumerate(ids)
-    )
-    return result
+    return [_integer(value, f"stop_token_ids[{at}]", 0) for at, value in enumerate(ids)]
+
+
+def _number(value: Any, field: str, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidFieldError(field, "must be a number")
+    if not least <= value <= most:
+        raise InvalidFieldError(field, f"is {value}; give {least} to {most}")
+    return value
 
 
 def _integer(value: Any, field: str, least: int | None) -> int:

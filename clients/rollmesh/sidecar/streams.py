@@ -1,4 +1,4 @@
-"""One streamed reply: pieces as they come, comments in the silence, and no proper end to a failure."""
+"""One streamed reply: pieces as they come, comments in silence, no proper end to a failure."""
 
 import asyncio
 

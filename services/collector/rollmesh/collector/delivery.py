@@ -27,11 +27,13 @@ class Consumer:
     kind: int
     lease_ms: int = 600_000
     acknowledged: int = 0
-    """Units acknowledged since this process began."""
+    """Units acknowledged so far."""
     _ready: list[Unit] = field(default_factory=list)
     _queued: set[str] = field(default_factory=set)
     _leased: dict[str, Lease] = field(default_factory=dict)
     _credits: dict[int, int] = field(default_factory=dict)
+    _late: dict[str, int] = field(default_factory=dict)
+    """By unit: the open stream that let its lease run out last."""
     _next_stream: int = 1
 
     def __repr__(self) -> str:
@@ -73,16 +75,28 @@ class Consumer:
         self._credits.pop(stream_id, None)
         for lease in [lease for lease in self._leased.values() if lease.stream_id == stream_id]:
             self._return(lease)
+        self._late = {id_: late for id_, late in self._late.items() if late != stream_id}
 
     def grant(self, stream_id: int, credits_: int) -> None:
         """Allows a stream more deliveries."""
         self._credits[stream_id] += credits_
 
     def take(self, stream_id: int, now_ms: int) -> Unit | None:
-        """Leases the oldest ready unit to a stream; None without credits or units."""
-        if not self._credits.get(stream_id) or not self._ready:
+        """Leases the oldest ready unit to a stream; None without credits or units.
+
+        A unit whose lease the stream let run out goes to another one that can take it.
+        """
+        if not self._credits.get(stream_id):
             return None
-        unit = heapq.heappop(self._ready)
+        others = any(credits_ for id_, credits_ in self._credits.items() if id_ != stream_id)
+        passed: list[Unit] = []
+        while others and self._ready and self._late.get(self._ready[0].unit_id) == stream_id:
+            passed.append(heapq.heappop(self._ready))
+        unit = heapq.heappop(self._ready) if self._ready else None
+        for late in passed:
+            heapq.heappush(self._ready, late)
+        if unit is None:
+            return None
         self._queued.discard(unit.unit_id)
         self._credits[stream_id] -= 1
         self._leased[unit.unit_id] = Lease(unit, stream_id, now_ms + self.lease_ms)
@@ -105,12 +119,14 @@ class Consumer:
             self._queued.discard(unit_id)
             self._ready = [unit for unit in self._ready if unit.unit_id != unit_id]
             heapq.heapify(self._ready)
+        self._late.pop(unit_id, None)
         self.acknowledged += 1
 
     def expire(self, now_ms: int) -> bool:
         """Takes back what is past its lease; says whether there was any."""
         late = [lease for lease in self._leased.values() if lease.expires_ms <= now_ms]
         for lease in late:
+            self._late[lease.unit.unit_id] = lease.stream_id
             self._return(lease)
         return bool(late)
 

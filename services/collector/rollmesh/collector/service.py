@@ -34,10 +34,12 @@ class CollectorService:
         async with Database(path, SCHEMA) as database, asyncio.TaskGroup() as tasks:
             self._servicer.store = SqliteStore(database, self._config.max_stored_bytes)
             self._servicer.tasks = tasks
+            await self._servicer.restore()
             yield
 
     async def drain(self) -> None:
-        """Ends nothing: consumers reconnect to the successor."""
+        """Ends the streams of the consumers, who come back to the successor."""
+        self._servicer.end_streams()
 
     async def failed(self) -> str:
         """Waits for ever: a collector fails only with its process."""

@@ -1,20 +1,22 @@
 """CollectorService: checks fields, stores, and delivers as the consumers' state says."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from rollmesh.collector.delivery import Consumer
-from rollmesh.collector.store import Store, Unit
+from rollmesh.collector.store import Ingested, Store, Unit
 from rollmesh.collector.validation import check_session
 from rollmesh.runtime import clock, faults
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, ShuttingDownError
 from rollmesh.runtime.interceptors import Context
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
 
 _MAX_ID_CHARS = 128
 _MAX_CREDITS = 65_536
 _DEFAULT_LEASE_MS = 600_000
+_Result = TypeVar("_Result")
 
 
 class _Stream:
@@ -48,15 +50,9 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         self, request: collector_pb2.IngestRequest, context: Context
     ) -> collector_pb2.IngestResponse:
         check_session(request.session)
-        ingested = await self.store.ingest(request.session)
-        self._duplicates += ingested.duplicate
-        for unit in ingested.units:
-            for consumer in self._consumers.values():
-                if consumer.kind == unit.kind:
-                    consumer.add(unit)
-        self._wake_all()
+        duplicate = await self._finish(self._ingest(request.session))
         await faults.reach("collector-before-ack")
-        return collector_pb2.IngestResponse(duplicate=ingested.duplicate)
+        return collector_pb2.IngestResponse(duplicate=duplicate)
 
     async def Subscribe(
         self, request_iterator: AsyncIterator[collector_pb2.SubscribeRequest], context: Context
@@ -78,6 +74,9 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
                     await faults.reach("collector-after-delivery")
                 elif not stream.acknowledged and not stream.ended:
                     await self._wait(stream)
+            if stream.acknowledged:  # the consumer may have ended its side right after them
+                done = collector_pb2.Acknowledged(delivery_ids=stream.acknowledged)
+                yield collector_pb2.SubscribeResponse(acknowledged=done)
             if stream.error is not None:
                 raise stream.error
         finally:
@@ -109,6 +108,61 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
             ],
         )
 
+    async def restore(self) -> None:
+        """Takes up the consumers that the store knows."""
+        for name, kind in await self.store.consumers():
+            await self._add_consumer(name, kind)
+
+    async def _add_consumer(self, name: str, kind: int) -> Consumer:
+        consumer = self._consumers[name] = Consumer(name, kind)  # known first: misses no ingest
+        try:
+            progress = await self.store.open_consumer(name, kind)
+        except RollmeshError:
+            del self._consumers[name]
+            raise
+        consumer.acknowledged = progress.acknowledged
+        for unit in progress.open:
+            consumer.add(unit)
+        return consumer
+
+    def end_streams(self) -> None:
+        """Ends every stream because the service stops; the consumers come back by themselves."""
+        for stream in self._streams:
+            stream.error = ShuttingDownError("the collector stops; subscribe again")
+            stream.ended = True
+            stream.wake.set()
+
+    async def _ingest(self, session: types_pb2.SessionRecord) -> bool:
+        """Stores a session and hands out what became whole; says whether it was a repeat."""
+        ingested: Ingested = await self.store.ingest(session)
+        self._duplicates += ingested.duplicate
+        for unit in ingested.units:
+            for consumer in self._consumers.values():
+                if consumer.kind == unit.kind:
+                    consumer.add(unit)
+        self._wake_all()
+        return ingested.duplicate
+
+    async def _finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Runs work to its end also where its call is cancelled.
+
+        What the store has committed, the consumers' state must learn.
+        """
+        outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            try:
+                result = await work
+            except RollmeshError as error:
+                if not outcome.done():
+                    outcome.set_exception(error)
+            else:
+                if not outcome.done():
+                    outcome.set_result(result)
+
+        self.tasks.create_task(run())
+        return await outcome
+
     async def _open_consumer(self, first: collector_pb2.SubscribeRequest | None) -> Consumer:
         if first is None or not first.HasField("hello"):
             raise InvalidFieldError("hello", "is missing; send it in the first message")
@@ -119,19 +173,10 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
             raise InvalidFieldError("unit", "is not set; say what one delivery holds")
         if hello.HasField("lease_ms") and hello.lease_ms < 1:
             raise InvalidFieldError("lease_ms", "is 0; give at least 1")
-        async with (
-            self._opening
-        ):  # units that arrive meanwhile are among those read, or added after
+        async with self._opening:
             consumer = self._consumers.get(hello.consumer)
             if consumer is None:
-                consumer = Consumer(hello.consumer, hello.unit)
-                self._consumers[hello.consumer] = consumer
-                try:
-                    for unit in await self.store.open_consumer(hello.consumer, hello.unit):
-                        consumer.add(unit)
-                except BaseException:
-                    del self._consumers[hello.consumer]
-                    raise
+                consumer = await self._finish(self._add_consumer(hello.consumer, hello.unit))
             elif consumer.kind != hello.unit:
                 raise InvalidFieldError("unit", "a consumer's name keeps its unit")
         consumer.lease_ms = hello.lease_ms or _DEFAULT_LEASE_MS
@@ -147,7 +192,8 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
                     case "grant":
                         self._grant(stream, request.grant.credits)
                     case "acknowledge":
-                        await self._acknowledge(stream, list(request.acknowledge.delivery_ids))
+                        ids = list(request.acknowledge.delivery_ids)
+                        await self._finish(self._acknowledge(stream, ids))
                     case _:
                         raise InvalidFieldError("part", "send grants and acknowledgements")
                 stream.wake.set()

@@ -51,6 +51,16 @@ class Ingested:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a consumer stands."""
+
+    open: list[Unit]
+    """What it has not acknowledged, in order."""
+    acknowledged: int
+    """Number of units it has acknowledged."""
+
+
+@dataclass(frozen=True, slots=True)
 class Counts:
     """How much is stored."""
 
@@ -65,18 +75,26 @@ class Store(Protocol):
 
     async def ingest(self, record: types_pb2.SessionRecord) -> Ingested:
         """Stores a session; a repeat changes nothing."""
+        raise NotImplementedError
 
-    async def open_consumer(self, name: str, kind: int) -> list[Unit]:
-        """Makes a consumer known; returns what it has not acknowledged, in order."""
+    async def consumers(self) -> list[tuple[str, int]]:
+        """Returns name and kind of every known consumer."""
+        raise NotImplementedError
+
+    async def open_consumer(self, name: str, kind: int) -> Progress:
+        """Makes a consumer known; returns where it stands."""
+        raise NotImplementedError
 
     async def load(self, consumer: str, unit: Unit) -> tuple[int, list[types_pb2.SessionRecord]]:
         """Counts an attempt to deliver; returns its number and the unit's sessions."""
+        raise NotImplementedError
 
     async def acknowledge(self, consumer: str, units: list[Unit]) -> None:
         """Keeps that units are safe with a consumer."""
 
     async def counts(self) -> Counts:
         """Counts what is stored."""
+        raise NotImplementedError
 
 
 class SqliteStore:
@@ -99,8 +117,14 @@ class SqliteStore:
             lambda db: _ingest(db, record, data, self._max_stored_bytes)
         )
 
-    async def open_consumer(self, name: str, kind: int) -> list[Unit]:
-        """Makes a consumer known; returns what it has not acknowledged, in order.
+    async def consumers(self) -> list[tuple[str, int]]:
+        """Returns name and kind of every known consumer."""
+        return await self._database.run(
+            lambda db: db.execute("SELECT name, kind FROM consumers ORDER BY name").fetchall()
+        )
+
+    async def open_consumer(self, name: str, kind: int) -> Progress:
+        """Makes a consumer known; returns where it stands.
 
         Raises:
             InvalidFieldError: The name consumes units of the other kind.
@@ -139,7 +163,8 @@ def _ingest(
     )
     if pages * page_bytes + len(data) > max_bytes:
         raise StoreFullError("the collector's store is full", retry_delay_ms=_RETRY_MS)
-    key, size = record.group_id or record.session_id, max(record.group_size, 1)
+    key = record.group_id or record.session_id
+    size = max(record.group_size, 1) if record.group_id else 1  # a session without one is whole
     other = db.execute("SELECT group_size FROM sessions WHERE group_key = ? LIMIT 1", (key,))
     row = other.fetchone()
     if row and row[0] != size:
@@ -165,7 +190,7 @@ def _add_unit(db: sqlite3.Connection, kind: int, unit_id: str) -> Unit | None:
     return Unit(int(added.lastrowid or 0), kind, unit_id) if added.rowcount else None
 
 
-def _open_consumer(db: sqlite3.Connection, name: str, kind: int) -> list[Unit]:
+def _open_consumer(db: sqlite3.Connection, name: str, kind: int) -> Progress:
     db.execute("INSERT OR IGNORE INTO consumers VALUES (?, ?)", (name, kind))
     known = db.execute("SELECT kind FROM consumers WHERE name = ?", (name,)).fetchone()[0]
     if known != kind:
@@ -177,7 +202,10 @@ def _open_consumer(db: sqlite3.Connection, name: str, kind: int) -> list[Unit]:
         " (SELECT seq FROM progress WHERE consumer = ? AND acknowledged) ORDER BY seq",
         (kind, name),
     )
-    return [Unit(*row) for row in rows]
+    done = db.execute(
+        "SELECT count(*) FROM progress WHERE consumer = ? AND acknowledged", (name,)
+    ).fetchone()[0]
+    return Progress([Unit(*row) for row in rows], done)
 
 
 def _load(db: sqlite3.Connection, consumer: str, unit: Unit) -> tuple[int, list[bytes]]:

@@ -1,0 +1,41 @@
+"""Calls that are safe to repeat, repeated while a service is away or full."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+
+from rollmesh.runtime.channels import typed_errors
+from rollmesh.runtime.errors import RemoteError, RollmeshError
+
+_Result = TypeVar("_Result")
+_HEALED_BY_WAITING = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
+
+
+async def retried(call: Callable[[float], Awaitable[_Result]], timeout_s: float) -> _Result:
+    """Returns the result of a call, tried again after errors that waiting may heal.
+
+    Args:
+        call: Makes the call once, with the time it may take in seconds. Must be repeatable.
+        timeout_s: Time for all tries together, seconds.
+
+    Raises:
+        RollmeshError: The last try's error, or one that waiting does not heal.
+    """
+    now = asyncio.get_running_loop().time
+    deadline, delay_s = now() + timeout_s, _FIRST_DELAY_S
+    while True:
+        try:
+            with typed_errors():
+                return await call(deadline - now())
+        except RollmeshError as error:
+            code = error.status_code if isinstance(error, RemoteError) else error.code
+            asked_s = (error.retry_delay_ms or 0) / 1000
+            wait_s = max(asked_s, delay_s * random.uniform(0.5, 1))  # noqa: S311 - not a secret
+            if code not in _HEALED_BY_WAITING or now() + wait_s >= deadline:
+                raise
+        await asyncio.sleep(wait_s)
+        delay_s = min(2 * delay_s, _MAX_DELAY_S)

@@ -1,0 +1,89 @@
+"""A trainer's side of the collector, with the generated stubs and grpcio alone: no SDK.
+
+    python examples/trainer_grpc_only.py HOST:PORT --groups 2
+
+Reads whole groups, prints one JSON line, and acknowledges each group once it is safe. The same few
+steps work in any language that gRPC has: `protos/rollmesh/v1/collector.proto` is the contract.
+"""
+
+import argparse
+import json
+import queue
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
+
+_TIMEOUT_S = 120
+
+
+def read_groups(address: str, consumer: str, count: int) -> list[list[types_pb2.SessionRecord]]:
+    """Returns `count` groups, each acknowledged on the collector's disk."""
+    outgoing: queue.Queue[collector_pb2.SubscribeRequest | None] = queue.Queue()
+    hello = collector_pb2.SubscribeHello(consumer=consumer, unit=collector_pb2.DELIVERY_UNIT_GROUP)
+    outgoing.put(collector_pb2.SubscribeRequest(hello=hello))
+    grant = collector_pb2.GrantCredits(credits=count)
+    outgoing.put(collector_pb2.SubscribeRequest(grant=grant))
+
+    def requests() -> Iterator[collector_pb2.SubscribeRequest]:
+        while (request := outgoing.get()) is not None:
+            yield request
+
+    groups: dict[str, list[types_pb2.SessionRecord]] = {}
+    acknowledged = 0
+    options = [("grpc.max_receive_message_length", 64 * 1024 * 1024)]
+    with grpc.insecure_channel(address, options=options) as channel:
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        call = stub.Subscribe(requests(), timeout=_TIMEOUT_S)
+        for response in call:
+            if response.HasField("delivery"):
+                delivery = response.delivery
+                groups[delivery.delivery_id] = list(delivery.sessions)  # a repeat replaces itself
+                safe = collector_pb2.AcknowledgeDeliveries(delivery_ids=[delivery.delivery_id])
+                outgoing.put(collector_pb2.SubscribeRequest(acknowledge=safe))
+            else:
+                acknowledged += len(response.acknowledged.delivery_ids)
+            if acknowledged >= count:
+                break
+        outgoing.put(None)
+        call.cancel()
+    return list(groups.values())
+
+
+def summarise(groups: list[list[types_pb2.SessionRecord]]) -> dict[str, object]:
+    """Returns what a trainer would look at first."""
+    tokens = trained = 0
+    for sessions in groups:
+        for session in sessions:
+            for trajectory in session.trajectories:
+                ids = np.frombuffer(trajectory.token_ids_u32le, "<u4")
+                mask = np.frombuffer(trajectory.loss_mask_u8, np.bool_)
+                logprobs = np.frombuffer(trajectory.logprobs_f32le, "<f4")
+                assert len(ids) == len(mask) == len(logprobs)
+                tokens += len(ids)
+                trained += int(mask.sum())
+    rewards = [session.reward for sessions in groups for session in sessions]
+    return {
+        "groups": len(groups),
+        "sessions": sum(map(len, groups)),
+        "tokens": tokens,
+        "trained_tokens": trained,
+        "reward_mean": float(np.mean(rewards)),
+    }
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("collector", help="HOST:PORT")
+    parser.add_argument("--consumer", default="grpc-only")
+    parser.add_argument("--groups", type=int, default=1)
+    options = parser.parse_args()
+    groups = read_groups(options.collector, options.consumer, options.groups)
+    print(json.dumps(summarise(groups)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""The collector as a process: contract, durability, resumption."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from rollmesh.client.delivery import Subscription
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import InvalidFieldError, RemoteError, StoreFullError
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
+from tests.collector.records import record
+from tests.processes import ServiceProcess, running
+
+
+async def ingest(collector: ServiceProcess, session: types_pb2.SessionRecord) -> bool:
+    """Returns whether it was known."""
+    async with open_channel(collector.address) as channel:
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        with typed_errors():
+            response = await stub.Ingest(
+                collector_pb2.IngestRequest(session=session), timeout=20, wait_for_ready=True
+            )
+    return response.duplicate
+
+
+async def stats(collector: ServiceProcess) -> collector_pb2.GetStatsResponse:
+    async with open_channel(collector.address) as channel:
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        return await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=20)
+
+
+def subscribe(
+    collector: ServiceProcess, consumer: str = "t", unit: str = "session"
+) -> Subscription:
+    return Subscription(collector.address, consumer=consumer, unit=unit)  # type: ignore[arg-type]
+
+
+async def take(subscription: Subscription, count: int) -> list[str]:
+    async with asyncio.timeout(20):
+        return [(await anext(subscription)).delivery_id for _ in range(count)]
+
+
+@pytest.fixture
+async def collector(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
+    async with running("collector", tmp_path, port=0, data_dir=tmp_path / "data") as process:
+        yield process
+
+
+def broken(change: Callable[[types_pb2.SessionRecord], object]) -> types_pb2.SessionRecord:
+    session = record("s")
+    change(session)
+    return session
+
+
+@pytest.mark.parametrize(
+    ("session", "field"),
+    [
+        (broken(lambda s: s.ClearField("session_id")), "session_id"),
+        (broken(lambda s: s.ClearField("outcome")), "outcome"),
+        (record("s", index=2, size=2), "sample_index"),
+        (broken(lambda s: s.trajectories.append(s.trajectories[0])), "trajectory_id"),
+        (broken(lambda s: setattr(s.trajectories[0], "session_id", "x")), "session_id"),
+        (
+            broken(lambda s: setattr(s.trajectories[0], "token_ids_u32le", b"\0" * 5)),
+            "token_ids_u32le",
+        ),
+        (broken(lambda s: setattr(s.trajectories[0], "logprobs_f32le", b"")), "logprobs_f32le"),
+        (broken(lambda s: setattr(s.trajectories[0], "loss_mask_u8", b"\2" * 6)), "loss_mask_u8"),
+        (broken(lambda s: setattr(s.trajectories[0], "prompt_tokens", 7)), "prompt_tokens"),
+        (broken(lambda s: setattr(s.trajectories[0].version_spans[0], "end", 7)), "version_spans"),
+        (broken(lambda s: s.trajectories[0].segments.pop()), "segments"),
+    ],
+    ids=str,
+)
+async def test_a_bad_session_names_its_field_and_stores_nothing(
+    collector: ServiceProcess, session: types_pb2.SessionRecord, field: str
+) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        await ingest(collector, session)
+    assert caught.value.field.endswith(field)
+    assert (await stats(collector)).sessions == 0
+
+
+async def test_a_group_of_two_sizes_is_refused(collector: ServiceProcess) -> None:
+    await ingest(collector, record("a", "g", 0, 2))
+    with pytest.raises(InvalidFieldError, match="group_size"):
+        await ingest(collector, record("b", "g", 1, 3))
+
+
+async def test_a_repeat_changes_nothing(collector: ServiceProcess) -> None:
+    assert not await ingest(collector, record("a"))
+    assert await ingest(collector, record("a"))
+    counts = await stats(collector)
+    assert (counts.sessions, counts.trajectories, counts.duplicates) == (1, 1, 1)
+
+
+async def test_a_full_store_pushes_back(tmp_path: Path) -> None:
+    async with running(
+        "collector", tmp_path, port=0, data_dir=tmp_path / "d", max_stored_bytes=1
+    ) as one:
+        with pytest.raises(StoreFullError) as caught:
+            await ingest(one, record("a"))
+    assert caught.value.retry_delay_ms
+
+
+async def test_a_group_is_delivered_when_its_last_sample_is_in(collector: ServiceProcess) -> None:
+    async with subscribe(collector, unit="group") as groups:
+        for index in (2, 0):
+            await ingest(collector, record(f"s{index}", "g", index, 3))
+        await ingest(collector, record("alone"))
+        assert await take(groups, 1) == ["alone"]
+        await ingest(collector, record("s1", "g", 1, 3))
+        async with asyncio.timeout(20):
+            delivery = await anext(groups)
+    assert delivery.delivery_id == "g"
+    assert [session.sample_index for session in delivery.sessions] == [0, 1, 2]
+    assert [session.reward for session in delivery.sessions] == [0.0, 1.0, 2.0]
+
+
+async def test_names_get_everything_and_streams_of_a_name_share(collector: ServiceProcess) -> None:
+    ids = [f"s{at}" for at in range(8)]
+    for id_ in ids:
+        await ingest(collector, record(id_))
+    async with subscribe(collector, "one") as one:
+        assert await take(one, 8) == ids
+    settings = {"consumer": "two", "unit": "session", "credits": 4}
+    async with (
+        Subscription(collector.address, **settings) as left,  # type: ignore[arg-type]
+        Subscription(collector.address, **settings) as right,  # type: ignore[arg-type]
+    ):
+        async with asyncio.timeout(20):
+            first = [await left._ready.get() for _ in range(4)]  # noqa: SLF001 - no new credits
+            second = [await right._ready.get() for _ in range(4)]  # noqa: SLF001
+    got = {delivery.delivery_id for delivery in (*first, *second)}  # type: ignore[union-attr]
+    assert got == set(ids)
+
+
+async def test_a_name_keeps_its_unit(collector: ServiceProcess) -> None:
+    async with subscribe(collector, "t", "session"):
+        pass
+    await ingest(collector, record("a"))
+    async with subscribe(collector, "t", "session") as first:
+        await take(first, 1)
+    with pytest.raises(InvalidFieldError, match="unit"):
+        async with subscribe(collector, "t", "group") as other:
+            await take(other, 1)
+
+
+async def test_what_was_not_acknowledged_comes_again_to_the_successor(
+    collector: ServiceProcess,
+) -> None:
+    for at in range(3):
+        await ingest(collector, record(f"s{at}"))
+    async with subscribe(collector) as first, asyncio.timeout(20):
+        deliveries = [await anext(first) for _ in range(3)]
+        await first.acknowledge(deliveries[1])
+    async with subscribe(collector) as second, asyncio.timeout(20):
+        again = [await anext(second) for _ in range(2)]
+    assert [(d.delivery_id, d.attempt) for d in again] == [("s0", 2), ("s2", 2)]
+
+
+async def test_a_lease_that_runs_out_is_given_to_another_stream(collector: ServiceProcess) -> None:
+    await ingest(collector, record("a"))
+    async with (
+        Subscription(collector.address, consumer="t", unit="session", lease_ms=200) as slow,
+        Subscription(collector.address, consumer="t", unit="session", lease_ms=200) as other,
+    ):
+        async with asyncio.timeout(20):
+            done, pending = await asyncio.wait(
+                [asyncio.ensure_future(anext(one)) for one in (slow, other)]
+            )
+        assert not pending
+        first, again = sorted(task.result().attempt for task in done)
+        assert first == 1 < again
+
+
+async def test_a_collector_killed_before_its_ack_has_the_session_once(tmp_path: Path) -> None:
+    flags = {"data_dir": tmp_path / "data"}
+    async with running(
+        "collector", tmp_path, port=0, fault="collector-before-ack", **flags
+    ) as first:
+        sending = asyncio.ensure_future(ingest(first, record("a")))
+        await first.wait_line("FAULT collector-before-ack")
+        await first.kill()
+        with pytest.raises(RemoteError):
+            await sending
+    async with running("collector", tmp_path, port=0, **flags) as second:
+        assert await ingest(second, record("a"))  # it was stored; the sender's retry is a repeat
+        async with subscribe(second) as subscription:
+            assert await take(subscription, 1) == ["a"]
+        assert (await stats(second)).sessions == 1
+
+
+async def test_consumers_resume_at_a_restarted_collector(tmp_path: Path) -> None:
+    flags = {"data_dir": tmp_path / "data"}
+    async with running("collector", tmp_path, port=0, **flags) as first:
+        for at in range(4):
+            await ingest(first, record(f"s{at}"))
+        async with subscribe(first) as subscription:
+            async with asyncio.timeout(20):
+                held = [await anext(subscription) for _ in range(2)]
+                await subscription.acknowledge(held[0])
+            await first.kill()
+            async with running("collector", tmp_path, port=first.port, **flags) as second:
+                await ingest(second, record("s4"))
+                assert await take(subscription, 3) == ["s2", "s3", "s4"]  # s1 is held: not again
+                async with asyncio.timeout(20):
+                    await subscription.acknowledge(held[1])
+    async with (
+        running("collector", tmp_path, port=0, **flags) as third,
+        subscribe(third) as successor,
+    ):
+        assert await take(successor, 3) == ["s2", "s3", "s4"]
+
+
+async def test_a_trainer_killed_before_its_ack_leaves_all_to_its_successor(
+    collector: ServiceProcess, tmp_path: Path
+) -> None:
+    for at in range(3):
+        await ingest(collector, record(f"s{at}"))
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "from rollmesh.client.delivery import Subscription\n"
+        "async def main():\n"
+        "    async with Subscription(sys.argv[1], consumer='t', unit='session') as sessions:\n"
+        "        held = [await anext(sessions) for _ in range(3)]\n"
+        "        await sessions.acknowledge(held[0])\n"
+        "        print('HOLDS', flush=True)\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    trainer = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), collector.address, stdout=asyncio.subprocess.PIPE
+    )
+    assert trainer.stdout is not None
+    async with asyncio.timeout(30):
+        assert await trainer.stdout.readline() == b"HOLDS\n"
+    trainer.kill()
+    await trainer.wait()
+    async with subscribe(collector) as successor:
+        assert await take(successor, 2) == ["s1", "s2"]
+
+
+async def test_a_trainer_without_the_sdk_reads_groups_and_acknowledges(
+    collector: ServiceProcess,
+) -> None:
+    for group in ("g1", "g2"):
+        for index in range(2):
+            await ingest(collector, record(f"{group}-{index}", group, index, 2))
+    trainer = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "examples/trainer_grpc_only.py",
+        collector.address,
+        "--groups=2",
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        output, _ = await trainer.communicate()
+    assert json.loads(output) == {
+        "groups": 2,
+        "sessions": 4,
+        "tokens": 24,
+        "trained_tokens": 16,
+        "reward_mean": 0.5,
+    }
+    consumers = (await stats(collector)).consumers
+    assert [(one.consumer, one.acknowledged, one.ready) for one in consumers] == [
+        ("grpc-only", 2, 0)
+    ]

@@ -1,0 +1,222 @@
+"""What the RPCs promise to any client, message by message, without the SDK."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rollmesh.collector.servicer import CollectorServicer
+from rollmesh.collector.store import SCHEMA, Ingested, SqliteStore
+from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import InvalidFieldError, from_rpc_error
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
+from tests.collector.collectors import (
+    GROUP,
+    SESSION,
+    TIMEOUT_S,
+    collector_at,
+    ingest_all,
+    stub_at,
+    subscribing,
+)
+from tests.collector.records import record, trajectory
+
+
+async def ingest(stub: Any, session: types_pb2.SessionRecord) -> bool:
+    """Returns whether it was known."""
+    request = collector_pb2.IngestRequest(session=session)
+    return bool((await stub.Ingest(request, timeout=TIMEOUT_S)).duplicate)
+
+
+async def consumer_stats(stub: Any) -> collector_pb2.ConsumerStats:
+    """Returns where the only consumer stands."""
+    stats = await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=TIMEOUT_S)
+    (consumer,) = stats.consumers
+    return consumer  # type: ignore[no-any-return]
+
+
+async def test_the_first_of_two_ingests_of_one_id_is_what_is_delivered(stub: Any) -> None:
+    first, other = record("s"), record("s")
+    other.trajectories[0].CopyFrom(trajectory("s", tokens=9))
+    assert not await ingest(stub, first)
+    assert await ingest(stub, other)
+    async with subscribing(stub, credits_=2) as stream:
+        (delivery,) = await stream.deliveries(1)
+    assert list(delivery.sessions) == [first]
+
+
+async def test_concurrent_ingests_of_one_id_store_it_once(stub: Any) -> None:
+    answers = await asyncio.gather(*(ingest(stub, record("s")) for _ in range(20)))
+    assert sorted(answers) == [False] + [True] * 19
+
+
+async def test_a_group_waits_for_different_samples(stub: Any) -> None:
+    async with subscribing(stub, unit=GROUP, credits_=4) as stream:
+        await ingest(stub, record("a1", "g", 1, 2))
+        await ingest(stub, record("b1", "g", 1, 2))
+        await ingest(stub, record("alone"))
+        await ingest(stub, record("a0", "g", 0, 2))
+        assert await stream.delivered(2) == ["alone", "g"]
+
+
+async def test_a_session_without_a_group_is_whole_whatever_size_it_says(stub: Any) -> None:
+    await ingest(stub, record("s", index=2, size=4))
+    async with subscribing(stub, unit=GROUP, credits_=1) as stream:
+        assert await stream.delivered(1) == ["s"]
+
+
+async def test_a_full_store_still_answers_repeats_and_delivers(tmp_path: Path) -> None:
+    async with stub_at(tmp_path) as stub:
+        await ingest(stub, record("old"))
+    async with stub_at(tmp_path, max_stored_bytes=1) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ingest(stub, record("new"))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await ingest(stub, record("old"))
+        async with subscribing(stub, credits_=1) as stream:
+            assert await stream.delivered(1) == ["old"]
+
+
+HELLO = {"hello": {"consumer": "c", "unit": SESSION}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        pytest.param([{"grant": {"credits": 1}}], "hello", id="no hello"),
+        pytest.param([{"hello": {"unit": SESSION}}], "consumer", id="no name"),
+        pytest.param(
+            [{"hello": {"consumer": "c" * 129, "unit": SESSION}}], "consumer", id="long name"
+        ),
+        pytest.param([{"hello": {"consumer": "c"}}], "unit", id="no unit"),
+        pytest.param(
+            [{"hello": {"consumer": "c", "unit": SESSION, "lease_ms": 0}}], "lease_ms", id="lease 0"
+        ),
+        pytest.param([HELLO, {"grant": {"credits": 0}}], "grant.credits", id="no credits"),
+        pytest.param([HELLO, {"grant": {"credits": 65_537}}], "grant.credits", id="many credits"),
+        pytest.param([HELLO, HELLO], "part", id="hello twice"),
+        pytest.param([{"hello": {"consumer": "taken", "unit": SESSION}}], "unit", id="other unit"),
+    ],
+)
+async def test_an_ill_formed_subscription_is_refused_by_field(
+    stub: Any, messages: list[dict[str, Any]], field: str
+) -> None:
+    async with subscribing(stub, "taken", GROUP) as taken:
+        await taken.opened()
+    call = stub.Subscribe()
+    for message in messages:
+        await call.write(collector_pb2.SubscribeRequest(**message))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(TIMEOUT_S):
+            await call.read()
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == field
+
+
+async def test_an_acknowledgement_is_not_a_credit(stub: Any) -> None:
+    await ingest_all(stub, "c", "a", "b")
+    async with subscribing(stub, credits_=2) as stream:
+        assert await stream.delivered(2) == ["c", "a"]
+        await stream.acknowledge("c")
+        assert await stream.acknowledged() == {"c"}
+        stats = await consumer_stats(stub)
+        assert (stats.acknowledged, stats.leased, stats.ready) == (1, 1, 1)
+        await stream.grant(1)
+        assert await stream.delivered(1) == ["b"]
+
+
+async def test_a_late_acknowledgement_counts_once(stub: Any) -> None:
+    await ingest_all(stub, "a")
+    async with (
+        subscribing(stub, credits_=1, lease_ms=300) as slow,
+        subscribing(stub, lease_ms=300) as fast,
+    ):
+        assert await slow.delivered(1) == ["a"]
+        await fast.grant(1)
+        (again,) = await fast.deliveries(1)
+        assert (again.delivery_id, again.attempt) == ("a", 2)
+        for stream in (slow, fast):
+            await stream.acknowledge("a")
+            assert await stream.acknowledged() == {"a"}
+        stats = await consumer_stats(stub)
+        assert (stats.acknowledged, stats.leased, stats.ready) == (1, 0, 0)
+
+
+async def test_a_consumer_that_ends_its_side_still_hears_what_is_acknowledged(stub: Any) -> None:
+    await ingest_all(stub, "a")
+    async with subscribing(stub, credits_=1) as stream:
+        await stream.delivered(1)
+        await stream.acknowledge("a")
+        await stream.call.done_writing()
+        assert await stream.acknowledged() == {"a"}
+
+
+async def test_a_restart_keeps_acknowledgements_attempts_and_open_groups(tmp_path: Path) -> None:
+    async with stub_at(tmp_path) as stub:
+        await ingest(stub, record("g-0", "g", 0, 2))
+        await ingest_all(stub, "a", "b")
+        async with subscribing(stub, unit=GROUP, credits_=2) as stream:
+            assert await stream.delivered(2) == ["a", "b"]
+            await stream.acknowledge("a")
+            assert await stream.acknowledged() == {"a"}
+    async with stub_at(tmp_path) as stub:
+        stats = await consumer_stats(stub)
+        assert (stats.acknowledged, stats.leased, stats.ready) == (1, 0, 1)
+        async with subscribing(stub, unit=GROUP, credits_=3) as stream:
+            (again,) = await stream.deliveries(1)
+            assert (again.delivery_id, again.attempt) == ("b", 2)
+            await ingest(stub, record("g-1", "g", 1, 2))
+            assert await stream.delivered(1) == ["g"]
+
+
+async def test_a_stop_ends_open_streams_at_once(tmp_path: Path) -> None:
+    async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as clients, AsyncExitStack() as servers:
+        address = await servers.enter_async_context(collector_at(tmp_path, grace_ms=600_000))
+        channel = await clients.enter_async_context(open_channel(address))
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        stream = await clients.enter_async_context(subscribing(stub))
+        await stream.opened()
+        await servers.aclose()  # while its clients still hold on
+
+
+class GatedStore(SqliteStore):
+    """A store whose answers to ingests wait for the test."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, 2**30)
+        self.stored = asyncio.Event()
+        self.answer = asyncio.Event()
+
+    async def ingest(self, record: types_pb2.SessionRecord) -> Ingested:
+        result = await super().ingest(record)
+        self.stored.set()
+        await self.answer.wait()
+        return result
+
+
+async def test_a_stored_session_whose_sender_gave_up_reaches_open_streams(tmp_path: Path) -> None:
+    servicer, server = CollectorServicer(), grpc.aio.server()
+    collector_pb2_grpc.add_CollectorServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    async with (
+        Database(tmp_path / "c.sqlite", SCHEMA) as database,
+        asyncio.TaskGroup() as servicer.tasks,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        servicer.store = store = GatedStore(database)
+        await server.start()
+        stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
+        async with subscribing(stub, credits_=1) as stream, asyncio.timeout(TIMEOUT_S):
+            await stream.opened()
+            sending = stub.Ingest(collector_pb2.IngestRequest(session=record("s")))
+            await asyncio.wait([asyncio.ensure_future(store.stored.wait())])
+            sending.cancel()
+            await stream.opened()  # the server has seen the cancellation before this
+            store.answer.set()
+            assert await stream.delivered(1) == ["s"]
+        await server.stop(None)

@@ -1,0 +1,99 @@
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rollmesh.collector.delivery import Consumer
+from rollmesh.collector.store import SESSION, Unit
+
+
+class DeliveryMachine(RuleBasedStateMachine):
+    """Any order of arrivals, credits, acknowledgements, losses, against plain sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.consumer = Consumer("trainer", SESSION, lease_ms=100)
+        self.now = 0
+        self.units: dict[str, Unit] = {}
+        self.done: set[str] = set()
+        self.holds: dict[int, set[str]] = {}
+        self.credits: dict[int, int] = {}
+        self.late: dict[str, int] = {}
+
+    @rule()
+    def unit_arrives(self) -> None:
+        unit = Unit(len(self.units) + 1, SESSION, f"s{len(self.units) + 1}")
+        self.units[unit.unit_id] = unit
+        self.consumer.add(unit)
+
+    @rule()
+    def stream_opens(self) -> None:
+        stream = self.consumer.open_stream()
+        self.holds[stream], self.credits[stream] = set(), 0
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def grant(self, data: st.DataObject, count: int) -> None:
+        stream = data.draw(st.sampled_from(sorted(self.holds)))
+        self.consumer.grant(stream, count)
+        self.credits[stream] += count
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        stream = data.draw(st.sampled_from(sorted(self.holds)))
+        held = set().union(*self.holds.values())
+        free = [u for id_, u in self.units.items() if id_ not in held | self.done]
+        if any(count for other, count in self.credits.items() if other != stream):
+            free = [u for u in free if self.late.get(u.unit_id) != stream]
+        unit = self.consumer.take(stream, self.now)
+        if not self.credits[stream] or not free:
+            assert unit is None
+            return
+        assert unit is not None
+        assert unit == min(free)  # the oldest first
+        self.credits[stream] -= 1
+        self.holds[stream].add(unit.unit_id)
+
+    @precondition(lambda self: self.units)
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        unit_id = data.draw(st.sampled_from(sorted(self.units)))
+        found = self.consumer.find(unit_id)
+        assert (found is None) == (unit_id in self.done)
+        self.consumer.acknowledge(unit_id)
+        self.done.add(unit_id)
+        for held in self.holds.values():
+            held.discard(unit_id)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def stream_ends(self, data: st.DataObject) -> None:
+        stream = data.draw(st.sampled_from(sorted(self.holds)))
+        self.consumer.close_stream(stream)
+        del self.holds[stream], self.credits[stream]
+        self.late = {id_: late for id_, late in self.late.items() if late != stream}
+
+    @rule()
+    def leases_run_out(self) -> None:
+        self.now += 101
+        expired = self.consumer.expire(self.now)
+        assert expired == any(self.holds.values())
+        for stream, held in self.holds.items():
+            self.late.update(dict.fromkeys(held, stream))
+            held.clear()
+
+    @rule(data=st.data())
+    def a_unit_arrives_again(self, data: st.DataObject) -> None:
+        open_ = [unit for id_, unit in self.units.items() if id_ not in self.done]
+        if open_:
+            self.consumer.add(data.draw(st.sampled_from(open_)))
+
+    @invariant()
+    def every_unit_is_in_one_place(self) -> None:
+        held = sum(map(len, self.holds.values()))
+        assert self.consumer.leased == held, repr(self.consumer)
+        assert self.consumer.ready == len(self.units) - len(self.done) - held
+        assert self.consumer.acknowledged == len(self.done)
+
+
+TestDeliveryMachine = DeliveryMachine.TestCase
+TestDeliveryMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

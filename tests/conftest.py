@@ -1,0 +1,51 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from rollmesh.gateway.continuation import Continuation
+from rollmesh.gateway.template import load_template
+from rollmesh.gateway.tokenizer import Tokenizer
+from tests.meshes import Mesh, scripted_mesh
+from tests.models import make_model_dir, make_tokenizer_dir
+
+settings.register_profile(
+    "default", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's files without weights."""
+    return make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def continuation(tokenizer_dir: Path, tokenizer: Tokenizer) -> Continuation:
+    return Continuation(load_template(tokenizer_dir, tokenizer), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole random model that vLLM can load."""
+    return make_model_dir(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights."""
+    return make_model_dir(tmp_path_factory.mktemp("other"), seed=1)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
+    """Router, scripted engine, collector, gateway and sidecar, each a real process."""
+    async with scripted_mesh(tmp_path, tokenizer_dir) as running:
+        yield running

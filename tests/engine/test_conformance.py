@@ -1,0 +1,307 @@
+"""The same promises for both backends, through real gRPC and a real engine process."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    InvalidFieldError,
+    InvalidWeightsError,
+    RemoteError,
+    RequestIdInUseError,
+    StaleVersionError,
+)
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+from tests.processes import ServiceProcess, running
+
+PROMPT = np.array([5, 6, 7, 8] * 4, "<u4")
+KEEP = engine_pb2.PAUSE_MODE_KEEP
+
+
+@dataclass
+class Result:
+    """One whole generation."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    messages: int = 0
+    finish: engine_pb2.GenerateFinish = field(default_factory=engine_pb2.GenerateFinish)
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        return [(s.policy_version, s.start, s.end) for s in self.finish.version_spans]
+
+    def take(self, response: engine_pb2.GenerateResponse) -> None:
+        self.messages += 1
+        self.ids += np.frombuffer(response.token_ids_u32le, "<u4").tolist()
+        self.logprobs += np.frombuffer(response.logprobs_f32le, "<f4").tolist()
+        if response.HasField("finish"):
+            self.finish = response.finish
+
+
+class Engine:
+    """A running engine and a stub for it."""
+
+    def __init__(self, process: ServiceProcess, stub: Any, weights: Path) -> None:
+        self.process = process
+        self.stub: Any = stub
+        self.weights = weights
+        self._next = 0
+
+    def request(self, count: int, chunk: int, **fields: Any) -> engine_pb2.GenerateRequest:
+        self._next += 1
+        sampling = fields.pop("sampling", {})
+        given: dict[str, Any] = {
+            "request_id": f"r{self._next}",
+            "token_ids_u32le": PROMPT.tobytes(),
+            "max_chunk_tokens": chunk,
+            **fields,
+        }
+        limits = types_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
+        return engine_pb2.GenerateRequest(**given, sampling=limits)
+
+    async def generate(self, request: engine_pb2.GenerateRequest) -> Result:
+        result = Result()
+        async with asyncio.timeout(60), aclosing(self.stream(request)) as responses:
+            async for response in responses:
+                result.take(response)
+        return result
+
+    def stream(self, request: engine_pb2.GenerateRequest) -> Any:
+        return read_stream(self.stub.Generate(request))
+
+    async def info(self) -> engine_pb2.GetInfoResponse:
+        info: engine_pb2.GetInfoResponse = await self.stub.GetInfo(engine_pb2.GetInfoRequest())
+        return info
+
+    async def until(self, holds: Callable[[engine_pb2.GetInfoResponse], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not holds(await self.info()):  # each look is a round trip
+                continue
+
+    async def update(self, version: int, source: Path | bytes, mode: Any = KEEP) -> Any:
+        header = engine_pb2.UpdateWeightsHeader(policy_version=version, pause_mode=mode)
+        if isinstance(source, Path):
+            header.checkpoint_dir = str(source)
+        else:
+            header.safetensors_bytes = len(source)
+
+        async def parts() -> AsyncIterator[engine_pb2.UpdateWeightsRequest]:
+            yield engine_pb2.UpdateWeightsRequest(header=header)
+            if isinstance(source, bytes):
+                for at in range(0, len(source), 65_536):
+                    chunk = source[at : at + 65_536]
+                    yield engine_pb2.UpdateWeightsRequest(safetensors_chunk=chunk)
+
+        with typed_errors():
+            return await self.stub.UpdateWeights(parts(), timeout=60)
+
+
+BACKENDS = [pytest.param("scripted"), pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@pytest_asyncio.fixture(scope="module", params=BACKENDS, loop_scope="module")
+async def engine(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    model_dir: Path,
+    other_model_dir: Path,
+) -> AsyncIterator[Engine]:
+    flags: dict[str, object] = {"backend": request.param}
+    if request.param == "vllm":
+        flags |= {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
+        flags |= {"max_context_tokens": 512}
+    else:
+        flags |= {"vocabulary_tokens": 365, "max_context_tokens": 512, "reply_tokens": 500}
+        flags |= {"tokens_per_second": 1000}
+    folder = tmp_path_factory.mktemp("engine")
+    async with (
+        running("engine", folder, **flags) as process,
+        open_channel(process.address) as channel,
+    ):
+        yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other_model_dir)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_whole_and_streamed_answers_are_the_same(engine: Engine) -> None:
+    greedy = {"temperature": 0.0}
+    whole = await engine.generate(engine.request(24, 0, sampling=greedy))
+    streamed = await engine.generate(engine.request(24, 4, sampling=greedy))
+    assert (whole.messages, len(whole.ids)) == (1, 24)
+    assert streamed.messages >= 6
+    assert streamed.ids == whole.ids  # nothing repeated, nothing missing
+    assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    for result in (whole, streamed):
+        assert len(result.logprobs) == 24
+        assert result.finish.reason == types_pb2.FINISH_REASON_LENGTH
+        assert result.spans[0][1] == 0
+        assert result.spans[-1][2] == 24
+        assert result.finish.prompt_tokens == len(PROMPT)
+        assert result.finish.prompt_crc32 == zlib.crc32(PROMPT.tobytes())
+
+
+async def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None:
+    greedy = await engine.generate(engine.request(24, 0, sampling={"temperature": 0.0}))
+    stop = greedy.ids[7]
+    sampling = {"temperature": 0.0, "stop_token_ids": [stop]}
+    result = await engine.generate(engine.request(24, 0, sampling=sampling))
+    assert result.ids == greedy.ids[: greedy.ids.index(stop) + 1]
+    assert result.finish.reason == types_pb2.FINISH_REASON_STOP
+    assert result.finish.stop_token_id == stop
+
+
+async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
+    async with aclosing(engine.stream(engine.request(400, 1))) as responses:
+        async for _ in responses:
+            assert (await engine.info()).running >= 1
+            break
+    await engine.until(lambda info: info.running == 0)
+
+
+async def test_abort_gives_what_there_is(engine: Engine) -> None:
+    request, result = engine.request(400, 1), Result()
+    async with asyncio.timeout(60), aclosing(engine.stream(request)) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 3:
+                abort = engine_pb2.AbortRequest(request_ids=[request.request_id, "unknown"])
+                aborted = await engine.stub.Abort(abort)
+                assert list(aborted.request_ids) == [request.request_id]
+    assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
+    assert 3 <= len(result.ids) == len(result.logprobs) < 400
+    assert result.spans[-1][2] == len(result.ids)
+
+
+async def test_a_running_id_is_refused(engine: Engine) -> None:
+    request = engine.request(400, 1)
+    async with aclosing(engine.stream(request)) as responses:
+        await anext(responses)
+        with pytest.raises(RequestIdInUseError):
+            await engine.generate(request)
+    await engine.until(lambda info: info.running == 0)
+    assert len((await engine.generate(engine.request(3, 0))).ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "name"),
+    [
+        ({"token_ids_u32le": b""}, "PROMPT_EMPTY", "token_ids_u32le"),
+        ({"token_ids_u32le": b"\1\2\3"}, "INVALID_FIELD", "token_ids_u32le"),
+        (
+            {"token_ids_u32le": np.full(512, 5, "<u4").tobytes()},
+            "PROMPT_TOO_LONG",
+            "token_ids_u32le",
+        ),
+        (
+            {"token_ids_u32le": np.array([9999], "<u4").tobytes()},
+            "TOKEN_OUT_OF_VOCABULARY",
+            "token_ids_u32le",
+        ),
+        ({"request_id": ""}, "INVALID_FIELD", "request_id"),
+        ({"sampling": {"temperature": -1.0}}, "INVALID_SAMPLING", "sampling.temperature"),
+        ({"sampling": {"top_p": float("nan")}}, "INVALID_SAMPLING", "sampling.top_p"),
+        ({"sampling": {"stop_token_ids": [9999]}}, "INVALID_SAMPLING", "sampling.stop_token_ids"),
+    ],
+)
+async def test_a_bad_request_names_its_field_and_the_engine_stays_up(
+    engine: Engine, fields: dict[str, Any], reason: str, name: str
+) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        await engine.generate(engine.request(5, 0, **fields))
+    assert (caught.value.reason, caught.value.field) == (reason, name)
+    assert len((await engine.generate(engine.request(2, 0))).ids) == 2
+
+
+async def test_the_context_limit_is_a_length(engine: Engine) -> None:
+    prompt = np.full(508, 5, "<u4").tobytes()
+    result = await engine.generate(engine.request(100, 0, token_ids_u32le=prompt))
+    assert len(result.ids) == 4
+    assert result.finish.reason == types_pb2.FINISH_REASON_LENGTH
+
+
+async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:
+    result = Result()
+    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(100, 1))) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 2:
+                await engine.stub.Pause(engine_pb2.PauseRequest(mode=KEEP))
+                assert (await engine.info()).paused
+                late = asyncio.ensure_future(engine.generate(engine.request(5, 0)))
+                await engine.stub.Resume(engine_pb2.ResumeRequest())
+    assert len(result.ids) == 100
+    assert len((await late).ids) == 5
+    assert not (await engine.info()).paused
+
+
+async def test_a_pause_that_aborts_ends_requests_with_what_they_have(engine: Engine) -> None:
+    result = Result()
+    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(400, 1))) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 2:
+                await engine.stub.Pause(engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_ABORT))
+    assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
+    await engine.stub.Resume(engine_pb2.ResumeRequest())
+
+
+async def test_new_weights_in_the_middle_of_a_request_show_in_its_spans(engine: Engine) -> None:
+    before = (await engine.info()).policy_version
+    result = Result()
+    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(400, 1))) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 3:
+                await engine.update(before + 1, engine.weights)
+    (old, start, middle), (new, again, end) = result.spans
+    assert (old, new) == (before, before + 1)
+    assert (start, middle, end) == (0, again, 400)
+    assert 3 <= middle < 400
+    assert (await engine.info()).policy_version == before + 1
+
+
+async def test_bad_weights_leave_the_old_ones_in_use(engine: Engine, tmp_path: Path) -> None:
+    before = (await engine.info()).policy_version
+    whole = (engine.weights / "model.safetensors").read_bytes()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for source in (whole[:-100], b"rubbish", empty, tmp_path / "missing"):
+        with pytest.raises(InvalidWeightsError):
+            await engine.update(before + 1, source)
+    with pytest.raises(StaleVersionError):
+        await engine.update(before, whole)
+    assert (await engine.info()).policy_version == before
+    result = await engine.generate(engine.request(5, 0))
+    assert result.spans == [(before, 0, 5)]
+
+
+async def test_the_prefix_cache_can_be_reset_and_the_engine_sleep(engine: Engine) -> None:
+    await engine.until(lambda info: info.running == 0)
+    answer = await engine.stub.ResetPrefixCache(engine_pb2.ResetPrefixCacheRequest())
+    assert answer.reset
+    await engine.stub.Sleep(engine_pb2.SleepRequest())
+    assert (await engine.info()).sleeping
+    await engine.stub.WakeUp(engine_pb2.WakeUpRequest())
+    assert not (await engine.info()).sleeping
+    assert len((await engine.generate(engine.request(3, 0))).ids) == 3
+
+
+async def test_health_is_serving(engine: Engine) -> None:
+    async with open_channel(engine.process.address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        for name in (b"", b"rollmesh.v1.EngineService"):
+            request = b"\n" + bytes([len(name)]) + name if name else b""
+            assert await check(request, timeout=10) == b"\x08\x01"

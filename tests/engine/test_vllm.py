@@ -1,0 +1,81 @@
+"""What only the real model can show: log-probs equal to torch's, and the death of its process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.errors import EngineDeadError, InvalidWeightsError
+from rollmesh.v1 import engine_pb2_grpc
+from tests.engine.test_conformance import PROMPT, Engine, Result
+from tests.processes import running
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, model_dir: Path, other_model_dir: Path) -> AsyncIterator[Engine]:
+    flags = {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
+    async with (
+        running("engine", tmp_path, backend="vllm", max_context_tokens=512, **flags) as process,
+        open_channel(process.address) as channel,
+    ):
+        yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other_model_dir)
+
+
+def torch_logprobs(model: Path, ids: list[int]) -> np.ndarray:
+    """What torch gives for `ids` behind the prompt."""
+    network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = network(torch.tensor([PROMPT.tolist() + ids])).logits[0].float()
+    chosen = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+    return chosen.gather(1, torch.tensor(ids)[:, None]).squeeze(1).numpy()
+
+
+async def test_a_life_of_updates_and_the_death_of_the_model(
+    engine: Engine, model_dir: Path, other_model_dir: Path
+) -> None:
+    """One engine, because a start takes half a minute."""
+    for version, model in ((1, other_model_dir), (2, model_dir), (3, other_model_dir)):
+        data = (model / "model.safetensors").read_bytes()
+        await engine.update(version, data)
+        result = await engine.generate(engine.request(40, 0))
+        assert result.spans == [(version, 0, 40)]
+        assert np.abs(torch_logprobs(model, result.ids) - result.logprobs).max() < 1e-4
+
+    weights = Qwen3ForCausalLM.from_pretrained(model_dir).state_dict()
+    await _refused(engine, weights, "model.norm.weight", None, "model.norm.weight is missing")
+    await _refused(engine, weights, "model.norm.weight", torch.zeros(3), "has shape")
+    await _refused(engine, weights, "model.extra", torch.zeros(3), "model.extra is no tensor")
+    result = await engine.generate(engine.request(40, 0))
+    assert np.abs(torch_logprobs(other_model_dir, result.ids) - result.logprobs).max() < 1e-4
+
+    died = Result()
+    with pytest.raises(EngineDeadError):
+        async for response in engine.stream(engine.request(480, 1)):
+            died.take(response)
+            if died.messages == 3:
+                for child in psutil.Process(engine.process.pid).children():
+                    if "EngineCore" in "".join(child.cmdline()) or "EngineCore" in child.name():
+                        child.kill()
+    assert len(died.ids) >= 3  # what it had was given
+    assert await engine.process.exit_code() != 0
+
+
+async def _refused(
+    engine: Engine, weights: dict[str, torch.Tensor], name: str, value: object, says: str
+) -> None:
+    from safetensors.torch import save  # noqa: PLC0415 - beside torch
+
+    changed = {key: tensor.clone() for key, tensor in weights.items() if key != "lm_head.weight"}
+    changed.pop(name, None)
+    if isinstance(value, torch.Tensor):
+        changed[name] = value
+    with pytest.raises(InvalidWeightsError, match=says):
+        await engine.update(9, save(changed))

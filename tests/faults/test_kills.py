@@ -1,0 +1,143 @@
+"""SIGKILL at named points: answered turns are delivered, once."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollmesh.client import Client, SessionResult
+from tests.meshes import Mesh, scripted_mesh
+
+RULES = [("plain", "The answer is 42."), ("next", "I am not sure.")]
+ASK: list[Any] = [{"role": "user", "content": "plain"}]
+
+
+async def sessions(client: Client, count: int) -> Sequence[SessionResult]:
+    """The next sessions of a new consumer, which gets everything."""
+    async with client.subscribe("audit", unit="session") as deliveries, asyncio.timeout(60):
+        return [(await anext(deliveries)).sessions[0] for _ in range(count)]
+
+
+async def ask(mesh: Mesh, session: Any, messages: list[Any], **fields: Any) -> Any:
+    agent = mesh.openai(session, max_retries=fields.pop("max_retries", 0))
+    return await agent.chat.completions.create(model="policy", messages=messages, **fields)
+
+
+async def test_a_gateway_killed_after_the_commit_answers_the_retry_once(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh:
+        await mesh.restart("gateway", fault="gateway-after-commit")
+        async with mesh.client() as client:
+            async with client.session() as session:
+                asking = asyncio.ensure_future(ask(mesh, session, ASK))
+                await mesh.processes["gateway"].wait_line("FAULT gateway-after-commit")
+                await mesh.restart("gateway")
+                with pytest.raises(openai.InternalServerError):
+                    await asking
+                retry = {"x-stainless-retry-count": "1"}
+                answer = await ask(mesh, session, ASK, extra_headers=retry)
+                messages = [*ASK, answer.choices[0].message, {"role": "user", "content": "next"}]
+                await ask(mesh, session, messages)
+            (result,) = await sessions(client, 1)
+    (trajectory,) = result.trajectories
+    assert (trajectory.turns, trajectory.reasons) == (2, ("EXACT",))
+
+
+async def test_the_sdks_own_retries_ride_out_a_gateway_restart(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh:
+        await mesh.restart("gateway", fault="gateway-before-reply")
+        async with mesh.client() as client:
+            async with client.session() as session:
+                asking = asyncio.ensure_future(ask(mesh, session, ASK, max_retries=20))
+                await mesh.processes["gateway"].wait_line("FAULT gateway-before-reply")
+                await mesh.restart("gateway")
+                assert (await asking).choices[0].message.content == "The answer is 42."
+            (result,) = await sessions(client, 1)
+    assert [trajectory.turns for trajectory in result.trajectories] == [1]
+
+
+async def test_an_engine_killed_mid_stream_breaks_the_stream_and_loses_nothing(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, fault="engine-mid-stream") as mesh:
+        async with mesh.client() as client:
+            async with client.session() as session:
+                stream = await ask(mesh, session, ASK, stream=True)
+                await mesh.processes["engine"].wait_line("FAULT engine-mid-stream")
+                await mesh.processes["engine"].kill()
+                with pytest.raises(openai.APIError):  # never half an answer as a whole one
+                    async for _ in stream:
+                        pass
+                await mesh.start("engine")
+                answer = await ask(mesh, session, ASK)
+                assert answer.choices[0].message.content == "The answer is 42."
+            (result,) = await sessions(client, 1)
+    assert [trajectory.turns for trajectory in result.trajectories] == [1]
+
+
+async def test_a_whole_answer_survives_the_death_of_its_engine(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, fault="engine-mid-stream") as mesh:
+        async with mesh.client() as client, client.session() as session:
+            stop = {"stop": "never said"}  # makes the gateway read in chunks
+            asking = asyncio.ensure_future(ask(mesh, session, ASK, **stop))
+            await mesh.processes["engine"].wait_line("FAULT engine-mid-stream")
+            await mesh.restart("engine")
+            assert (await asking).choices[0].message.content == "The answer is 42."
+
+
+async def test_a_collector_that_is_away_gets_every_session_later(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh:
+        await mesh.processes["collector"].kill()
+        async with mesh.client() as client:
+            closed = []
+            for _ in range(3):
+                async with client.session() as session:
+                    await ask(mesh, session, ASK)
+                closed.append(session.session_id)
+            await mesh.restart("gateway")  # what waits is in the journal
+            await mesh.start("collector")
+            results = await sessions(client, 3)
+    assert {result.session_id for result in results} == set(closed)
+    assert all(result.trajectories[0].turns == 1 for result in results)
+
+
+async def test_random_kills_lose_no_answered_turn_and_double_none(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    answered: set[str] = set()
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh, mesh.client() as client:
+
+        async def agent() -> str:
+            async with client.session() as session:
+                messages = list(ASK)
+                for _ in range(4):
+                    answer = await ask(mesh, session, messages, max_retries=30)
+                    answered.add(answer.id)
+                    messages += [answer.choices[0].message, {"role": "user", "content": "next"}]
+            return session.session_id
+
+        async with asyncio.TaskGroup() as group:
+            agents = [group.create_task(agent()) for _ in range(8)]
+            for service in ("gateway", "engine", "collector", "router", "gateway", "engine"):
+                await mesh.restart(service)
+        results = await sessions(client, 8)
+    delivered = [
+        f"chatcmpl-{result.session_id}-{segment.node_id}"
+        for result in results
+        for trajectory in result.trajectories
+        for segment in trajectory.segments
+        if segment.trained
+    ]
+    assert {task.result() for task in agents} == {result.session_id for result in results}
+    assert len(delivered) == len(set(delivered))
+    assert answered <= set(delivered)

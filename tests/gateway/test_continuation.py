@@ -1,0 +1,120 @@
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trl
+from hypothesis import given, strategies as st
+
+from rollmesh.gateway.canonical import make_frame
+from rollmesh.gateway.continuation import Continuation, TemplateRefusedError
+from rollmesh.gateway.messages import Frame, Message, ToolCall, units_of
+from rollmesh.gateway.template import ChatTemplate, load_template
+from rollmesh.gateway.tokenizer import Tokenizer
+
+TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+
+texts = st.text(max_size=30) | st.sampled_from(
+    ["", " ", "\n", "a\n\n", "<tool_call>", "caf\u00e9 \U0001f600", "</tool_response>", "{{ x }}"]
+)
+calls = st.builds(
+    ToolCall,
+    st.just("call_1"),
+    st.sampled_from(["f", "g_h"]),
+    st.sampled_from(['{"a": 6,  "b":7.0}', "{}", '{"x": "\u00e9\\n"}', "not json"]),
+)
+users = st.builds(Message, st.just("user"), texts)
+answers = st.builds(Message, st.just("assistant"), texts, st.lists(calls, max_size=2).map(tuple))
+results = st.builds(Message, st.just("tool"), texts, tool_call_id=st.just("call_1"))
+systems = st.builds(Message, st.just("system"), texts)
+conversations = st.builds(
+    lambda first, rest: (*first, *rest),
+    st.lists(systems, max_size=1),
+    st.lists(users | answers | results | systems, min_size=1, max_size=7),
+)
+
+
+def joined(continuation: Continuation, messages: tuple[Message, ...], frame: Frame) -> np.ndarray:
+    """The ids of a conversation, piece by piece."""
+    units = units_of(messages)
+    pieces = [continuation.head(units[0], frame)]
+    pieces += [
+        continuation.delta(before[0].role, unit, frame)
+        for before, unit in itertools.pairwise(units)
+    ]
+    return np.concatenate([*pieces, continuation.generation_prompt(frame)])
+
+
+@given(messages=conversations, tools=st.sampled_from([b"", TOOLS]))
+def test_pieces_joined_are_the_full_render_as_ids(
+    tokenizer_dir: Path,
+    tokenizer: Tokenizer,
+    continuation: Continuation,
+    messages: tuple[Message, ...],
+    tools: bytes,
+) -> None:
+    frame = make_frame(tools, b"")
+    template = load_template(tokenizer_dir, tokenizer)
+    full = tokenizer.encode(template.render(messages, frame, generation_prompt=True))
+    assert joined(continuation, messages, frame).tolist() == full.tolist()
+
+
+def test_a_long_session_costs_a_turn_no_more_than_a_short_one(
+    continuation: Continuation,
+) -> None:
+    frame = make_frame(TOOLS, b"")
+    message = (Message("user", "again"),)
+    first = continuation.delta("assistant", message, frame)
+    assert continuation.delta("assistant", message, frame).tolist() == first.tolist()
+    assert len(first) < 20  # neither tools nor history are in it
+
+
+@pytest.mark.parametrize("name", ["qwen3.jinja", "deepseekv3.jinja", "llama3.jinja"])
+def test_a_template_that_rewrites_history_is_refused_with_what_was_seen(
+    tokenizer: Tokenizer, name: str
+) -> None:
+    path = TEMPLATES / name
+    template = ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "<|im_end|>"})
+    with pytest.raises(TemplateRefusedError) as caught:
+        Continuation(template, tokenizer)
+    assert str(caught.value)
+
+
+def test_trls_chatml_template_of_qwen_2_5_is_continued_exactly(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate((TEMPLATES / "qwen2_5.jinja").read_text(), {})
+    continuation = Continuation(template, tokenizer)
+    frame = make_frame(TOOLS, b"")
+    call = Message("assistant", "", (ToolCall("c", "f", '{"a": 1}'),))
+    messages = (Message("user", "q"), call, Message("tool", "r"), Message("tool", "s"))
+    full = tokenizer.encode(template.render(messages, frame, generation_prompt=True))
+    assert joined(continuation, messages, frame).tolist() == full.tolist()
+
+
+COUNTING = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ messages | length }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        pytest.param("{{ messages[-1].content }}", "special token", id="no-end-of-turn"),
+        pytest.param(COUNTING, "rewrites|special", id="counts-messages"),
+        pytest.param("{{ raise_exception('no') }}", "no", id="raises"),
+    ],
+)
+def test_a_template_that_cannot_be_continued_says_why(
+    tokenizer: Tokenizer, source: str, seen: str
+) -> None:
+    with pytest.raises(TemplateRefusedError, match=seen):
+        Continuation(ChatTemplate(source, {}), tokenizer)
+
+
+def test_options_are_probed_before_they_are_used(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    source = (tokenizer_dir / "chat_template.jinja").read_text()
+    source += "{% if shout %}!{% endif %}"
+    continuation = Continuation(ChatTemplate(source, {}), tokenizer)
+    with pytest.raises(TemplateRefusedError):
+        continuation.head((Message("user", "q"),), make_frame(b"", b'{"shout": true}'))

@@ -1,0 +1,281 @@
+"""The tree against a model that cannot be wrong: a list of full token sequences."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rollmesh.gateway.canonical import make_frame
+from rollmesh.gateway.export import Trajectory, export_tree
+from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
+from rollmesh.gateway.messages import Message, ToolCall, units_of
+from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
+
+END = 1
+BARE = make_frame(b"", b"")
+TOOLS = make_frame(b'[{"type": "function", "function": {"name": "f"}}]', b"")
+
+
+@dataclass
+class World:
+    """A tree, and what an engine would have seen of it."""
+
+    tree: Tree = field(default_factory=lambda: Tree(END))
+    seen: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+    """By sampled node: the prompt the engine got, and what it sampled."""
+    next_id: int = 100
+
+    def ids(self, count: int) -> np.ndarray:
+        """Ids that occur nowhere else: any confusion of nodes shows."""
+        self.next_id += count
+        return np.arange(self.next_id - count, self.next_id, dtype=np.uint32)
+
+    def turn(
+        self,
+        messages: tuple[Message, ...],
+        reply: Message,
+        *,
+        frame: object = BARE,
+        finish: Finish = Finish.STOP,
+        version: int = 0,
+    ) -> Node:
+        units = units_of(messages)
+        match = self.tree.match(frame, units)  # type: ignore[arg-type]
+        parent = match.node
+        closing = [] if parent.ends_turn else [END]
+        for unit in units[match.depth :]:
+            ids = np.array([*closing, *self.ids(2).tolist(), END], np.uint32)
+            parent, closing = self.tree.add_unit(parent, unit, ids), []
+        glue = np.array([*closing, *self.ids(1).tolist()], np.uint32)
+        sampled = self.ids(3)
+        if finish is Finish.STOP:
+            sampled = np.append(sampled, np.uint32(END)).astype(np.uint32)
+        prompt = np.concatenate([*parent.context(), glue])
+        sample = Sample(
+            sampled,
+            np.full(len(sampled), -0.5, np.float32),
+            (VersionSpan(version, 0, len(sampled)),),
+            finish,
+            "engine-0",
+            len(prompt),
+            0,
+            0,
+        )
+        node = self.tree.add_sample(parent, reply, glue, sample, match.reasons)
+        self.seen[node.node_id] = (prompt.tolist(), sampled.tolist())
+        return node
+
+    def export(self) -> list[Trajectory]:
+        return list(export_tree(self.tree))
+
+    def check(self) -> None:
+        """What must hold of any export."""
+        trained: dict[int, int] = {}
+        for trajectory in self.export():
+            ids = trajectory.token_ids.tolist()
+            assert len(ids) == len(trajectory.logprobs) == len(trajectory.loss_mask)
+            assert [s.start for s in trajectory.segments] == [
+                0,
+                *(s.end for s in trajectory.segments),
+            ][:-1]
+            for segment in trajectory.segments:
+                mask = trajectory.loss_mask[segment.start : segment.end]
+                assert bool(mask.all()) == segment.trained == bool(mask.any())
+                if segment.sampled:
+                    prompt, sampled = self.seen[segment.node_id]
+                    assert ids[: segment.start] == prompt  # what the engine saw
+                    assert ids[segment.start : segment.end] == sampled  # what it sampled
+                    trained[segment.node_id] = trained.get(segment.node_id, 0) + segment.trained
+                    assert segment.trained or Fidelity.SHARED_PREFIX in segment.reasons
+                else:
+                    assert not segment.trained
+        assert trained == dict.fromkeys(self.seen, 1)
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def said(text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, calls)
+
+
+def test_a_continued_conversation_is_one_trajectory() -> None:
+    world = World()
+    world.turn((user("first"),), said("FIRST"))
+    world.turn((user("first"), said("FIRST"), user("next")), said("SECOND"))
+    (trajectory,) = world.export()
+    assert (trajectory.turns, trajectory.lineage, trajectory.reasons) == (
+        2,
+        Lineage.MAIN,
+        (Fidelity.EXACT,),
+    )
+    world.check()
+
+
+def test_the_same_prompt_three_times_then_an_older_sibling_continued() -> None:
+    world = World()
+    for reply in ("A", "OLDER", "C"):
+        world.turn((user("same"),), said(reply))
+    node = world.turn((user("same"), said("OLDER"), user("more")), said("NEXT"))
+    assert [n.unit[0].content for n in node.path()] == ["same", "OLDER", "more", "NEXT"]
+    lineages = {t.leaf_node_id: t.lineage for t in world.export()}
+    assert sorted(lineages.values()) == [Lineage.MAIN, Lineage.SIBLING, Lineage.SIBLING]
+    world.check()
+
+
+def test_a_sub_agent_and_a_return_to_main_keep_their_own_roots() -> None:
+    world = World()
+    main, sub = Message("system", "A"), Message("system", "B")
+    world.turn((main, user("q")), said("Mango"))
+    world.turn((sub, user("q")), said("Blue"))
+    world.turn((main, user("q"), said("Mango"), user("go on")), said("Apple"))
+    assert [t.lineage for t in world.export()] == [Lineage.ROOT, Lineage.MAIN]
+    world.check()
+
+
+def test_an_edit_of_an_early_message_branches_there_and_shares_what_is_before() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"))
+    world.turn((user("q"), said("A"), user("x")), said("X"))
+    world.turn((user("q"), said("A"), user("y")), said("Y"))
+    first, second = world.export()
+    assert second.lineage is Lineage.BRANCH
+    assert second.reasons == (Fidelity.SHARED_PREFIX,)
+    assert first.loss_mask.sum() == 8
+    assert second.loss_mask.sum() == 4
+    world.check()
+
+
+def test_other_tools_begin_a_new_root_and_say_why() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"))
+    world.turn((user("q"),), said("B"), frame=TOOLS)
+    assert world.export()[1].reasons == (Fidelity.TOOLS_CHANGED,)
+    world.check()
+
+
+def test_a_rewritten_answer_is_the_agents_text_and_the_sampled_one_stays_a_leaf() -> None:
+    world = World()
+    world.turn((user("q"),), said("sampled"))
+    world.turn((user("q"), said("rewritten"), user("more")), said("B"))
+    kept, other = world.export()
+    assert (kept.turns, other.turns) == (1, 1)
+    assert [s.role for s in other.segments if not s.sampled][:2] == ["user", "assistant"]
+    world.check()
+
+
+def test_a_cut_turn_is_closed_with_the_end_of_turn_untrained() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"), finish=Finish.LENGTH)
+    world.turn((user("q"), said("A"), user("go on")), said("B"))
+    (trajectory,) = world.export()
+    cut = next(s for s in trajectory.segments if s.sampled)
+    assert int(trajectory.token_ids[cut.end]) == END
+    assert not trajectory.loss_mask[cut.end]
+    assert trajectory.reasons == (Fidelity.LENGTH_CUT,)
+    world.check()
+
+
+CALL = ToolCall("call_1", "f", '{"a": 6,  "b":7.0, "note": "caf\\u00e9 "}')
+
+
+@pytest.mark.parametrize(
+    ("sampled", "echo", "reason"),
+    [
+        pytest.param(said(" A \n"), said(" A \n"), Fidelity.EXACT, id="same"),
+        pytest.param(said(" A \n"), said("A"), Fidelity.LENIENT_ECHO, id="stripped"),
+        pytest.param(
+            said("", CALL),
+            said("", ToolCall("other", "f", '{"note":"caf\u00e9 ","a":6,"b":7.0}')),
+            Fidelity.EXACT,
+            id="arguments-re-serialised-and-ids-renamed",
+        ),
+        pytest.param(
+            said("", ToolCall("call_1", "f", '{"a": 6, "b": ')),
+            said("", ToolCall("call_1", "f", '{"a": 6}')),
+            Fidelity.LENIENT_ECHO,
+            id="broken-arguments-mended",
+        ),
+        pytest.param(
+            said("", ToolCall("c", "f", "")),
+            said("", ToolCall("c", "f", "{}")),
+            Fidelity.EXACT,
+            id="empty-arguments",
+        ),
+        pytest.param(
+            Message("assistant", "A", (), "", "thought"),
+            said("A"),
+            Fidelity.EXACT,
+            id="reasoning-dropped",
+        ),
+    ],
+)
+def test_an_echo_keeps_the_sampled_tokens(
+    sampled: Message, echo: Message, reason: Fidelity
+) -> None:
+    world = World()
+    world.turn((user("q"),), sampled)
+    world.turn((user("q"), echo, user("more")), said("B"))
+    (trajectory,) = world.export()
+    assert trajectory.turns == 2
+    assert trajectory.reasons == (reason,)
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("sampled", "other"),
+    [
+        pytest.param(said("A"), said("B"), id="text"),
+        pytest.param(said("", CALL), said("", ToolCall("call_1", "g", CALL.arguments)), id="name"),
+        pytest.param(said("", CALL), said("", ToolCall("call_1", "f", '{"a": 7}')), id="arguments"),
+        pytest.param(said("", CALL), said("", CALL, CALL), id="one-more-call"),
+        pytest.param(said("A"), Message("assistant", "A", (), "", "other thought"), id="reasoning"),
+    ],
+)
+def test_what_is_no_echo_is_not_taken_for_one(sampled: Message, other: Message) -> None:
+    world = World()
+    world.turn((user("q"),), sampled)
+    world.turn((user("q"), other, user("more")), said("B"))
+    assert sorted(t.turns for t in world.export()) == [1, 1]
+    world.check()
+
+
+@given(seed=st.integers(0, 2**32), turns=st.integers(1, 25))
+@settings(max_examples=80)
+def test_any_tree_exports_every_sampled_token_once(seed: int, turns: int) -> None:
+    dice, world = random.Random(seed), World()
+    histories: list[tuple[Message, ...]] = [()]
+    for _ in range(turns):
+        history = dice.choice(histories)
+        kind = dice.randrange(4)
+        ask = (user(dice.choice("xyz")),) if kind or not history else ()
+        if history and dice.random() < 0.2:
+            ask = (Message("tool", "r"), Message("tool", dice.choice("rs")), *ask)
+        request = (*history, *ask)
+        reply = said(dice.choice(["A", "B", " A ", ""]))
+        world.turn(
+            request,
+            reply,
+            frame=dice.choice([BARE, BARE, TOOLS]),
+            finish=dice.choice([Finish.STOP, Finish.LENGTH]),
+            version=dice.randrange(3),
+        )
+        echo = reply if dice.random() < 0.7 else said(reply.content.strip())
+        histories.append((*request, echo))
+    world.check()
+
+
+def test_a_detached_turn_leaves_no_trace() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"))
+    before = repr(world.tree)
+    node = world.turn((user("q"), said("A"), user("x")), said("X"))
+    for one in (node, node.parent):
+        assert one is not None
+        world.tree.detach(one)
+        world.seen.pop(one.node_id, None)
+    assert repr(world.tree) == before
+    world.check()

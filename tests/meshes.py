@@ -1,0 +1,122 @@
+"""A whole mesh of real processes around a scripted engine."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from rollmesh.client import Client, MeshAddresses, Session
+from rollmesh.gateway.tokenizer import Tokenizer
+from tests.processes import ServiceProcess, running
+
+
+@dataclass
+class Mesh:
+    """The processes of a mesh, by service."""
+
+    folder: Path
+    model: Path
+    stack: AsyncExitStack
+    processes: dict[str, ServiceProcess] = field(default_factory=dict)
+
+    @property
+    def addresses(self) -> MeshAddresses:
+        names = ("router", "gateway", "collector", "sidecar")
+        return MeshAddresses(**{name: self.processes[name].address for name in names})
+
+    def client(self) -> Client:
+        return Client(self.addresses)
+
+    def openai(self, session: Session, *, max_retries: int = 0, timeout: float = 30) -> AsyncOpenAI:
+        return self.agent(
+            session.base_url, session.api_key, max_retries=max_retries, timeout=timeout
+        )
+
+    def agent(self, base_url: str, api_key: str, **settings: Any) -> AsyncOpenAI:
+        """The published client; closed with the mesh."""
+        settings = {"max_retries": 0, "timeout": 30, **settings}
+        agent = AsyncOpenAI(base_url=base_url, api_key=api_key, **settings)
+        self.stack.push_async_callback(agent.close)
+        return agent
+
+    async def start(self, service: str, **flags: object) -> ServiceProcess:
+        """Starts a service, on the port of its predecessor where it had one."""
+        former = self.processes.get(service)
+        if former is not None:
+            flags["port"] = former.port
+        process = await self.stack.enter_async_context(
+            running(service, self.folder, **{**self._flags(service), **flags})
+        )
+        self.processes[service] = process
+        return process
+
+    async def restart(self, service: str, **flags: object) -> ServiceProcess:
+        """Kills a service and starts its successor on the same port and data."""
+        await self.processes[service].kill()
+        return await self.start(service, **flags)
+
+    def _flags(self, service: str) -> dict[str, object]:
+        at = {name: process.address for name, process in self.processes.items()}
+        model = {"model_path": self.model}
+        match service:
+            case "router":
+                return {"data_dir": self.folder / "router", "port": 0}
+            case "collector":
+                return {"data_dir": self.folder / "collector", "port": 0}
+            case "engine":
+                script = self.folder / "script.json"
+                return {
+                    "router": at["router"],
+                    "backend": "scripted",
+                    "vocabulary_tokens": json.loads((self.model / "config.json").read_text())[
+                        "vocab_size"
+                    ],
+                    "eos_id": 2,
+                    "reply_tokens": 8,
+                    "script": script if script.exists() else "",
+                }
+            case "gateway":
+                return {
+                    "router": at["router"],
+                    "collector": at["collector"],
+                    "data_dir": self.folder / "gateway",
+                    **model,
+                }
+            case _:
+                return {"gateway": at["gateway"]}
+
+
+@asynccontextmanager
+async def scripted_mesh(
+    folder: Path, model: Path, rules: Sequence[tuple[str, str]] = (), **engine: object
+) -> AsyncIterator[Mesh]:
+    """Runs a mesh; `rules` are pairs of the end of a prompt and the reply to it, as text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if rules:
+        write_script(folder / "script.json", Tokenizer(model), rules)
+    async with AsyncExitStack() as stack:
+        mesh = Mesh(folder, model, stack)
+        for service in ("router", "engine", "collector", "gateway", "sidecar"):
+            await mesh.start(service, **(engine if service == "engine" else {}))
+        yield mesh
+
+
+def write_script(path: Path, tokenizer: Tokenizer, rules: Sequence[tuple[str, str]]) -> None:
+    """Writes a script: what the user (or tool) said last, and the reply; `<|im_end|>` is added."""
+    ending = "<|im_end|>\n<|im_start|>assistant\n"
+    path.write_text(
+        json.dumps(
+            [
+                {
+                    # The last turn as the template ends it; ids, because scripts know no text.
+                    "after": tokenizer.encode(f"{said}{ending}").tolist(),
+                    "reply": tokenizer.encode(f"{reply}<|im_end|>").tolist(),
+                }
+                for said, reply in rules
+            ]
+        )
+    )

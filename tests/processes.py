@@ -1,0 +1,80 @@
+"""Real service processes for tests: started with READY, stopped, or killed."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+_START_S = 120.0
+_STOP_S = 30.0
+
+
+class ServiceProcess:
+    """One running `python -m rollmesh.X`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self._log = log
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait_line(self, prefix: str) -> str:
+        """Returns the next line of output that begins with `prefix`, the prefix cut off."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(_START_S):
+            async for line in self._process.stdout:
+                text = line.decode().rstrip()
+                if text.startswith(prefix):
+                    return text.removeprefix(prefix).strip()
+        raise AssertionError(f"ended without {prefix!r}:\n{self._log.read_text()}")
+
+    async def exit_code(self) -> int:
+        async with asyncio.timeout(_STOP_S):
+            return await self._process.wait()
+
+    async def kill(self) -> None:
+        """SIGKILL, to the process and what it started itself."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self.exit_code()
+
+    async def terminate(self) -> int:
+        """SIGTERM; returns the exit code."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        return await self.exit_code()
+
+
+@asynccontextmanager
+async def running(service: str, folder: Path, **flags: object) -> AsyncIterator[ServiceProcess]:
+    """Runs a service until the block ends; flags by their Python names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{service}.log"
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    with log.open("ab") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            f"rollmesh.{service}",
+            *arguments,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    result = ServiceProcess(process, log)
+    try:
+        result.port = json.loads(await result.wait_line("READY"))["port"]
+        yield result
+    finally:
+        await result.kill()

@@ -1,0 +1,176 @@
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rollmesh.router.leases import Engine, Grant, LeaseTable, Refusal, pick
+
+
+def engine(name: str, sessions: int = 0, leases: int = 0, picked: int = 0) -> Engine:
+    held = {f"{name}-{at}" for at in range(sessions)}
+    return Engine(name, f"{name}:1", "m", 8, leases=leases, sessions=held, last_picked=picked)
+
+
+@pytest.mark.parametrize(
+    ("engines", "placed", "sibling", "mean", "chosen"),
+    [
+        pytest.param([], None, None, 0, None, id="nobody"),
+        pytest.param([engine("a", 2), engine("b", 1)], None, None, 1.5, "b", id="fewest-sessions"),
+        pytest.param(
+            [engine("a", 1, 3), engine("b", 1, 2)], None, None, 1, "b", id="fewest-leases"
+        ),
+        pytest.param(
+            [engine("a", picked=2), engine("b", picked=1)], None, None, 0, "b", id="ties-rotate"
+        ),
+        pytest.param([engine("a", 5), engine("b")], 0, None, 2.5, "a", id="sticky"),
+        pytest.param([engine("a", 5), engine("b")], None, 0, 2.5, "a", id="sibling-shares"),
+        pytest.param([engine("a", 20), engine("b")], 0, None, 10, "b", id="sticky-but-overloaded"),
+        pytest.param([engine("a", 12), engine("b")], 0, None, 6, "a", id="factor-without-margin"),
+        pytest.param([engine("a", 30), engine("b", 26)], 0, None, 28, "a", id="neither-bound"),
+        pytest.param([engine("a", 20), engine("b")], None, 0, 10, "b", id="sibling-overloaded"),
+    ],
+)
+def test_picking(
+    engines: list[Engine], placed: int | None, sibling: int | None, mean: float, chosen: str | None
+) -> None:
+    found = pick(
+        engines,
+        placed=None if placed is None else engines[placed],
+        sibling=None if sibling is None else engines[sibling],
+        mean_sessions=mean,
+    )
+    assert (found and found.engine_id) == chosen
+
+
+def table(*names: str, capacity: int = 8) -> LeaseTable:
+    result = LeaseTable()
+    for name in names:
+        result.add_engine(Engine(name, f"{name}:1", "m", capacity))
+    result.open_stream("g")
+    return result
+
+
+def granted(result: Grant | Refusal) -> str:
+    assert isinstance(result, Grant)
+    return result.engine_id
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        pytest.param({"draining": True}, id="draining"),
+        pytest.param({"updating": True}, id="updating"),
+        pytest.param({"policy_version": 1}, id="behind"),
+    ],
+)
+def test_an_unfit_engine_is_not_leased_even_to_its_own_session(unfit: dict[str, int]) -> None:
+    leases = table("a", "b")
+    first = granted(leases.acquire("g", "1", "s"))
+    leases.target_version = 2
+    for name in ("a", "b"):
+        leases.engines[name].policy_version = 2
+    for name, value in unfit.items():
+        setattr(leases.engines[first], name, value)
+    assert granted(leases.acquire("g", "2", "s")) != first
+
+
+def test_a_full_mesh_names_the_reason_and_the_delay() -> None:
+    leases = table("a", capacity=1)
+    granted(leases.acquire("g", "1", "s"))
+    refusal = leases.acquire("g", "2", "t")
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.retry_delay_ms > 0) == ("ENGINES_BUSY", True)
+    leases.release("g", "1")
+    granted(leases.acquire("g", "2", "t"))
+
+
+def test_an_excluded_engine_is_left_out() -> None:
+    leases = table("a", "b")
+    assert granted(leases.acquire("g", "1", "s", excluded=["a"])) == "b"
+    refusal = leases.acquire("g", "2", "s", excluded=["a", "b"])
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "NO_ENGINE"
+
+
+def test_siblings_of_a_group_share_and_strangers_spread() -> None:
+    leases = table("a", "b")
+    first = granted(leases.acquire("g", "1", "s1", group_id="x"))
+    assert granted(leases.acquire("g", "2", "s2", group_id="x")) == first
+    assert granted(leases.acquire("g", "3", "s3")) != first
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Any order of events, against a plain dict of who holds what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LeaseTable()
+        self.held: dict[tuple[str, str], str] = {}
+        self.count = 0
+
+    streams = st.sampled_from(["g1", "g2"])
+    engines = st.sampled_from(["a", "b", "c"])
+    sessions = st.sampled_from(["s1", "s2", "s3", "s4"])
+
+    @rule(name=engines, capacity=st.integers(1, 3))
+    def engine_comes(self, name: str, capacity: int) -> None:
+        self._forget_engine(name)
+        self.table.add_engine(Engine(name, f"{name}:1", "m", capacity))
+
+    @rule(name=engines)
+    def engine_goes(self, name: str) -> None:
+        self._forget_engine(name)
+        self.table.remove_engine(name)
+
+    @rule(stream=streams)
+    def stream_opens(self, stream: str) -> None:
+        if stream not in self.table._held:  # noqa: SLF001 - the model mirrors it
+            self.table.open_stream(stream)
+
+    @rule(stream=streams)
+    def stream_ends(self, stream: str) -> None:
+        self.table.close_stream(stream)
+        self.held = {key: at for key, at in self.held.items() if key[0] != stream}
+
+    @precondition(lambda self: self.table._held)
+    @rule(data=st.data(), session=sessions, group=st.sampled_from(["", "x"]))
+    def acquire(self, data: st.DataObject, session: str, group: str) -> None:
+        stream = data.draw(st.sampled_from(sorted(self.table._held)))  # noqa: SLF001
+        self.count += 1
+        lease = str(self.count)
+        result = self.table.acquire(stream, lease, session, group_id=group)
+        if isinstance(result, Grant):
+            self.held[stream, lease] = result.engine_id
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        stream, lease = data.draw(st.sampled_from(sorted(self.held)))
+        del self.held[stream, lease]
+        self.table.release(stream, lease)
+
+    @rule(stream=streams, lease=st.sampled_from(["0", "1", "2", "nobody"]))
+    def release_twice_or_unknown(self, stream: str, lease: str) -> None:
+        self.held.pop((stream, lease), None)
+        self.table.release(stream, lease)
+
+    @rule(session=sessions)
+    def forget(self, session: str) -> None:
+        self.table.forget(session)
+
+    @invariant()
+    def counts_are_what_is_held(self) -> None:
+        for name, one in self.table.engines.items():
+            held = sum(at == name for at in self.held.values())
+            assert one.leases == held <= one.capacity, repr(self.table)
+
+    @invariant()
+    def a_session_is_at_one_engine_at_most(self) -> None:
+        placed = [session for one in self.table.engines.values() for session in one.sessions]
+        assert len(placed) == len(set(placed))
+
+    def _forget_engine(self, name: str) -> None:
+        self.held = {key: at for key, at in self.held.items() if at != name}
+
+
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

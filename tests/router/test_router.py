@@ -1,0 +1,203 @@
+"""The router as a process, and the clients that must outlive it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rollmesh.client import Client, MeshAddresses, WeightsPushError
+from rollmesh.client.leases import LeaseClient
+from rollmesh.client.membership import Membership
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import (
+    EnginesBusyError,
+    InvalidFieldError,
+    NoEngineError,
+    ReplicaIdInUseError,
+    RollmeshError,
+    StaleVersionError,
+)
+from rollmesh.v1 import router_pb2, router_pb2_grpc
+from tests.processes import ServiceProcess, running
+
+TENSORS = {"layer.weight": np.zeros((2, 2), np.float32)}
+
+
+def hello(name: str = "engine-x", **fields: object) -> router_pb2.ReplicaHello:
+    given = {
+        "replica_id": name,
+        "kind": router_pb2.REPLICA_KIND_ENGINE,
+        "address": "127.0.0.1:9",
+        "lease_capacity": 1,
+        **fields,
+    }
+    return router_pb2.ReplicaHello(**given)  # type: ignore[arg-type]
+
+
+def member(router: ServiceProcess, name: str = "engine-x") -> Membership:
+    return Membership(router.address, hello(name), router_pb2.ReplicaLoad)
+
+
+async def until_registered(membership: Membership) -> None:
+    async with asyncio.timeout(20):
+        await membership.wait_registered()
+
+
+def sdk(router: ServiceProcess) -> Client:
+    addresses = MeshAddresses(router=router.address, gateway="-", collector="-", sidecar="-")
+    return Client(addresses)
+
+
+@pytest.fixture
+async def router(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
+    async with running("router", tmp_path, port=0, data_dir=tmp_path / "router") as process:
+        yield process
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("replica_id", ""),
+        ("replica_id", "x" * 129),
+        ("kind", router_pb2.REPLICA_KIND_UNSPECIFIED),
+        ("address", ""),
+        ("lease_capacity", 0),
+    ],
+)
+async def test_a_bad_hello_names_its_field(
+    router: ServiceProcess, field: str, value: object
+) -> None:
+    request = router_pb2.RegisterRequest(hello=hello(**{"name": "e", field: value}))
+
+    async def requests() -> AsyncIterator[router_pb2.RegisterRequest]:
+        yield request
+
+    async with open_channel(router.address) as channel:
+        call = router_pb2_grpc.RouterServiceStub(channel).Register(requests(), timeout=10)
+        with pytest.raises(InvalidFieldError) as caught, typed_errors():
+            await call.read()
+    assert caught.value.field == field
+
+
+async def test_an_id_that_is_registered_is_refused(router: ServiceProcess) -> None:
+    async def requests() -> AsyncIterator[router_pb2.RegisterRequest]:
+        yield router_pb2.RegisterRequest(hello=hello())
+
+    async with member(router) as first, open_channel(router.address) as channel:
+        await until_registered(first)
+        call = router_pb2_grpc.RouterServiceStub(channel).Register(requests(), timeout=10)
+        with pytest.raises(ReplicaIdInUseError), typed_errors():
+            await call.read()
+
+
+async def test_a_cancelled_acquire_leaks_no_lease(router: ServiceProcess) -> None:
+    async with (
+        member(router) as membership,
+        LeaseClient(router.address, "g") as leases,
+        sdk(router) as client,
+    ):
+        await until_registered(membership)
+
+        async def hold() -> None:
+            async with leases.lease(session_id="s", deadline_ms=20_000):
+                await asyncio.Event().wait()
+
+        for _ in range(20):
+            task = asyncio.ensure_future(hold())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        async with leases.lease(session_id="s", deadline_ms=20_000):  # capacity is 1
+            replicas = (await client.replicas()).replicas
+            assert [replica.leases for replica in replicas] == [1]
+
+
+async def test_a_full_mesh_is_busy_and_an_empty_one_has_no_engine(router: ServiceProcess) -> None:
+    async with LeaseClient(router.address, "g") as leases:
+        with pytest.raises(NoEngineError):
+            async with leases.lease(session_id="s", deadline_ms=300):
+                pass
+        async with member(router) as membership:
+            await until_registered(membership)
+            async with leases.lease(session_id="s", deadline_ms=20_000):
+                with pytest.raises(EnginesBusyError) as caught:
+                    async with leases.lease(session_id="t", deadline_ms=300):
+                        pass
+            assert caught.value.retry_delay_ms
+            async with leases.lease(session_id="t", deadline_ms=20_000) as grant:
+                assert grant.engine_id == "engine-x"
+
+
+async def test_leases_of_a_gateway_that_went_away_are_free(router: ServiceProcess) -> None:
+    async with member(router) as membership, LeaseClient(router.address, "second") as second:
+        await until_registered(membership)
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(LeaseClient(router.address, "first"))
+            await stack.enter_async_context(first.lease(session_id="s", deadline_ms=20_000))
+            stack.pop_all()  # the release never comes: only the stream's end can free it
+            await first.__aexit__(None, None, None)
+        async with second.lease(session_id="t", deadline_ms=20_000) as grant:
+            assert grant.engine_id == "engine-x"
+
+
+async def test_members_and_gateways_come_back_to_a_restarted_router(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        flags = {"data_dir": tmp_path / "router"}
+        first = await stack.enter_async_context(running("router", tmp_path, port=0, **flags))
+        membership = await stack.enter_async_context(member(first))
+        leases = await stack.enter_async_context(LeaseClient(first.address, "g"))
+        await until_registered(membership)
+        async with leases.lease(session_id="s", deadline_ms=20_000):
+            await first.kill()  # the turn goes on: tokens do not pass through the router
+        await stack.enter_async_context(running("router", tmp_path, port=first.port, **flags))
+        async with leases.lease(session_id="s", deadline_ms=30_000) as grant:
+            assert grant.engine_id == "engine-x"
+
+
+async def test_a_late_engine_gets_the_last_weights_before_it_is_leased(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(
+            running("router", tmp_path, port=0, data_dir=tmp_path / "router")
+        )
+        client = await stack.enter_async_context(sdk(router))
+        flags = {"backend": "scripted", "router": router.address}
+        await stack.enter_async_context(running("engine", tmp_path, engine_id="early", **flags))
+        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
+        async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
+            assert grant.policy_version == 0
+        results = await client.push_weights(TENSORS, 3)
+        assert [(result.engine_id, result.error_reason) for result in results] == [("early", "")]
+        await stack.enter_async_context(running("engine", tmp_path, engine_id="late", **flags))
+        async with leases.lease(session_id="t", excluded=["early"], deadline_ms=20_000) as grant:
+            assert (grant.engine_id, grant.policy_version) == ("late", 3)
+
+
+async def test_bad_pushes_change_nothing(tmp_path: Path, router: ServiceProcess) -> None:
+    async with (
+        running("engine", tmp_path, backend="scripted", router=router.address),
+        LeaseClient(router.address, "g") as leases,
+        sdk(router) as client,
+    ):
+        async with leases.lease(session_id="s", deadline_ms=20_000):
+            pass
+        await client.push_weights(TENSORS, 2)
+        with pytest.raises(StaleVersionError):
+            await client.push_weights(TENSORS, 2)
+        broken = tmp_path / "broken"
+        broken.mkdir()
+        save_file(TENSORS, broken / "model.safetensors")
+        whole = (broken / "model.safetensors").read_bytes()
+        (broken / "model.safetensors").write_bytes(whole[:-3])
+        with pytest.raises(WeightsPushError) as caught:
+            await client.push_weights(broken, 3)
+        assert [result.error_reason for result in caught.value.results] == ["INVALID_WEIGHTS"]
+        async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
+            assert grant.policy_version == 2  # not fenced, and as before
+        with pytest.raises(RollmeshError):
+            await client.push_weights(TENSORS, 4, mode="sideways")  # type: ignore[arg-type]
