@@ -1,0 +1,1 @@
+"""The demo: a small policy learns to use a tool through the whole mesh."""

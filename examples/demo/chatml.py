@@ -8,8 +8,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
-# Words with their leading space, numbers of up to three digits, runs of punctuation, blanks: runs keep
-# JSON short, and short conversations are what makes a minute of supervision enough.
+# Words with their leading space, numbers of up to three digits, runs of punctuation, blanks. Runs
+# keep JSON short, and short conversations are what makes a minute of supervision enough.
 _SPLIT = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
 
 CHAT_TEMPLATE = """\

@@ -103,7 +103,7 @@ class Trainer:
         return total / max(count, 1)
 
     def _token_logprobs(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns log-probs of the masked tokens now [M], at the rollout [M], and where [B, L-1]."""
+        """Returns log-probs of the masked tokens: now [M], at rollout [M]; and where [B, L-1]."""
         longest = max(len(row.token_ids) for row in rows)
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros(len(rows), longest, dtype=torch.bool)

@@ -40,7 +40,7 @@ class PushRouter(router_pb2_grpc.RouterServiceServicer):
     async def PushWeights(
         self,
         request_iterator: AsyncIterator[router_pb2.PushWeightsRequest],
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> router_pb2.PushWeightsResponse:
         if self.failure:
             raise self.failure

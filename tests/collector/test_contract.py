@@ -63,6 +63,14 @@ async def test_a_group_waits_for_different_samples(stub: Any) -> None:
         assert await stream.delivered(2) == ["alone", "g"]
 
 
+async def test_a_late_sample_is_stored_and_does_not_deliver_its_group_again(stub: Any) -> None:
+    async with subscribing(stub, unit=GROUP, credits_=4) as stream:
+        assert not await ingest(stub, record("a", "g", 0, 1))
+        assert not await ingest(stub, record("b", "g", 0, 1))
+        await ingest_all(stub, "after")
+        assert await stream.delivered(2) == ["g", "after"]
+
+
 async def test_a_session_without_a_group_is_whole_whatever_size_it_says(stub: Any) -> None:
     await ingest(stub, record("s", index=2, size=4))
     async with subscribing(stub, unit=GROUP, credits_=1) as stream:

@@ -97,3 +97,18 @@ class DeliveryMachine(RuleBasedStateMachine):
 
 TestDeliveryMachine = DeliveryMachine.TestCase
 TestDeliveryMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
+    consumer = Consumer("trainer", SESSION, lease_ms=100)
+    slow, fast = consumer.open_stream(), consumer.open_stream()
+    unit = Unit(1, SESSION, "s")
+    consumer.add(unit)
+    consumer.grant(slow, 3)
+    assert consumer.take(slow, 0) == unit
+    assert consumer.expire(100)
+    consumer.grant(fast, 1)
+    assert consumer.take(slow, 100) is None
+    assert consumer.take(fast, 100) == unit
+    consumer.expire(200)
+    assert consumer.take(slow, 200) == unit  # nobody else has credits

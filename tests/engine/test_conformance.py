@@ -3,22 +3,19 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
 
 from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.errors import (
-    EngineDeadError,
     InvalidFieldError,
     InvalidWeightsError,
-    RemoteError,
     RequestIdInUseError,
     StaleVersionError,
 )
@@ -301,7 +298,7 @@ async def test_the_prefix_cache_can_be_reset_and_the_engine_sleep(engine: Engine
 
 async def test_health_is_serving(engine: Engine) -> None:
     async with open_channel(engine.process.address) as channel:
-        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         for name in (b"", b"rollmesh.v1.EngineService"):
             request = b"\n" + bytes([len(name)]) + name if name else b""
             assert await check(request, timeout=10) == b"\x08\x01"

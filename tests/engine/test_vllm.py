@@ -1,6 +1,5 @@
 """What only the real model can show: log-probs equal to torch's, and the death of its process."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def torch_logprobs(model: Path, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
         logits = network(torch.tensor([PROMPT.tolist() + ids])).logits[0].float()
     chosen = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
-    return chosen.gather(1, torch.tensor(ids)[:, None]).squeeze(1).numpy()
+    return np.asarray(chosen.gather(1, torch.tensor(ids)[:, None]).squeeze(1).numpy())
 
 
 async def test_a_life_of_updates_and_the_death_of_the_model(
@@ -58,14 +57,18 @@ async def test_a_life_of_updates_and_the_death_of_the_model(
 
     died = Result()
     with pytest.raises(EngineDeadError):
-        async for response in engine.stream(engine.request(480, 1)):
-            died.take(response)
-            if died.messages == 3:
-                for child in psutil.Process(engine.process.pid).children():
-                    if "EngineCore" in "".join(child.cmdline()) or "EngineCore" in child.name():
-                        child.kill()
+        await _kill_the_model_after_three(engine, died)
     assert len(died.ids) >= 3  # what it had was given
     assert await engine.process.exit_code() != 0
+
+
+async def _kill_the_model_after_three(engine: Engine, result: Result) -> None:
+    async for response in engine.stream(engine.request(480, 1)):
+        result.take(response)
+        if result.messages == 3:
+            for child in psutil.Process(engine.process.pid).children():
+                if any("EngineCore" in part for part in child.cmdline()):
+                    child.kill()
 
 
 async def _refused(

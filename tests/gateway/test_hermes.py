@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -25,7 +26,7 @@ VECTORS = [
     pytest.param("  The answer is 42. \n", ("  The answer is 42. \n", [], False), id="text"),
     pytest.param("", ("", [], False), id="nothing"),
     pytest.param(
-        call('{"name": "f", "arguments": %s}' % ARGUMENTS),
+        call('{"name": "f", "arguments": ' + ARGUMENTS + "}"),
         ("", [("f", ARGUMENTS)], False),
         id="call",
     ),
@@ -131,7 +132,7 @@ def test_any_call_survives_any_cut(
 ) -> None:
     text = before + call(json.dumps({"name": name, "arguments": arguments}))
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    parser, _ = parse([text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)])
+    parser, _ = parse([text[a:b] for a, b in itertools.pairwise(bounds)])
     assert [(n, json.loads(a)) for n, a in parser.calls] == [(name, arguments)]
     assert parser.content == before.rstrip()
     assert not parser.malformed

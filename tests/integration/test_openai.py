@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from rollmesh.client import Client, Session, SessionResult
+from rollmesh.client import Client, SessionResult
 from tests.meshes import Mesh, scripted_mesh
 
 TOOLS: list[Any] = [

@@ -131,7 +131,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table.close_stream(stream)
         self.held = {key: at for key, at in self.held.items() if key[0] != stream}
 
-    @precondition(lambda self: self.table._held)
+    @precondition(lambda self: self.table._held)  # noqa: SLF001
     @rule(data=st.data(), session=sessions, group=st.sampled_from(["", "x"]))
     def acquire(self, data: st.DataObject, session: str, group: str) -> None:
         stream = data.draw(st.sampled_from(sorted(self.table._held)))  # noqa: SLF001

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,8 @@ async def router(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
 async def test_a_bad_hello_names_its_field(
     router: ServiceProcess, field: str, value: object
 ) -> None:
-    request = router_pb2.RegisterRequest(hello=hello(**{"name": "e", field: value}))
+    fields: dict[str, Any] = {field: value}
+    request = router_pb2.RegisterRequest(hello=hello("e", **fields))
 
     async def requests() -> AsyncIterator[router_pb2.RegisterRequest]:
         yield request

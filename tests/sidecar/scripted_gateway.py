@@ -1,7 +1,5 @@
 """A gateway that answers as a test says, behind a real gRPC server."""
 
-# ruff: noqa: ARG002 - the methods of a servicer have the arguments they have
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
