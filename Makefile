@@ -49,7 +49,7 @@ help: ## Lists the targets
 # --- the main job ----------------------------------------------------------------------------
 
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
-	.venv/bin/python -m examples.demo
+	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
 
 test: .venv/.ready ## Runs all tests
 	.venv/bin/python -m pytest -q

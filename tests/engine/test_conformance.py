@@ -230,17 +230,17 @@ async def test_the_context_limit_is_a_length(engine: Engine) -> None:
 
 
 async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:
-    result = Result()
+    result, late = Result(), []
     async with asyncio.timeout(60), aclosing(engine.stream(engine.request(100, 1))) as responses:
         async for response in responses:
             result.take(response)
             if result.messages == 2:
                 await engine.stub.Pause(engine_pb2.PauseRequest(mode=KEEP))
                 assert (await engine.info()).paused
-                late = asyncio.ensure_future(engine.generate(engine.request(5, 0)))
+                late.append(asyncio.ensure_future(engine.generate(engine.request(5, 0))))
                 await engine.stub.Resume(engine_pb2.ResumeRequest())
     assert len(result.ids) == 100
-    assert len((await late).ids) == 5
+    assert len((await late[0]).ids) == 5
     assert not (await engine.info()).paused
 
 

@@ -13,7 +13,7 @@ from rollmesh.gateway.template import ChatTemplate, load_template
 from rollmesh.gateway.tokenizer import Tokenizer
 
 TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
 
 texts = st.text(max_size=30) | st.sampled_from(
     ["", " ", "\n", "a\n\n", "<tool_call>", "caf\u00e9 \U0001f600", "</tool_response>", "{{ x }}"]

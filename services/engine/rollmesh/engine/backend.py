@@ -131,12 +131,15 @@ class Backend(Protocol):
 
     async def start(self) -> None:
         """Loads the model and warms it up."""
+        ...
 
     async def stop(self) -> None:
         """Ends all requests and frees the model."""
+        ...
 
     async def watch(self) -> None:
         """Sets `died` when the model's process is gone; runs until then."""
+        ...
 
     def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
         """Yields chunks and then the finish; closing the iterator aborts the request at once.
@@ -144,15 +147,19 @@ class Backend(Protocol):
         Raises:
             EngineDeadError: The model's process died.
         """
+        ...
 
     async def abort(self, request_ids: list[str]) -> None:
         """Ends requests: each yields what it has and finishes with ABORT."""
+        ...
 
     async def pause(self, kind: PauseKind) -> None:
         """Stops sampling; new requests wait until `resume`."""
+        ...
 
     async def resume(self) -> None:
         """Goes on sampling."""
+        ...
 
     async def update_weights(self, source: Path, policy_version: int, kind: PauseKind) -> int:
         """Takes new weights from a safetensors file or a directory of such files.
@@ -163,18 +170,23 @@ class Backend(Protocol):
         Raises:
             InvalidWeightsError: They do not fit; the old ones stay in use.
         """
+        ...
 
     async def sleep(self, level: int) -> None:
         """Frees accelerator memory; running requests are aborted."""
+        ...
 
     async def wake_up(self) -> None:
         """Takes the memory back."""
+        ...
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; says whether that was possible."""
+        ...
 
     def load(self) -> Load:
         """Says what the backend is doing."""
+        ...
 
 
 def check_prompt(request: GenerateInput, limits: Limits) -> None:

@@ -60,15 +60,19 @@ class Service(Protocol):
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds its servicers to the server."""
+        ...
 
     def running(self, address: str) -> AbstractAsyncContextManager[None]:
         """Starts on entry, flushes and closes on exit. `address` is how others reach it."""
+        ...
 
     async def drain(self) -> None:
         """Leaves the router and refuses new work; running calls go on."""
+        ...
 
     async def failed(self) -> str:
         """Returns why the service cannot go on, as soon as that is so; else waits for ever."""
+        ...
 
 
 @dataclass(frozen=True)
