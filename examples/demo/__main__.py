@@ -27,7 +27,7 @@ from rollmesh.client import Client, Delivery, Session, Subscription, rollout
 
 _GROUPS, _SAMPLES = 16, 8
 _STEPS = 30
-_RATE, _WARM_UP = 1e-3, 3
+_RATE, _WARM_UP = 1e-3, 4
 _CONCURRENCY = 64
 _AGENT_TIMEOUT_S = 60.0
 _console = Console(file=sys.stderr)
@@ -96,7 +96,7 @@ def _make_policy(path: Path, seed: int) -> None:
 
 async def _train(folder: Path, seed: int, steps: int) -> Run:
     _console.print("2/3 the mesh: router, engine (vLLM), collector, gateway, sidecar")
-    trainer = Trainer(folder / "policy", rate=_RATE, warm_up=_WARM_UP)
+    trainer = Trainer(folder / "policy", rate=_RATE, warm_up=_WARM_UP, steps=steps)
     run = Run()
     async with running_mesh(folder, folder / "policy", CONTEXT_TOKENS) as addresses:
         _console.print("3/3 GRPO: an openai-package agent, exact trajectories, weights every step")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transformers import Qwen3ForCausalLM
 
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
+_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,40 +41,45 @@ class Trainer:
     """Holds the trained weights."""
 
     def __init__(
-        self, model_path: Path, *, rate: float, warm_up: int, micro_batch: int = 64
+        self, model_path: Path, *, rate: float, warm_up: int, steps: int, mini_batches: int = 2
     ) -> None:
-        """Loads the policy."""
+        """Loads the policy; the rate rises over `warm_up` updates, then falls to a tenth."""
         self._model: Any = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0
         )
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: min((step + 1) / warm_up, 1.0)
+            self._optimizer,
+            lambda update: (
+                min((update + 1) / warm_up, 1.0)
+                * (1 - 0.9 * min(update / (steps * mini_batches), 1.0))
+            ),
         )
-        self._micro_batch = micro_batch
+        self._mini_batches = mini_batches
 
     def step(self, groups: Sequence[Sequence[Row]]) -> StepReport:
-        """Makes one update from whole groups."""
-        rows = [row for group in groups for row in group]
-        advantages = np.concatenate([group_advantages(group) for group in groups])
-        used = np.flatnonzero(advantages)
-        difference = self._difference(rows)
-        total = sum(int(rows[at].loss_mask.sum()) for at in used)
-        self._optimizer.zero_grad()
-        loss = 0.0
-        for start in range(0, len(used), self._micro_batch):
-            part = used[start : start + self._micro_batch]
-            chunk_loss = self._loss([rows[at] for at in part], advantages[part]) / total
-            chunk_loss.backward()
-            loss += float(chunk_loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        self._schedule.step()
+        """Makes one pass over whole groups: one update per mini-batch."""
+        difference = self._difference([row for group in groups for row in group])
+        used = [group for group in groups if np.any(group_advantages(group))]
+        losses, norm = [0.0], 0.0
+        for start in range(self._mini_batches):
+            part = used[start :: self._mini_batches]
+            if not part:
+                continue
+            rows = [row for group in part for row in group]
+            advantages = np.concatenate([group_advantages(group) for group in part])
+            loss = self._loss(rows, advantages)
+            self._optimizer.zero_grad()
+            loss.backward()
+            norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0))
+            self._optimizer.step()
+            self._schedule.step()
+            losses.append(loss.item())
         return StepReport(
-            loss=loss,
+            loss=float(np.mean(losses)),
             logprob_mean_abs_diff=difference,
-            grad_norm=float(norm),
-            groups_used=sum(bool(np.any(group_advantages(group))) for group in groups),
+            grad_norm=norm,
+            groups_used=len(used),
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -85,19 +91,19 @@ class Trainer:
         }
 
     def _loss(self, rows: list[Row], advantages: NDArray[np.float64]) -> torch.Tensor:
-        """Returns the clipped policy loss, summed over the masked tokens."""
+        """Returns the clipped policy loss, the mean over the masked tokens."""
         logprobs, old, counted = self._token_logprobs(rows)
         weight = torch.tensor(advantages, dtype=torch.float32)[:, None].expand(counted.shape)
         ratio = torch.exp(logprobs - old)
-        gain, advantage = ratio, weight[counted]
+        advantage = weight[counted]
         clipped = torch.clamp(ratio, 1 - _CLIP_LOW, 1 + _CLIP_HIGH)
-        return -torch.minimum(gain * advantage, clipped * advantage).sum()
+        return -torch.minimum(ratio * advantage, clipped * advantage).mean()
 
     @torch.no_grad()
     def _difference(self, rows: list[Row]) -> float:
         total, count = 0.0, 0
-        for start in range(0, len(rows), self._micro_batch):
-            logprobs, old, _ = self._token_logprobs(rows[start : start + self._micro_batch])
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            logprobs, old, _ = self._token_logprobs(rows[start : start + _ROWS_AT_ONCE])
             total += float((logprobs - old).abs().sum())
             count += len(old)
         return total / max(count, 1)
@@ -122,9 +128,10 @@ class Trainer:
 
 
 def group_advantages(group: Sequence[Row]) -> NDArray[np.float64]:
-    """Returns (reward - mean) / deviation within a group; zeros where the rewards are equal."""
+    """Returns reward minus the group's mean [n]; zeros where the rewards are equal.
+
+    Not divided by the deviation: that would blow up the one failure among seven successes, and the
+    policy would forget what it has learned.
+    """
     rewards = np.array([row.reward for row in group])
-    deviation = rewards.std()
-    if deviation < 1e-6:
-        return np.zeros(len(rewards))
-    return (rewards - rewards.mean()) / deviation
+    return rewards - rewards.mean()

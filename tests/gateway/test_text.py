@@ -1,4 +1,4 @@
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from rollmesh.gateway.text import IncrementalDecoder, StopStrings
 from rollmesh.gateway.tokenizer import Tokenizer
@@ -32,6 +32,8 @@ def test_a_character_split_over_tokens_is_never_shown_broken(tokenizer: Tokenize
     text=st.text("abc", max_size=40),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
 )
+@example(text="ab", stops=["ab", "b"])
+@example(text="xab", stops=["b", "ab"])
 def test_stop_strings_cut_where_the_whole_text_would(text: str, stops: list[str]) -> None:
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     matcher, emitted, stopped = StopStrings(stops), "", False

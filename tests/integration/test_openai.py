@@ -10,8 +10,10 @@ import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
+from transformers import AutoTokenizer
 
 from rollmesh.client import Client, SessionResult
+from rollmesh.gateway.tokenizer import Tokenizer
 from tests.meshes import Mesh, scripted_mesh
 
 TOOLS: list[Any] = [
@@ -80,6 +82,24 @@ async def test_a_tool_loop_is_one_exact_trajectory(mesh: Mesh) -> None:
     assert (result.outcome, result.reward, result.metadata) == ("COMPLETED", 1.0, {"task": "7"})
     (trajectory,) = result.trajectories
     assert (trajectory.turns, trajectory.lineage, trajectory.reasons) == (2, "MAIN", ("EXACT",))
+    # An oracle of its own: the reference implementation's render of the whole conversation, plus
+    # the second blank in the arguments, which was sampled and which no render would bring back.
+    reference = AutoTokenizer.from_pretrained(mesh.model)
+    whole = [*messages, {"role": "assistant", "content": "It is 42."}]
+    whole[1] = {
+        "role": "assistant",
+        "content": " I will compute.",
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": "calculator", "arguments": {"a": 6, "b": 7.0}},
+            }
+        ],
+    }
+    text = reference.apply_chat_template(whole, tools=TOOLS, tokenize=False).removesuffix("\n")
+    text = text.replace(" I will compute.\n<", " I will compute.\n\n<")
+    text = text.replace('"arguments": {"a": 6, "b": 7.0}}', '"arguments": {"a": 6,  "b":7.0}}')
+    assert reference.decode(trajectory.token_ids.tolist()) == text
     assert set(trajectory.policy_versions[trajectory.loss_mask].tolist()) == {0}
     assert set(trajectory.policy_versions[~trajectory.loss_mask].tolist()) == {-1}
 
@@ -178,6 +198,9 @@ async def test_a_length_cut_is_a_length_and_can_be_continued(mesh: Mesh) -> None
         result = await delivered(client)
     (trajectory,) = result.trajectories
     assert (trajectory.turns, trajectory.reasons) == (2, ("LENGTH_CUT",))
+    cut = next(segment for segment in trajectory.segments if segment.sampled)
+    assert trajectory.token_ids[cut.end] == Tokenizer(mesh.model).special_id("<|im_end|>")
+    assert not trajectory.loss_mask[cut.end]
 
 
 async def test_errors_are_what_the_sdk_expects(mesh: Mesh) -> None:
@@ -263,6 +286,27 @@ async def test_a_timeout_and_the_sdks_retries_make_one_sample(
                 assert again.id == answer.id
             result = await delivered(client)
     assert [trajectory.turns for trajectory in result.trajectories] == [1]
+
+
+async def test_a_close_ends_what_is_still_being_sampled(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=5) as mesh,
+        mesh.client() as client,
+    ):
+        async with client.session() as session:
+            stream = await ask(mesh.openai(session), user("plain"), stream=True)
+            await anext(aiter(stream))
+            await client.close_session(session)
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
+        result = await delivered(client)
+        async with asyncio.timeout(20):
+            while any(r.leases for r in (await client.replicas()).replicas):
+                continue
+    assert (result.turns, result.trajectories) == (0, ())
 
 
 async def test_equal_requests_in_flight_share_one_sample(mesh: Mesh) -> None:

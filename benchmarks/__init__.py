@@ -1,0 +1,1 @@
+"""Load measurements against a peer, on one machine."""

@@ -1,0 +1,229 @@
+"""What is measured: the mesh with a scripted engine, and the peer with a fake one."""
+
+import asyncio
+import json
+import os
+import random
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks.workload import reply_text, user_text, vocabulary
+from examples.demo.chatml import END, make_tokenizer
+from rollmesh.client import Client, MeshAddresses, Session
+from rollmesh.runtime.supervisor import free_port
+from rollmesh.v1 import gateway_pb2
+
+PEER = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "rllm-model-gateway"
+_CONTEXT = 131_072
+_START_TIMEOUT_S = 60
+_STOP_TIMEOUT_S = 30
+_MESH = """\
+[mesh]
+data_dir = "{folder}/mesh"
+model_path = "{folder}/model"
+
+[engine]
+backend = "scripted"
+script = "{folder}/script.json"
+max_context_tokens = {context}
+vocabulary_tokens = {vocabulary}
+eos_id = {eos}
+
+[gateway]
+max_context_tokens = {context}
+"""
+
+
+class System(Protocol):
+    """Something that serves turns."""
+
+    port: int
+    pids: dict[str, int]
+    """Process ids by the names under which their CPU time is reported."""
+
+    async def open(self, count: int) -> list[tuple[str, str]]:
+        """Opens sessions; returns for each its path up to `/v1` and its key."""
+        ...
+
+    async def close(self) -> None:
+        """Closes the sessions that are open."""
+        ...
+
+
+@dataclass
+class Mesh:
+    """`rollmesh up`."""
+
+    client: Client
+    port: int
+    pids: dict[str, int]
+    sessions: list[Session] = field(default_factory=list)
+
+    async def open(self, count: int) -> list[tuple[str, str]]:
+        """Opens sessions at the gateway."""
+        for _ in range(count):
+            request = gateway_pb2.CreateSessionRequest()
+            self.sessions.append(await self.client.open_session(request))
+        return [(f"/sessions/{one.session_id}/v1", one.api_key) for one in self.sessions]
+
+    async def close(self) -> None:
+        """Closes them, which hands them to the collector."""
+        while self.sessions:
+            await self.client.close_session(self.sessions.pop())
+
+
+@dataclass
+class Peer:
+    """`rllm-model-gateway`, which opens a session at its first turn."""
+
+    port: int
+    pids: dict[str, int]
+    opened: int = 0
+
+    async def open(self, count: int) -> list[tuple[str, str]]:
+        """Names new sessions."""
+        self.opened += count
+        names = range(self.opened - count, self.opened)
+        return [(f"/sessions/bench-{at}/v1", "none") for at in names]
+
+    async def close(self) -> None:
+        """Does nothing: sessions of the peer have no end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What both engines pretend to be."""
+
+    reply: str
+    reply_tokens: int
+    bytes_per_token: float
+    """Bytes of user text per token, from which the fake engine takes the number of its ids."""
+
+
+def make_model(folder: Path) -> Model:
+    """Makes the tokenizer, the engine's script and the file that describes the mesh."""
+    words, rng = vocabulary(), random.Random(3)
+    corpus = [user_text(rng, words) for _ in range(200)]
+    tokenizer = make_tokenizer(corpus, 4096, folder / "model", _CONTEXT)
+    reply = reply_text(words)
+    ids = tokenizer.encode(f"{reply}{END}").ids
+    (folder / "script.json").write_text(json.dumps([{"after": [], "reply": ids}]))
+    (folder / "mesh.toml").write_text(
+        _MESH.format(
+            folder=folder,
+            context=_CONTEXT,
+            vocabulary=tokenizer.get_vocab_size(),
+            eos=tokenizer.token_to_id(END),
+        )
+    )
+    sample = user_text(rng, words)
+    return Model(reply, len(ids), len(sample) / len(tokenizer.encode(sample).ids))
+
+
+@asynccontextmanager
+async def running_mesh(folder: Path) -> AsyncIterator[Mesh]:
+    """Runs router, engine, collector, gateway and sidecar."""
+    command = ("-m", "rollmesh.runtime.cli", "up", f"--config={folder / 'mesh.toml'}")
+    async with _process(folder / "up.log", sys.executable, *command) as process:
+        text = await _line(process, "UP ", folder)
+        addresses = MeshAddresses.from_json(text)
+        pids = {name.removesuffix("-0"): pid for name, pid in json.loads(text)["pids"].items()}
+        async with Client(addresses) as client:
+            yield Mesh(client, int(addresses.sidecar.rpartition(":")[2]), pids)
+
+
+@asynccontextmanager
+async def running_peer(folder: Path, model: Model) -> AsyncIterator[Peer]:
+    """Runs the peer in front of a fake engine."""
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(
+            _process(folder / "engine.log", sys.executable, "-m", "benchmarks.fake_engine")
+        )
+        assert engine.stdin is not None
+        settings = {
+            "reply": model.reply,
+            "reply_tokens": model.reply_tokens,
+            "bytes_per_token": model.bytes_per_token,
+        }
+        engine.stdin.write(json.dumps(settings).encode())
+        engine.stdin.close()
+        worker = json.loads(await _line(engine, "READY", folder))["port"]
+        port = free_port()
+        gateway = await stack.enter_async_context(
+            _process(
+                folder / "peer.log",
+                str(PEER),
+                "--host=127.0.0.1",
+                f"--port={port}",
+                f"--db-path={folder / 'peer.db'}",
+                f"--worker=http://127.0.0.1:{worker}/v1",
+                "--log-level=warning",
+            )
+        )
+        await _until_listening(port, gateway, folder)
+        yield Peer(port, {"peer_gateway": gateway.pid, "peer_engine": engine.pid})
+
+
+@asynccontextmanager
+async def _process(log: Path, *command: str) -> AsyncIterator[Process]:
+    """Runs a program until the block ends."""
+    with log.open("ab") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=stderr,
+            env={**os.environ, "NO_PROXY": "127.0.0.1"},
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _line(process: Process, prefix: str, folder: Path) -> str:
+    """Returns what follows `prefix` on the first line that begins with it."""
+    assert process.stdout is not None
+    async with asyncio.timeout(_START_TIMEOUT_S):
+        async for line in process.stdout:
+            text = line.decode().strip()
+            if text.startswith(prefix):
+                return text.removeprefix(prefix).strip()
+    raise RuntimeError(f"a process ended before it was ready:\n{logs(folder)}")
+
+
+async def _until_listening(port: int, process: Process, folder: Path) -> None:
+    """Waits until the peer takes connections; it prints nothing that says so."""
+    async with asyncio.timeout(_START_TIMEOUT_S):
+        while process.returncode is None:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                writer.close()
+                return
+    raise RuntimeError(f"the peer ended before it was ready:\n{logs(folder)}")
+
+
+def logs(folder: Path) -> str:
+    """Returns the end of each log, to say why something failed."""
+    return "\n".join(f"{log.name}: {log.read_text()[-1000:]}" for log in folder.rglob("*.log"))
+
+
+def cpu_ms(pid: int) -> float:
+    """Returns the CPU time that a process has used, all its threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
