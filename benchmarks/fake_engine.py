@@ -57,7 +57,7 @@ _IDS = _ID * _MOST_IDS
 
 def _tail(reply: str, reply_tokens: int) -> bytes:
     """Returns an answer without its opening brace and its prompt ids."""
-    logprobs = [
+    logprobs: list[dict[str, object]] = [
         {"token": "word", "logprob": -0.25 * (at % 7), "bytes": None, "top_logprobs": []}
         for at in range(reply_tokens)
     ]

@@ -15,6 +15,7 @@ The last line of the output is one JSON object.
 import asyncio
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.systems import (
     PEER,
@@ -57,6 +59,7 @@ class Measured:
 
 async def main() -> None:
     """Measures and prints."""
+    print(f"{os.cpu_count()} cores, load average before the run {os.getloadavg()[0]:.1f}")
     async with asyncio.timeout(_TOTAL_TIMEOUT_S):
         with tempfile.TemporaryDirectory(prefix="bench-turns-") as name:
             folder = Path(name)
@@ -114,7 +117,7 @@ async def _load(system: System, sessions: int, concurrent: int, seed: int) -> Me
     )
 
 
-async def _generate(plan: dict[str, object]) -> dict[str, object]:
+async def _generate(plan: dict[str, object]) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.load", stdin=PIPE, stdout=PIPE
     )
@@ -127,7 +130,8 @@ async def _generate(plan: dict[str, object]) -> dict[str, object]:
             await process.wait()
     if process.returncode:
         raise RuntimeError("the load generator failed; see above")
-    return json.loads(output)
+    result: dict[str, Any] = json.loads(output)
+    return result
 
 
 async def _settled(system: System) -> None:

@@ -55,10 +55,10 @@ def calculate(a: int, operation: str, b: int) -> int:
 
 
 def make_tasks(count: int, seed: int) -> list[Task]:
-    """Returns `count` tasks with operands from 2 to 20."""
+    """Returns `count` tasks with operands from 2 to 12."""
     dice = random.Random(seed)
     return [
-        Task(dice.randint(2, 20), dice.choice(OPERATIONS), dice.randint(2, 20))
+        Task(dice.randint(2, 12), dice.choice(OPERATIONS), dice.randint(2, 12))
         for _ in range(count)
     ]
 

@@ -130,7 +130,8 @@ async def engine(
         yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other_model_dir)
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# The first vLLM test waits for the model to start.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 
 async def test_whole_and_streamed_answers_are_the_same(engine: Engine) -> None:

@@ -268,7 +268,7 @@ async def _subscribed(turn: Turn) -> AsyncIterator[None]:
         yield
     finally:
         turn.subscribers -= 1
-        abandoned = turn.subscribers == 0 and not turn.ended
+        abandoned = turn.subscribers == 0 and not (turn.ended or turn.committing)
         if abandoned and not turn.request.finish_on_disconnect and turn.task is not None:
             turn.task.cancel()
 

@@ -53,6 +53,8 @@ class Turn:
         self.request = request
         self.subscribers = 0
         self.task: asyncio.Task[None] | None = None
+        self.committing = False
+        """Whether the answer is on its way to the journal: from then on it is kept."""
         self._deltas: list[Delta] = []
         self._result: Answered | RollmeshError | None = None
         self._changed = asyncio.Event()

@@ -114,6 +114,7 @@ class TurnRunner:
             reasons.add(Fidelity.MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
             reasons.add(Fidelity.STOP_STRING)
+        turn.committing = True
         return await self._commit(
             session, request, prepared, generation, sample, frozenset(reasons)
         )
