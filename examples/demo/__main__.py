@@ -26,8 +26,8 @@ from examples.demo.tasks import Task, make_tasks, reward
 from rollmesh.client import Client, Delivery, Session, Subscription, rollout
 
 _GROUPS, _SAMPLES = 16, 8
-_STEPS = 30
-_RATE, _WARM_UP = 1e-3, 4
+_STEPS = 36
+_RATE, _WARM_UP = 4e-4, 4
 _CONCURRENCY = 64
 _AGENT_TIMEOUT_S = 60.0
 _console = Console(file=sys.stderr)
