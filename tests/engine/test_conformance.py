@@ -24,6 +24,7 @@ from tests.processes import ServiceProcess, running
 
 PROMPT = np.array([5, 6, 7, 8] * 4, "<u4")
 KEEP = engine_pb2.PAUSE_MODE_KEEP
+LONG = 1900  # tokens enough that what happens meanwhile happens in the middle, on any machine
 
 
 @dataclass
@@ -118,9 +119,9 @@ async def engine(
     flags: dict[str, object] = {"backend": request.param}
     if request.param == "vllm":
         flags |= {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
-        flags |= {"max_context_tokens": 512}
+        flags |= {"max_context_tokens": 2048}
     else:
-        flags |= {"vocabulary_tokens": 365, "max_context_tokens": 512, "reply_tokens": 500}
+        flags |= {"vocabulary_tokens": 365, "max_context_tokens": 2048, "reply_tokens": 2000}
         flags |= {"tokens_per_second": 1000}
     folder = tmp_path_factory.mktemp("engine")
     async with (
@@ -162,7 +163,7 @@ async def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None
 
 
 async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
-    async with aclosing(engine.stream(engine.request(400, 1))) as responses:
+    async with aclosing(engine.stream(engine.request(LONG, 1))) as responses:
         async for _ in responses:
             assert (await engine.info()).running >= 1
             break
@@ -170,7 +171,7 @@ async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
 
 
 async def test_abort_gives_what_there_is(engine: Engine) -> None:
-    request, result = engine.request(400, 1), Result()
+    request, result = engine.request(LONG, 1), Result()
     async with asyncio.timeout(60), aclosing(engine.stream(request)) as responses:
         async for response in responses:
             result.take(response)
@@ -179,12 +180,12 @@ async def test_abort_gives_what_there_is(engine: Engine) -> None:
                 aborted = await engine.stub.Abort(abort)
                 assert list(aborted.request_ids) == [request.request_id]
     assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
-    assert 3 <= len(result.ids) == len(result.logprobs) < 400
+    assert 3 <= len(result.ids) == len(result.logprobs) < LONG
     assert result.spans[-1][2] == len(result.ids)
 
 
 async def test_a_running_id_is_refused(engine: Engine) -> None:
-    request = engine.request(400, 1)
+    request = engine.request(LONG, 1)
     async with aclosing(engine.stream(request)) as responses:
         await anext(responses)
         with pytest.raises(RequestIdInUseError):
@@ -199,7 +200,7 @@ async def test_a_running_id_is_refused(engine: Engine) -> None:
         ({"token_ids_u32le": b""}, "PROMPT_EMPTY", "token_ids_u32le"),
         ({"token_ids_u32le": b"\1\2\3"}, "INVALID_FIELD", "token_ids_u32le"),
         (
-            {"token_ids_u32le": np.full(512, 5, "<u4").tobytes()},
+            {"token_ids_u32le": np.full(2048, 5, "<u4").tobytes()},
             "PROMPT_TOO_LONG",
             "token_ids_u32le",
         ),
@@ -224,7 +225,7 @@ async def test_a_bad_request_names_its_field_and_the_engine_stays_up(
 
 
 async def test_the_context_limit_is_a_length(engine: Engine) -> None:
-    prompt = np.full(508, 5, "<u4").tobytes()
+    prompt = np.full(2044, 5, "<u4").tobytes()
     result = await engine.generate(engine.request(100, 0, token_ids_u32le=prompt))
     assert len(result.ids) == 4
     assert result.finish.reason == types_pb2.FINISH_REASON_LENGTH
@@ -247,27 +248,27 @@ async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:
 
 async def test_a_pause_that_aborts_ends_requests_with_what_they_have(engine: Engine) -> None:
     result = Result()
-    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(400, 1))) as responses:
+    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
         async for response in responses:
             result.take(response)
             if result.messages == 2:
                 await engine.stub.Pause(engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_ABORT))
-    assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
     await engine.stub.Resume(engine_pb2.ResumeRequest())
+    assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
 
 
 async def test_new_weights_in_the_middle_of_a_request_show_in_its_spans(engine: Engine) -> None:
     before = (await engine.info()).policy_version
     result = Result()
-    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(400, 1))) as responses:
+    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
         async for response in responses:
             result.take(response)
             if result.messages == 3:
                 await engine.update(before + 1, engine.weights)
     (old, start, middle), (new, again, end) = result.spans
     assert (old, new) == (before, before + 1)
-    assert (start, middle, end) == (0, again, 400)
-    assert 3 <= middle < 400
+    assert (start, middle, end) == (0, again, LONG)
+    assert 3 <= middle < LONG
     assert (await engine.info()).policy_version == before + 1
 
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 async def engine(tmp_path: Path, model_dir: Path, other_model_dir: Path) -> AsyncIterator[Engine]:
     flags = {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
     async with (
-        running("engine", tmp_path, backend="vllm", max_context_tokens=512, **flags) as process,
+        running("engine", tmp_path, backend="vllm", max_context_tokens=2048, **flags) as process,
         open_channel(process.address) as channel,
     ):
         yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other_model_dir)
@@ -63,7 +63,7 @@ async def test_a_life_of_updates_and_the_death_of_the_model(
 
 
 async def _kill_the_model_after_three(engine: Engine, result: Result) -> None:
-    async for response in engine.stream(engine.request(480, 1)):
+    async for response in engine.stream(engine.request(1900, 1)):
         result.take(response)
         if result.messages == 3:
             for child in psutil.Process(engine.process.pid).children():

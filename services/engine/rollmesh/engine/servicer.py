@@ -3,9 +3,10 @@
 import asyncio
 import tempfile
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 from rollmesh.engine.backend import (
     Backend,
@@ -126,8 +127,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     f"policy_version {header.policy_version} is not above {present}; count up",
                     policy_version=present,
                 )
-            paused_ms = await self._update(header, kind, request_iterator)
-        self.changed.set()
+            try:
+                paused_ms = await self._update(header, kind, request_iterator)
+            finally:  # the version may have changed though the caller went away
+                self.changed.set()
         return engine_pb2.UpdateWeightsResponse(
             policy_version=header.policy_version, paused_ms=paused_ms
         )
@@ -196,14 +199,31 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     raise InvalidWeightsError(
                         "header.checkpoint_dir", f"{source} is no folder the engine can read"
                     )
-                return await self._backend.update_weights(source, header.policy_version, kind)
+                return await _to_the_end(
+                    self._backend.update_weights(source, header.policy_version, kind)
+                )
             case "safetensors_bytes":
                 with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
                     path = Path(folder) / "weights.safetensors"
                     await _spool(path, header.safetensors_bytes, requests)
-                    return await self._backend.update_weights(path, header.policy_version, kind)
+                    return await _to_the_end(
+                        self._backend.update_weights(path, header.policy_version, kind)
+                    )
             case _:
                 raise InvalidFieldError("header.source", "is not set; name where weights come from")
+
+
+async def _to_the_end(work: Coroutine[Any, Any, int]) -> int:
+    """Runs an update to its end even when the caller goes away, and only then says so.
+
+    Cut in the middle it would leave the model paused, or new weights under the old version.
+    """
+    update = asyncio.get_running_loop().create_task(work)
+    try:
+        return await asyncio.shield(update)
+    except asyncio.CancelledError:
+        await asyncio.wait({update})
+        raise
 
 
 async def _spool(

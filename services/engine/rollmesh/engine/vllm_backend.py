@@ -158,10 +158,16 @@ class VllmBackend:
             try:
                 await self._llm.collective_rpc("load_checked_weights", args=(str(source),))
                 await self._llm.update_weight_version(str(policy_version))
-                self._policy_version = policy_version
-            finally:
-                if not was_paused:
-                    await self._llm.resume_generation()
+            except Exception as error:
+                # Part of the new weights may be in: no version would be true. Start afresh.
+                self.died.set()
+                raise EngineDeadError(
+                    "the weights were loaded in part; the engine is about to restart",
+                    retry_delay_ms=5000,
+                ) from error
+            self._policy_version = policy_version
+            if not was_paused:
+                await self._llm.resume_generation()
             took_ms = clock.monotonic_ms() - started
             _log.info("weights", extra=fields(policy_version=policy_version, paused_ms=took_ms))
             return took_ms
