@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import shutil
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ _STEPS = 36
 _RATE, _WARM_UP = 4e-4, 4
 _CONCURRENCY = 64
 _AGENT_TIMEOUT_S = 60.0
+_DELIVERY_TIMEOUT_S = 120.0
 _console = Console(file=sys.stderr)
 
 
@@ -50,6 +52,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("var/demo"))
     options = parser.parse_args()
     started = time.monotonic()
+    # A SIGTERM ends the run as Ctrl-C does, so that the mesh is stopped too.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     torch.set_num_threads(2)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder: Path = options.folder.absolute()
@@ -154,7 +158,7 @@ async def _step(
     )
     if set(summary.counts) != {"COMPLETED"}:
         _console.print(f"[yellow]outcomes: {summary.counts}")
-    deliveries = [await anext(groups) for _ in tasks]
+    deliveries = await _take(groups, len(tasks))
     for delivery in deliveries:
         run.audit.received(delivery.sessions)
     run.rewards.append(summary.mean_reward or 0.0)
@@ -163,6 +167,25 @@ async def _step(
     await client.push_weights(trainer.weights(), step + 1)
     await groups.acknowledge(*deliveries)
     return report
+
+
+async def _take(groups: Subscription, count: int) -> list[Delivery]:
+    """Returns the next whole groups.
+
+    Raises:
+        RuntimeError: Some never became whole.
+    """
+    taken: list[Delivery] = []
+    try:
+        async with asyncio.timeout(_DELIVERY_TIMEOUT_S):
+            while len(taken) < count:
+                taken.append(await anext(groups))
+    except TimeoutError:
+        raise RuntimeError(
+            f"{len(taken)} of {count} groups came within {_DELIVERY_TIMEOUT_S:.0f} s: "
+            "sessions are missing; see the outcomes above and the mesh's logs"
+        ) from None
+    return taken
 
 
 def _rows(delivery: Delivery) -> list[Row]:

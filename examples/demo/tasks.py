@@ -71,7 +71,7 @@ def run_tool(name: str, arguments: str) -> str:
         if name != "calculator" or max(abs(a), abs(b)) > 10**6:
             return "error"
         return str(calculate(a, given["op"], b))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):  # the last one for Infinity
         return "error"
 
 

@@ -71,7 +71,7 @@ class Engine:
 
     async def generate(self, request: engine_pb2.GenerateRequest) -> Result:
         result = Result()
-        async with asyncio.timeout(60), aclosing(self.stream(request)) as responses:
+        async with asyncio.timeout(120), aclosing(self.stream(request)) as responses:
             async for response in responses:
                 result.take(response)
         return result
@@ -172,7 +172,7 @@ async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:
 
 async def test_abort_gives_what_there_is(engine: Engine) -> None:
     request, result = engine.request(LONG, 1), Result()
-    async with asyncio.timeout(60), aclosing(engine.stream(request)) as responses:
+    async with asyncio.timeout(120), aclosing(engine.stream(request)) as responses:
         async for response in responses:
             result.take(response)
             if result.messages == 3:
@@ -233,7 +233,7 @@ async def test_the_context_limit_is_a_length(engine: Engine) -> None:
 
 async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:
     result, late = Result(), []
-    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(100, 1))) as responses:
+    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(100, 1))) as responses:
         async for response in responses:
             result.take(response)
             if result.messages == 2:
@@ -248,7 +248,7 @@ async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:
 
 async def test_a_pause_that_aborts_ends_requests_with_what_they_have(engine: Engine) -> None:
     result = Result()
-    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
+    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
         async for response in responses:
             result.take(response)
             if result.messages == 2:
@@ -260,7 +260,7 @@ async def test_a_pause_that_aborts_ends_requests_with_what_they_have(engine: Eng
 async def test_new_weights_in_the_middle_of_a_request_show_in_its_spans(engine: Engine) -> None:
     before = (await engine.info()).policy_version
     result = Result()
-    async with asyncio.timeout(60), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
+    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
         async for response in responses:
             result.take(response)
             if result.messages == 3:
