@@ -66,9 +66,11 @@ async def _kill_the_model_after_three(engine: Engine, result: Result) -> None:
     async for response in engine.stream(engine.request(1900, 1)):
         result.take(response)
         if result.messages == 3:
-            for child in psutil.Process(engine.process.pid).children():
-                if any("EngineCore" in part for part in child.cmdline()):
-                    child.kill()
+            family = psutil.Process(engine.process.pid).children(recursive=True)
+            cores = [one for one in family if "EngineCore" in " ".join(one.cmdline())]
+            assert cores, [one.cmdline()[:3] for one in family]
+            for core in cores:
+                core.kill()
 
 
 async def _refused(
