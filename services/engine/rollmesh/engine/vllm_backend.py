@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rollmesh.engine.backend import (
     Chunk,
@@ -78,6 +81,7 @@ class VllmBackend:
             gpu_memory_utilization=config.gpu_memory_utilization,
             disable_log_stats=True,
             worker_extension_cls="rollmesh.engine.weights.WeightReceiver",
+            **_cpu_arguments(),
         )
         self._llm = AsyncLLM.from_engine_args(arguments)
         model = self._llm.vllm_config.model_config
@@ -220,6 +224,22 @@ class VllmBackend:
     def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
         """Returns the model's end tokens: without a tokenizer vLLM does not know them."""
         return frozenset() if sampling.ignore_eos else self.limits.stop_ids
+
+
+def _cpu_arguments() -> dict[str, Any]:
+    """Returns what vLLM needs to know on a CPU: run the model in the scheduler's process.
+
+    vLLM's own choice there, a worker process per model, makes the scheduler spin for the worker's
+    answer. On few cores that takes a core from the model, and the threads that carry requests and
+    tokens in and out of the scheduler get no turn: streams stood still for seconds, and aborts and
+    pauses took effect when the request had ended anyway. The threads of the model, which vLLM
+    would bind to cores in the worker, are set by the environment instead.
+    """
+    if not current_platform.is_cpu():
+        return {}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return {"distributed_executor_backend": UniProcExecutor}
 
 
 def _chunks(completion: Any, max_chunk_tokens: int) -> Iterator[Chunk]:
