@@ -20,8 +20,6 @@ from rollmesh.runtime.serving import Bound, stop_signals
 from rollmesh.sidecar.app import Sidecar
 from rollmesh.sidecar.config import SidecarConfig
 
-_GRACE_S = 10
-
 
 class _Server(uvicorn.Server):
     """Leaves signals to us and says when it serves."""
@@ -50,10 +48,10 @@ async def _serve_on(
             lifespan="off",
             access_log=False,
             log_config=None,
-            timeout_graceful_shutdown=_GRACE_S,
+            timeout_graceful_shutdown=config.grace_ms // 1000,
         )
         server = _Server(settings)
-        with stop_signals() as stop:
+        with stop_signals(supervised=config.supervised) as stop:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(server.serve([listener]))
                 stopping = group.create_task(stop.wait())

@@ -23,5 +23,9 @@ class SidecarConfig:
     """Silence after which a stream gets a comment line, milliseconds."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Largest request body."""
+    grace_ms: int = 10_000
+    """Time that running requests get to finish on a stop, milliseconds."""
+    supervised: bool = False
+    """Stop when standard input ends; for a supervisor, which holds it open while it lives."""
     fault: str = ""
     """Comma-separated names of fault points to arm; for tests."""

@@ -237,8 +237,9 @@ def _cpu_arguments() -> dict[str, Any]:
     """
     if not current_platform.is_cpu():
         return {}
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environ = os.environ  # noqa: TID251 - the only way to the threads of vLLM's process
+    environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return {"distributed_executor_backend": UniProcExecutor}
 
 

@@ -4,13 +4,14 @@ import argparse
 import asyncio
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.logs import configure_logging
 from rollmesh.runtime.mesh import SERVICES, plan_mesh, read_mesh
 from rollmesh.runtime.serving import stop_signals
-from rollmesh.runtime.supervisor import StartError, Supervisor, free_port
+from rollmesh.runtime.supervisor import StartError, Supervisor, free_ports
 
 _USAGE = f"""usage: rollmesh up [--config mesh.toml]
        rollmesh SERVICE [flags]        one of {", ".join(SERVICES)}
@@ -38,7 +39,8 @@ def _up(arguments: list[str]) -> int:
     configure_logging("up", "info")
     try:
         tables = read_mesh(options.config)
-        specs = plan_mesh(tables, free_port)
+        with closing(free_ports()) as ports:
+            specs = plan_mesh(tables, ports.__next__)
     except ConfigError as error:
         print(f"rollmesh up: {error}", file=sys.stderr)
         return 2

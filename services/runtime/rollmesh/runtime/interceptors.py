@@ -1,5 +1,6 @@
 """What happens around every RPC: request id, metrics, and typed errors as gRPC status."""
 
+import inspect
 import logging
 import time
 import uuid
@@ -36,7 +37,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         request_id = _request_id(handler_call_details)
         if handler.response_streaming:
             inner_stream: Any = handler.stream_stream or handler.unary_stream
-            stream = _wrap_stream(inner_stream, method, request_id)
+            # A handler of a stream yields its responses, or writes them to the context.
+            writes = inspect.iscoroutinefunction(inner_stream)
+            stream = (_wrap_unary if writes else _wrap_stream)(inner_stream, method, request_id)
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from rollmesh.runtime.config import ConfigError
 
+GRACE_MS = 10_000
 SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
 _MESH_KEYS = {"host", "data_dir", "model_path", "model", "engines"}
 
@@ -34,6 +35,8 @@ class ProcessSpec:
     address: str
     """host:port."""
     flags: tuple[str, ...]
+    grace_ms: int = GRACE_MS
+    """Time that its running calls get to finish on a stop, milliseconds."""
 
 
 def read_mesh(path: Path | None) -> dict[str, dict[str, Any]]:
@@ -103,7 +106,8 @@ def plan_mesh(
         settings["port"] = address[name].rpartition(":")[2]
         if service in ("engine", "gateway"):
             settings[f"{service}_id"] = name
-        specs.append(ProcessSpec(name, service, address[name], _flags(settings)))
+        grace_ms = int(settings.get("grace_ms", GRACE_MS))
+        specs.append(ProcessSpec(name, service, address[name], _flags(settings), grace_ms))
     return specs
 
 

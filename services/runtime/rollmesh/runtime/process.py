@@ -49,7 +49,7 @@ def run_service(
 
 
 async def _serve(build: Callable[[_Config], Service], config: _Config) -> str | None:
-    with stop_signals() as stop:
+    with stop_signals(supervised=config.supervised) as stop:
         return await serve(build(config), config, announce=print_ready, stop=stop)
 
 

@@ -7,11 +7,13 @@ within the grace, flush and close the store, stop.
 
 import asyncio
 import logging
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,9 +22,11 @@ from grpc_reflection.v1alpha import reflection
 from rollmesh.runtime.channels import MAX_MESSAGE_BYTES
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.runtime.logs import fields
+from rollmesh.runtime.mesh import GRACE_MS
 from rollmesh.runtime.metrics import metrics_endpoint
 
 _log = logging.getLogger(__name__)
+_LAST_WORD_S = 0.2
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),  # else a second server binds the same port without an error
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -44,10 +48,12 @@ class ServerConfig:
     """host:port that others use to reach this service; empty means host and the bound port."""
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 takes a free one, -1 turns it off."""
-    grace_ms: int = 10_000
+    grace_ms: int = GRACE_MS
     """Time that running calls get to finish on a stop, milliseconds."""
     log_level: str = "info"
     """Least level that is logged: debug, info, warning, error."""
+    supervised: bool = False
+    """Stop when standard input ends; for a supervisor, which holds it open while it lives."""
     fault: str = ""
     """Comma-separated names of fault points to arm; for tests."""
 
@@ -85,19 +91,53 @@ class Bound:
     """Port of its Prometheus endpoint; None where that is off."""
 
 
+class _Health(health.aio.HealthServicer):
+    """Ends its watches on a stop: they would hold the server for the whole grace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = asyncio.Event()
+
+    def end_watches(self) -> None:
+        self._ended.set()
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(super().Watch(request, context))
+            ended = group.create_task(self._ended.wait())
+            await asyncio.wait((watching, ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((watching,), timeout=_LAST_WORD_S)
+            watching.cancel()
+            ended.cancel()
+
+
 class PortInUseError(Exception):
     """The port is taken."""
 
 
 @contextmanager
-def stop_signals() -> Iterator[asyncio.Event]:
-    """Yields an event that SIGTERM and SIGINT set."""
+def stop_signals(*, supervised: bool = False) -> Iterator[asyncio.Event]:
+    """Yields an event that SIGTERM and SIGINT set.
+
+    Args:
+        supervised: The end of standard input sets it too: whoever held it open is gone.
+    """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def readable() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin)
+            stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if supervised:
+        loop.add_reader(sys.stdin, readable)
     try:
         yield stop
     finally:
+        if supervised:
+            loop.remove_reader(sys.stdin)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
@@ -118,7 +158,7 @@ async def serve(
         PortInUseError: The port is taken.
     """
     server = grpc.aio.server(options=_OPTIONS, interceptors=[RpcInterceptor()])
-    probe = health.aio.HealthServicer()
+    probe = _Health()
     await probe.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     await probe.set(service.name, health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
@@ -141,11 +181,20 @@ async def serve(
                 failure = await _until_stopped(service, stop)
                 _log.info("stopping", extra=fields(failure=failure))
                 await probe.enter_graceful_shutdown()
-                await service.drain()
+                await _drain(service, config.grace_ms / 1000)
+                probe.end_watches()
                 await server.stop(0 if failure else config.grace_ms / 1000)
         return failure
     finally:
         await server.stop(0)
+
+
+async def _drain(service: Service, grace_s: float) -> None:
+    try:
+        async with asyncio.timeout(grace_s):
+            await service.drain()
+    except TimeoutError:
+        _log.warning("drained only in part", extra=fields(after_s=grace_s))
 
 
 async def _until_stopped(service: Service, stop: asyncio.Event) -> str | None:

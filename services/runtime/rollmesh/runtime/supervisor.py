@@ -8,7 +8,8 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,11 +18,11 @@ from rollmesh.runtime.logs import fields
 from rollmesh.runtime.mesh import ProcessSpec, Restarts
 
 _log = logging.getLogger(__name__)
-_STOP_GRACE_S = 15.0
+_KILL_AFTER_GRACE_MS = 5_000
 
 
 class StartError(Exception):
-    """A process ended before it was ready, or took too long."""
+    """A process ended before it was ever ready, or took too long."""
 
 
 class Supervisor:
@@ -40,7 +41,7 @@ class Supervisor:
         """Starts everything, announces it, and keeps it up until `stop` is set.
 
         Raises:
-            StartError: A process did not become ready.
+            StartError: A process ended before it was ever ready, or took too long.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         async with asyncio.TaskGroup() as group:
@@ -76,7 +77,11 @@ class Supervisor:
             ) from None
 
     async def _keep(self, spec: ProcessSpec) -> None:
-        """Starts a process, again and again."""
+        """Starts a process, again and again.
+
+        Raises:
+            StartError: It ended before it was ever ready: another try would end the same way.
+        """
         restarts = Restarts()
         with (self._log_dir / f"{spec.name}.log").open("ab") as log:
             while not self._stopping:
@@ -84,6 +89,11 @@ class Supervisor:
                 code = await self._run_once(spec, log)
                 if self._stopping:
                     return
+                if not self._ready[spec.name].is_set():
+                    raise StartError(
+                        f"{spec.name} ended with code {code} before it was ready; "
+                        f"see {self._log_dir / spec.name}.log"
+                    )
                 delay = restarts.died(clock.monotonic_ms() - started)
                 _log.warning(
                     "process ended",
@@ -97,6 +107,8 @@ class Supervisor:
             "-m",
             f"rollmesh.{spec.service}",
             *spec.flags,
+            "--supervised=true",
+            stdin=PIPE,  # its end tells the process that we are gone, however we went
             stdout=PIPE,
             stderr=log,
             start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
@@ -134,7 +146,7 @@ class Supervisor:
             with suppress(ProcessLookupError):
                 process.terminate()
             try:
-                async with asyncio.timeout(_STOP_GRACE_S):
+                async with asyncio.timeout((spec.grace_ms + _KILL_AFTER_GRACE_MS) / 1000):
                     await process.wait()
             except TimeoutError:
                 _log.warning("killed", extra=fields(process=spec.name))
@@ -146,8 +158,10 @@ def _kill_group(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def free_port() -> int:
-    """Returns a port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports() -> Generator[int]:
+    """Yields ports that nothing listens on now, each once; holds them until it is closed."""
+    with ExitStack() as held:
+        while True:
+            probe = held.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            yield int(probe.getsockname()[1])
