@@ -20,6 +20,7 @@ class ServiceProcess:
         self._process = process
         self._log = log
         self.port = 0
+        self.metrics_port: int | None = None
 
     @property
     def address(self) -> str:
@@ -74,7 +75,8 @@ async def running(service: str, folder: Path, **flags: object) -> AsyncIterator[
         )
     result = ServiceProcess(process, log)
     try:
-        result.port = json.loads(await result.wait_line("READY"))["port"]
+        ready = json.loads(await result.wait_line("READY"))
+        result.port, result.metrics_port = ready["port"], ready["metrics_port"]
         yield result
     finally:
         await result.kill()

@@ -27,7 +27,7 @@ from examples.demo.tasks import Task, make_tasks, reward
 from rollmesh.client import Client, Delivery, Session, Subscription, rollout
 
 _GROUPS, _SAMPLES = 16, 8
-_STEPS = 36
+_STEPS = 30
 _RATE, _WARM_UP = 4e-4, 4
 _CONCURRENCY = 64
 _AGENT_TIMEOUT_S = 60.0
@@ -115,7 +115,10 @@ async def _train(folder: Path, seed: int, steps: int) -> Run:
                 for step in range(steps):
                     tasks = make_tasks(_GROUPS, seed * 100_000 + 1000 + step)
                     report = await _step(client, groups, agents, trainer, run, tasks, step)
-                    value = f"{run.rewards[-1]:.2f} groups used {report.groups_used:2d}"
+                    value = (
+                        f"{run.rewards[-1]:.2f}  groups used {report.groups_used:2d}"
+                        f"  divergence {report.divergence:.3f}"
+                    )
                     progress.update(task, completed=step + 1, value=value)
                     if not _console.is_terminal:
                         _console.print(f"    step {step + 1:2d}  reward {value}")

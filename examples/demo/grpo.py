@@ -10,7 +10,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import Qwen3ForCausalLM
 
+from examples.demo.prefix import hidden_states, shared_length
+
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
+_GRADIENT_CLIP = 0.1
+# Nats a conversation that a step may move the policy. Without this bound Adam, whose steps do not
+# shrink with the gradient, now and then destroys a small policy in one update.
+_TRUST = 0.2
+_HALVINGS = 6
 _ROWS_AT_ONCE = 64
 
 
@@ -35,6 +42,8 @@ class StepReport:
     grad_norm: float
     groups_used: int
     """Groups whose rewards differ; the others teach nothing."""
+    divergence: float
+    """Of the new policy from the one that sampled, nats a conversation."""
 
 
 class Trainer:
@@ -61,7 +70,7 @@ class Trainer:
         """Makes one pass over whole groups: one update per mini-batch."""
         difference = self._difference([row for group in groups for row in group])
         used = [group for group in groups if np.any(group_advantages(group))]
-        losses, norm = [0.0], 0.0
+        losses, norm, divergence = [0.0], 0.0, 0.0
         for start in range(self._mini_batches):
             part = used[start :: self._mini_batches]
             if not part:
@@ -71,16 +80,38 @@ class Trainer:
             loss = self._loss(rows, advantages)
             self._optimizer.zero_grad()
             loss.backward()
-            norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0))
-            self._optimizer.step()
-            self._schedule.step()
+            norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), _GRADIENT_CLIP))
+            divergence = self._move(rows)
             losses.append(loss.item())
         return StepReport(
             loss=float(np.mean(losses)),
             logprob_mean_abs_diff=difference,
             grad_norm=norm,
             groups_used=len(used),
+            divergence=divergence,
         )
+
+    def _move(self, rows: list[Row]) -> float:
+        """Takes one step, halved until the policy stays near; returns the divergence [nats]."""
+        parameters = list(self._model.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        self._optimizer.step()
+        self._schedule.step()
+        for _ in range(_HALVINGS):
+            divergence = self._divergence(rows)
+            if divergence <= _TRUST:
+                return divergence
+            with torch.no_grad():
+                for parameter, old in zip(parameters, before, strict=True):
+                    parameter.lerp_(old, 0.5)
+        return self._divergence(rows)
+
+    @torch.no_grad()
+    def _divergence(self, rows: list[Row]) -> float:
+        """Returns the divergence from the sampling policy, by Schulman's k3 estimator."""
+        logprobs, old, _ = self._token_logprobs(rows)
+        change = logprobs - old
+        return float((change.exp() - 1 - change).sum()) / len(rows)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by the checkpoint's names, the tied output layer left out."""
@@ -109,7 +140,7 @@ class Trainer:
         return total / max(count, 1)
 
     def _token_logprobs(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns log-probs of the masked tokens: now [M], at rollout [M]; and where [B, L-1]."""
+        """Returns log-probs of the masked tokens: now [M], at rollout [M]; where [B, K]."""
         longest = max(len(row.token_ids) for row in rows)
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -119,12 +150,13 @@ class Trainer:
             ids[at, :size] = torch.tensor(row.token_ids.astype(np.int64))
             mask[at, :size] = torch.tensor(row.loss_mask)
             old[at, :size] = torch.tensor(row.logprobs)
-        hidden = self._model.model(ids).last_hidden_state[:, :-1]
-        counted = mask[:, 1:]
+        shared = shared_length(ids, mask)
+        hidden = hidden_states(self._model, ids, shared)[:, :-1]
+        counted = mask[:, shared + 1 :]
         logits = self._model.lm_head(hidden[counted])
-        chosen = ids[:, 1:][counted]
+        chosen = ids[:, shared + 1 :][counted]
         logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None]).squeeze(1)
-        return logprobs, old[:, 1:][counted], counted
+        return logprobs, old[:, shared + 1 :][counted], counted
 
 
 def group_advantages(group: Sequence[Row]) -> NDArray[np.float64]:

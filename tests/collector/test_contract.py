@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.store import SCHEMA, Ingested, SqliteStore
+from rollmesh.collector.store import SCHEMA, SCHEMA_VERSION, Ingested, SqliteStore
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, from_rpc_error
@@ -212,7 +212,7 @@ async def test_a_stored_session_whose_sender_gave_up_reaches_open_streams(tmp_pa
     collector_pb2_grpc.add_CollectorServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     async with (
-        Database(tmp_path / "c.sqlite", SCHEMA) as database,
+        Database(tmp_path / "c.sqlite", SCHEMA, SCHEMA_VERSION) as database,
         asyncio.TaskGroup() as servicer.tasks,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):

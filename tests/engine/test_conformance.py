@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -255,6 +256,36 @@ async def test_a_pause_that_aborts_ends_requests_with_what_they_have(engine: Eng
                 await engine.stub.Pause(engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_ABORT))
     await engine.stub.Resume(engine_pb2.ResumeRequest())
     assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
+
+
+async def test_a_pause_that_waits_lets_requests_end_and_holds_new_ones(engine: Engine) -> None:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        stream = engine.stream(engine.request(200, 1))
+        await anext(stream)
+        wait = engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_WAIT)
+        paused = group.create_task(_call(engine.stub.Pause(wait)))
+        rest = [response async for response in stream]
+        assert rest[-1].finish.reason == types_pb2.FINISH_REASON_LENGTH
+        await paused
+        late = group.create_task(engine.generate(engine.request(5, 0)))
+        await engine.until(lambda info: info.running + info.waiting == 1)
+        assert not late.done()
+        await engine.stub.Resume(engine_pb2.ResumeRequest())
+        assert len((await late).ids) == 5
+
+
+async def test_a_pause_whose_caller_leaves_changes_nothing(engine: Engine) -> None:
+    async with asyncio.timeout(120), aclosing(engine.stream(engine.request(LONG, 1))) as responses:
+        await anext(responses)
+        wait = engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_WAIT)
+        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+            await engine.stub.Pause(wait, timeout=0.2)
+    assert len((await engine.generate(engine.request(5, 0))).ids) == 5
+    assert not (await engine.info()).paused
+
+
+async def _call(call: Any) -> Any:
+    return await call
 
 
 async def test_new_weights_in_the_middle_of_a_request_show_in_its_spans(engine: Engine) -> None:

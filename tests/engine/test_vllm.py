@@ -51,7 +51,9 @@ async def test_a_life_of_updates_and_the_death_of_the_model(
     weights = Qwen3ForCausalLM.from_pretrained(model_dir).state_dict()
     await _refused(engine, weights, "model.norm.weight", None, "model.norm.weight is missing")
     await _refused(engine, weights, "model.norm.weight", torch.zeros(3), "has shape")
+    await _refused(engine, weights, "model.norm.weight", torch.zeros(64).long(), "has dtype I64")
     await _refused(engine, weights, "model.extra", torch.zeros(3), "model.extra is no tensor")
+    await _refused(engine, weights, "lm_head.weight", torch.zeros(3, 64), "lm_head.weight has")
     result = await engine.generate(engine.request(40, 0))
     assert np.abs(torch_logprobs(other_model_dir, result.ids) - result.logprobs).max() < 1e-4
 

@@ -20,6 +20,7 @@ from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError
 from rollmesh.runtime.logs import fields, set_request_id
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import BodyTooLargeError, PathUnknownError, to_http
+from rollmesh.sidecar.metrics import measured
 from rollmesh.sidecar.requests import parse_body, read_choices, read_request, wants_usage
 from rollmesh.sidecar.responses import ChunkWriter, whole_answer
 from rollmesh.sidecar.streams import StreamReply
@@ -105,6 +106,13 @@ class ChatEndpoint:
         """Answers one request; a client that leaves ends the call to the gateway."""
         request_id = uuid.uuid4().hex
         set_request_id(request_id)
+        send, watch = measured(send)
+        try:
+            await self._answer(scope, receive, send, request_id)
+        finally:
+            watch.ended()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:
             body = parse_body(await self._read_body(receive))
             chat = read_request(body)

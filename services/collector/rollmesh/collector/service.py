@@ -8,7 +8,7 @@ import grpc
 
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.store import SCHEMA, SqliteStore
+from rollmesh.collector.store import SCHEMA, SCHEMA_VERSION, SqliteStore
 from rollmesh.runtime.database import Database
 from rollmesh.v1 import collector_pb2_grpc
 
@@ -31,7 +31,7 @@ class CollectorService:
     async def running(self, address: str) -> AsyncIterator[None]:
         """Opens the store and owns the readers of the streams."""
         path = self._config.data_dir / "collector.sqlite"
-        async with Database(path, SCHEMA) as database, asyncio.TaskGroup() as tasks:
+        async with Database(path, SCHEMA, SCHEMA_VERSION) as database, asyncio.TaskGroup() as tasks:
             self._servicer.store = SqliteStore(database, self._config.max_stored_bytes)
             self._servicer.tasks = tasks
             await self._servicer.restore()

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from rollmesh.collector import metrics
 from rollmesh.collector.delivery import Consumer
 from rollmesh.collector.store import Ingested, Store, Unit
 from rollmesh.collector.validation import check_session
@@ -120,6 +121,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         except RollmeshError:
             del self._consumers[name]
             raise
+        metrics.watch(consumer)
         consumer.acknowledged = progress.acknowledged
         for unit in progress.open:
             consumer.add(unit)
@@ -136,6 +138,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         """Stores a session and hands out what became whole; says whether it was a repeat."""
         ingested: Ingested = await self.store.ingest(session)
         self._duplicates += ingested.duplicate
+        metrics.SESSIONS.labels("repeat" if ingested.duplicate else "stored").inc()
         for unit in ingested.units:
             for consumer in self._consumers.values():
                 if consumer.kind == unit.kind:
@@ -215,10 +218,12 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
             await self.store.acknowledge(consumer.name, found)
         for unit in found:
             consumer.acknowledge(unit.unit_id)
+        metrics.ACKNOWLEDGED.labels(consumer.name).inc(len(found))
         stream.acknowledged += delivery_ids  # unknown ones were acknowledged before
 
     async def _load(self, consumer: Consumer, unit: Unit) -> collector_pb2.SubscribeResponse:
         attempt, sessions = await self.store.load(consumer.name, unit)
+        metrics.DELIVERIES.labels(consumer.name, "first" if attempt == 1 else "again").inc()
         delivery = collector_pb2.Delivery(
             delivery_id=unit.unit_id, attempt=attempt, sessions=sessions
         )

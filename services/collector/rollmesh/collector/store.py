@@ -12,6 +12,7 @@ from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, StoreFullError
 from rollmesh.v1 import collector_pb2, types_pb2
 
+SCHEMA_VERSION = 1  # counts up with every change of what is below
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, group_key TEXT NOT NULL, sample_index INTEGER NOT NULL,

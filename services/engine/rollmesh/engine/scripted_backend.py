@@ -10,6 +10,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,6 +93,9 @@ class ScriptedBackend:
         self._places = asyncio.Semaphore(config.max_running)
         self._resumed = asyncio.Event()
         self._resumed.set()
+        self._open = asyncio.Event()  # a pause holds new requests back
+        self._open.set()
+        self._inside = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._sleeping = False
@@ -117,38 +121,47 @@ class ScriptedBackend:
         """Yields chunks and then the finish; closing the iterator ends the request."""
         state = self._new_request(request)
         self._requests[request.request_id] = state
-        self._idle.clear()
         try:
-            async with self._places:
-                async for chunk in self._steps(state, request.max_chunk_tokens):
-                    yield chunk
+            while not self._open.is_set() and not state.aborted:
+                await self._open.wait()
+            with self._counted():
+                async with self._places:
+                    async for chunk in self._steps(state, request.max_chunk_tokens):
+                        yield chunk
             yield self._finish(state, request)
         finally:
             del self._requests[request.request_id]
-            if not self._requests:
-                self._idle.set()
 
     async def abort(self, request_ids: list[str]) -> None:
         """Ends requests with what they have."""
         for request_id in request_ids:
             if (state := self._requests.get(request_id)) is not None:
                 state.aborted = True
-        if not self._resumed.is_set():  # those who wait look at their state again
-            self._resumed.set()
-            self._resumed.clear()
+        for gate in (self._open, self._resumed):
+            if not gate.is_set():  # those who wait look at their state again
+                gate.set()
+                gate.clear()
 
     async def pause(self, kind: PauseKind) -> None:
-        """Stops sampling."""
-        if kind is PauseKind.WAIT:
-            await self._idle.wait()
-        self._resumed.clear()
-        if kind is PauseKind.ABORT:
-            await self.abort(list(self._requests))
-            await self._idle.wait()
+        """Stops sampling; cancelled while it waits for requests, it changes nothing."""
+        was_paused = not self._resumed.is_set()
+        self._open.clear()
+        try:
+            if kind is PauseKind.WAIT:
+                await self._idle.wait()
+            self._resumed.clear()
+            if kind is PauseKind.ABORT:
+                await self.abort(list(self._requests))
+                await self._idle.wait()
+        except asyncio.CancelledError:
+            if not was_paused:
+                await self.resume()
+            raise
 
     async def resume(self) -> None:
         """Goes on sampling."""
         self._resumed.set()
+        self._open.set()
 
     async def update_weights(self, source: Path, policy_version: int, kind: PauseKind) -> int:
         """Reads the tensors' names, as a model would, and takes the version."""
@@ -187,6 +200,18 @@ class ScriptedBackend:
             not self._resumed.is_set(),
             self._sleeping,
         )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a request as one that a pause waits for."""
+        self._inside += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._idle.set()
 
     def _new_request(self, request: GenerateInput) -> _Request:
         sampling = request.sampling

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from rollmesh.engine import metrics
 from rollmesh.engine.backend import (
     Backend,
     Chunk,
@@ -21,6 +22,7 @@ from rollmesh.engine.backend import (
 from rollmesh.engine.sampling import read_sampling
 from rollmesh.runtime import faults
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids
+from rollmesh.runtime.channels import drained_on_refusal
 from rollmesh.runtime.errors import (
     EngineDeadError,
     InvalidFieldError,
@@ -54,6 +56,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._model = model
         self._running: set[str] = set()
         self._updating = asyncio.Lock()
+        metrics.watch(backend)
         self.changed = asyncio.Event()
         """Set when the policy version changed."""
 
@@ -115,10 +118,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[engine_pb2.UpdateWeightsRequest], context: Context
     ) -> engine_pb2.UpdateWeightsResponse:
-        first = await anext(request_iterator, None)
-        if first is None or not first.HasField("header"):
-            raise InvalidFieldError("header", "is missing; send it in the first message")
-        header = first.header
+        async with drained_on_refusal(request_iterator):
+            first = await anext(request_iterator, None)
+            if first is None or not first.HasField("header"):
+                raise InvalidFieldError("header", "is missing; send it in the first message")
+            return await self._update_once(first.header, request_iterator)
+
+    async def _update_once(
+        self,
+        header: engine_pb2.UpdateWeightsHeader,
+        request_iterator: AsyncIterator[engine_pb2.UpdateWeightsRequest],
+    ) -> engine_pb2.UpdateWeightsResponse:
         kind = _read_pause(header.pause_mode, "header.pause_mode")
         async with self._updating:
             present = self._backend.load().policy_version
@@ -129,6 +139,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 )
             try:
                 paused_ms = await self._update(header, kind, request_iterator)
+                metrics.PAUSED_SECONDS.observe(paused_ms / 1000)
             finally:  # the version may have changed though the caller went away
                 self.changed.set()
         return engine_pb2.UpdateWeightsResponse(
@@ -174,6 +185,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         whole = engine_pb2.GenerateResponse()
         async for output in outputs:
             if isinstance(output, Finish):
+                metrics.finished(output, len(request.token_ids_u32le) // 4)
                 whole.finish.CopyFrom(_write_finish(output, request))
                 yield whole
             elif request.max_chunk_tokens:

@@ -138,8 +138,13 @@ class VllmBackend:
         await self._llm.abort([id_ for id_ in request_ids if id_ in self._running])
 
     async def pause(self, kind: PauseKind) -> None:
-        """Stops sampling."""
-        await self._llm.pause_generation(mode=kind.name.lower(), clear_cache=False)
+        """Stops sampling; cancelled while it waits for requests, it changes nothing."""
+        try:
+            await self._llm.pause_generation(mode=kind.name.lower(), clear_cache=False)
+        except asyncio.CancelledError:
+            if not self._paused:
+                await self._llm.resume_generation()
+            raise
         self._paused = True
 
     async def resume(self) -> None:

@@ -7,11 +7,15 @@ Everything is checked against the checkpoint that the model was started from bef
 touched, because a failure inside vLLM would end the worker.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
+
+_EMBEDDING, _TIED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_CONVERTIBLE = {"F32", "F16", "BF16"}
 
 
 class WeightReceiver:
@@ -23,17 +27,21 @@ class WeightReceiver:
     def check_weights(self, source: str) -> str:
         """Returns what is wrong with new weights; empty where they fit the running model."""
         try:
-            offered = read_shapes(Path(source))
+            offered = read_headers(Path(source))
         except (safetensors.SafetensorError, OSError) as error:
             return f"cannot be read: {error}"
-        wanted = read_shapes(Path(self.vllm_config.model_config.model))
-        return find_misfit(offered, wanted)
+        return find_misfit(offered, self._own_headers())
 
     def load_checked_weights(self, source: str) -> None:
         """Takes weights that `check_weights` found to fit."""
-        self.model_runner.reload_weights(weights_iterator=_tensors(Path(source)))
+        wanted = self._own_headers().keys()
+        tensors = (pair for pair in _tensors(Path(source)) if pair[0] in wanted)
+        self.model_runner.reload_weights(weights_iterator=tensors)
         if self.vllm_config.model_config.hf_text_config.tie_word_embeddings:
             _tie_again(self.model_runner.get_model())
+
+    def _own_headers(self) -> "dict[str, Header]":
+        return read_headers(Path(self.vllm_config.model_config.model))
 
 
 def _tie_again(model: Any) -> None:
@@ -46,16 +54,37 @@ def _tie_again(model: Any) -> None:
     head.quant_method.process_weights_after_loading(head)
 
 
-def find_misfit(offered: dict[str, list[int]], wanted: dict[str, list[int]]) -> str:
-    """Returns what is wrong with the names and shapes of a checkpoint; empty where they fit."""
-    for name, shape in wanted.items():
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a safetensors file says of one tensor."""
+
+    dtype: str
+    """As safetensors writes it, such as `BF16`."""
+    shape: tuple[int, ...]
+
+
+def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> str:
+    """Returns what is wrong with the tensors of a checkpoint; empty where they fit."""
+    for name, header in wanted.items():
         if name not in offered:
             return f"{name} is missing"
-        if offered[name] != shape:
-            return f"{name} has shape {offered[name]}, the model has {shape}"
+        if problem := _difference(offered[name], header):
+            return f"{name} {problem}"
     # Trainers often send the tied output layer beside the embedding it equals.
-    extra = offered.keys() - wanted.keys() - {"lm_head.weight"}
-    return f"{min(extra)} is no tensor of the model" if extra else ""
+    for name in sorted(offered.keys() - wanted.keys()):
+        if name != _TIED_HEAD or _EMBEDDING not in wanted:
+            return f"{name} is no tensor of the model"
+        if problem := _difference(offered[name], wanted[_EMBEDDING]):
+            return f"{name} {problem}"
+    return ""
+
+
+def _difference(offered: Header, wanted: Header) -> str:
+    if offered.shape != wanted.shape:
+        return f"has shape {list(offered.shape)}, the model has {list(wanted.shape)}"
+    if offered.dtype == wanted.dtype or {offered.dtype, wanted.dtype} <= _CONVERTIBLE:
+        return ""
+    return f"has dtype {offered.dtype}, the model has {wanted.dtype}"
 
 
 def weight_files(source: Path) -> list[Path]:
@@ -63,8 +92,8 @@ def weight_files(source: Path) -> list[Path]:
     return sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
 
 
-def read_shapes(source: Path) -> dict[str, list[int]]:
-    """Returns the shape of every tensor by name.
+def read_headers(source: Path) -> dict[str, Header]:
+    """Returns dtype and shape of every tensor by name.
 
     Raises:
         safetensors.SafetensorError: A file is damaged or cut.
@@ -73,12 +102,13 @@ def read_shapes(source: Path) -> dict[str, list[int]]:
     files = weight_files(source)
     if not files:
         raise FileNotFoundError(f"{source} has no safetensors files")
-    shapes: dict[str, list[int]] = {}
+    headers: dict[str, Header] = {}
     for path in files:
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                shapes[name] = list(file.get_slice(name).get_shape())
-    return shapes
+                tensor = file.get_slice(name)
+                headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
+    return headers
 
 
 def _tensors(source: Path) -> Iterator[tuple[str, Any]]:

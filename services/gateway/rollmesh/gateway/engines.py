@@ -6,6 +6,11 @@ from contextlib import aclosing
 import grpc
 
 from rollmesh.runtime.channels import open_channel, read_stream, request_metadata, typed_errors
+from rollmesh.runtime.errors import (
+    EngineMismatchError,
+    PromptTooLongError,
+    TokenOutOfVocabularyError,
+)
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 _ABORT_TIMEOUT_S = 10.0
@@ -21,13 +26,23 @@ class EngineClients:
     async def generate(
         self, address: str, request: engine_pb2.GenerateRequest, timeout_ms: int
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
-        """Yields an engine's answers; closing the iterator aborts the request there."""
+        """Yields an engine's answers; closing the iterator aborts the request there.
+
+        Raises:
+            EngineMismatchError: The engine does not take the prompt: it has another model.
+        """
         call = self._stub(address).Generate(
             request, timeout=timeout_ms / 1000, metadata=request_metadata()
         )
-        async with aclosing(read_stream(call)) as responses:
-            async for response in responses:
-                yield response
+        try:
+            async with aclosing(read_stream(call)) as responses:
+                async for response in responses:
+                    yield response
+        except (PromptTooLongError, TokenOutOfVocabularyError) as error:  # not the agent's fault
+            raise EngineMismatchError(
+                f"engine {address} refused the prompt: {error.message}; "
+                "start it and the gateway from the same model_path"
+            ) from error
 
     async def abort(self, address: str, request_id: str) -> None:
         """Asks an engine to end a request with what it has."""

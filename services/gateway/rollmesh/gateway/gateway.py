@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from google.protobuf import json_format
 
-from rollmesh.gateway import journal
+from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import CallDelta, Delta
 from rollmesh.gateway.export import export_tree
 from rollmesh.gateway.journal import SessionSpec
@@ -182,6 +182,7 @@ class Gateway:
         """
         found = session.find_answer(request)
         if found is not None:
+            metrics.REPLAYED_ANSWERS.inc()
             for piece in _replayed(found, request):
                 yield piece
             yield found
@@ -244,8 +245,11 @@ class Gateway:
         """Owns one turn: whatever happens becomes its end."""
         try:
             async with asyncio.timeout(self._turn_timeout_ms / 1000):
-                turn.end(await self._runner.run(session, turn))
+                answered = await self._runner.run(session, turn)
+            metrics.committed(answered.node)
+            turn.end(answered)
         except RollmeshError as error:
+            metrics.TURNS.labels(error.reason).inc()
             turn.end(error)
         except TimeoutError:
             turn.end(DeadlineError(f"the turn took longer than {self._turn_timeout_ms} ms"))

@@ -15,6 +15,7 @@ from rollmesh.gateway.messages import Message, ToolCall
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
+SCHEMA_VERSION = 1  # counts up with every change of what is below
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL, trajectory_ids TEXT);

@@ -9,7 +9,7 @@ import grpc
 
 from rollmesh.client.leases import LeaseClient
 from rollmesh.client.membership import Membership
-from rollmesh.gateway import journal
+from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.engines import EngineClients
@@ -61,7 +61,7 @@ class GatewayService:
         config = self._config
         async with AsyncExitStack() as stack:
             database = await stack.enter_async_context(
-                Database(config.data_dir / "journal.sqlite", journal.SCHEMA)
+                Database(config.data_dir / "journal.sqlite", journal.SCHEMA, journal.SCHEMA_VERSION)
             )
             executor = stack.enter_context(ThreadPoolExecutor(config.workers, "tokenise"))
             engines = EngineClients()
@@ -93,6 +93,8 @@ class GatewayService:
                 gateway.forgotten = leases.forget
                 await gateway.restore()
                 self._servicer.gateway = gateway
+                metrics.OPEN_SESSIONS.set_function(lambda: gateway.live_sessions)
+                metrics.UNDELIVERED.set_function(lambda: gateway.undelivered_sessions)
                 delivering = tasks.create_task(outbox.run())
                 async with Membership(
                     config.router, self._hello(address), lambda: self._load(gateway)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from rollmesh.client.leases import LeaseClient
-from rollmesh.gateway import journal
+from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import Answer
 from rollmesh.gateway.continuation import Continuation, TemplateRefusedError
 from rollmesh.gateway.engines import EngineClients
@@ -183,6 +183,7 @@ class TurnRunner:
                         session, turn, prepared, sampling, grant.address, grant.engine_id
                     )
                 except (EngineDeadError, RemoteError) as error:
+                    metrics.ENGINE_LOSSES.inc()
                     lost.append(grant.engine_id)
                     if turn.has_emitted or attempt == _ATTEMPTS:
                         raise EngineLostError(

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
 from rollmesh.router.leases import LeaseTable
@@ -21,6 +22,7 @@ class RouterService:
     def __init__(self, config: RouterConfig) -> None:
         """Begins with nobody registered."""
         self.table = LeaseTable()
+        metrics.watch(self.table)
         control = Control(self.table, config.data_dir, config.control_timeout_ms)
         self._control = control
         self._servicer = RouterServicer(self.table, control)

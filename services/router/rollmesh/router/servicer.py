@@ -4,8 +4,10 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 
+from rollmesh.router import metrics
 from rollmesh.router.control import Control
 from rollmesh.router.leases import Engine, Grant, LeaseTable, Refusal
+from rollmesh.runtime.channels import drained_on_refusal
 from rollmesh.runtime.errors import InvalidFieldError, ReplicaIdInUseError
 from rollmesh.runtime.interceptors import Context
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
@@ -101,10 +103,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def PushWeights(
         self, request_iterator: AsyncIterator[router_pb2.PushWeightsRequest], context: Context
     ) -> router_pb2.PushWeightsResponse:
-        first = await anext(request_iterator, None)
-        if first is None or not first.HasField("header"):
-            raise InvalidFieldError("header", "is missing; send it in the first message")
-        results = await self._control.push(first.header, _chunks(request_iterator))
+        async with drained_on_refusal(request_iterator):
+            first = await anext(request_iterator, None)
+            if first is None or not first.HasField("header"):
+                raise InvalidFieldError("header", "is missing; send it in the first message")
+            results = await self._control.push(first.header, _chunks(request_iterator))
         return router_pb2.PushWeightsResponse(
             policy_version=self._table.target_version, results=results
         )
@@ -123,10 +126,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         response = router_pb2.DispatchResponse(lease_id=acquire.lease_id)
         match result:
             case Grant(engine_id, address, policy_version):
+                metrics.LEASE_REQUESTS.labels("granted").inc()
                 response.grant.engine_id = engine_id
                 response.grant.address = address
                 response.grant.policy_version = policy_version
             case Refusal(reason, message, retry_delay_ms):
+                metrics.LEASE_REQUESTS.labels(reason.lower()).inc()
                 response.refusal.reason = reason
                 response.refusal.message = message
                 response.refusal.retry_delay_ms = retry_delay_ms

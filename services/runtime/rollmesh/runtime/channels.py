@@ -1,17 +1,19 @@
 """How rollmesh opens gRPC channels: one set of options, and typed errors from failed calls."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
 from typing import Any
 
 import grpc
 
-from rollmesh.runtime.errors import from_rpc_error
+from rollmesh.runtime.errors import RollmeshError, from_rpc_error
 from rollmesh.runtime.logs import current_request_id
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Largest message that a rollmesh server or client takes, bytes."""
 
+_DRAIN_S = 30.0
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -56,3 +58,19 @@ async def read_stream(call: Any) -> AsyncGenerator[Any, None]:
                 yield answer
     finally:
         call.cancel()
+
+
+@contextlib.asynccontextmanager
+async def drained_on_refusal(requests: AsyncIterator[Any]) -> AsyncIterator[None]:
+    """Takes the rest of a client's stream before an error of the block leaves.
+
+    A status that overtakes what the client still sends can arrive as a reset, its reason lost.
+    """
+    try:
+        yield
+    except RollmeshError:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                async for _ in requests:
+                    pass
+        raise

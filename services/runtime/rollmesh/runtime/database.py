@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
-from rollmesh.runtime.errors import RollmeshError, StoreFullError
+from rollmesh.runtime.errors import RollmeshError, StoreError, StoreFullError
 
 _Result = TypeVar("_Result")
 Work: TypeAlias = Callable[[sqlite3.Connection], _Result]
@@ -26,25 +26,30 @@ _MAX_BATCH = 256
 _RETRY_MS = 1000
 
 
-class StoreError(RollmeshError):
-    """The store failed; nothing of the request was kept."""
-
-    reason = "STORE_FAILED"
-
-
 class Database(AbstractAsyncContextManager["Database"]):
     """A SQLite file in WAL mode with full sync, served by its own thread."""
 
-    def __init__(self, path: Path, schema: str) -> None:
-        """Names the file; entering the context opens it and runs `schema`."""
+    def __init__(self, path: Path, schema: str, version: int) -> None:
+        """Names the file; entering the context opens it and runs `schema`.
+
+        Args:
+            path: The file; made, with its folder, where missing.
+            schema: Statements that make what is missing.
+            version: Of the schema. A file of another version is refused.
+        """
         self._path = path
         self._schema = schema
+        self._version = version
         self._queue: queue.Queue[_Item] = queue.Queue(_MAX_PENDING)
         self._thread = threading.Thread(target=self._serve, name=f"sqlite-{path.stem}")
         self._opened: Future[None] = Future()
 
     async def __aenter__(self) -> "Database":
-        """Opens the file, creating it and its folder where missing."""
+        """Opens the file, creating it and its folder where missing.
+
+        Raises:
+            StoreError: It cannot be opened, or was written by another version.
+        """
         self._thread.start()
         await asyncio.wrap_future(self._opened)
         return self
@@ -81,6 +86,9 @@ class Database(AbstractAsyncContextManager["Database"]):
         except (sqlite3.Error, OSError) as error:
             self._opened.set_exception(StoreError(f"{self._path}: {error}"))
             return
+        except StoreError as error:
+            self._opened.set_exception(error)
+            return
         self._opened.set_result(None)
         while batch := self._next_batch():
             _run_batch(connection, batch)
@@ -89,6 +97,15 @@ class Database(AbstractAsyncContextManager["Database"]):
     def _open(self) -> sqlite3.Connection:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self._path, isolation_level=None)
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if tables and found != self._version:
+            connection.close()
+            raise StoreError(
+                f"{self._path}: has schema version {found}, this is for {self._version}; "
+                "run the release that wrote it until it is empty, or name another data_dir"
+            )
+        connection.execute(f"PRAGMA user_version = {self._version:d}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")

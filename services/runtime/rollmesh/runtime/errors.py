@@ -149,6 +149,13 @@ class EngineLostError(RollmeshError):
     reason = "ENGINE_LOST"
 
 
+class EngineMismatchError(RollmeshError):
+    """The engine has another vocabulary or a shorter context than the gateway was given."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "ENGINE_MISMATCH"
+
+
 class GenerationAbortedError(RollmeshError):
     """The generation was aborted by an operator; nothing was committed."""
 
@@ -182,6 +189,12 @@ class StoreFullError(RollmeshError):
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "STORE_FULL"
+
+
+class StoreError(RollmeshError):
+    """The store failed; nothing of the request was kept."""
+
+    reason = "STORE_FAILED"
 
 
 class ShuttingDownError(RollmeshError):

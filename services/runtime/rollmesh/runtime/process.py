@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from rollmesh.runtime import faults
 from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.logs import configure_logging
 from rollmesh.runtime.serving import (
     Bound,
@@ -45,6 +46,9 @@ def run_service(
     except (ConfigError, PortInUseError) as error:
         print(f"rollmesh {name}: {error}", file=sys.stderr)  # noqa: T201 - the edge
         return 2
+    except RollmeshError as error:  # it could not start
+        print(f"rollmesh {name}: {error.message}", file=sys.stderr)  # noqa: T201 - the edge
+        return 1
     return 1 if failure else 0
 
 

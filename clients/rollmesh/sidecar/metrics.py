@@ -1,0 +1,47 @@
+"""What a sidecar counts."""
+
+import time
+
+from prometheus_client import Counter, Histogram
+from starlette.types import Message, Send
+
+CHATS = Counter(
+    "rollmesh_sidecar_chats_total",
+    "Chat completions, by HTTP status; 499 where the client left before an answer.",
+    ["status"],
+)
+FIRST_BYTE_SECONDS = Histogram(
+    "rollmesh_sidecar_first_byte_seconds",
+    "Time from a request's arrival to the first byte of its answer.",
+    buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300),
+)
+
+
+class Watch:
+    """Measures one request."""
+
+    def __init__(self) -> None:
+        """Begins now."""
+        self._started = time.perf_counter()
+        self._status = 499
+
+    def answered(self, status: int) -> None:
+        """Notes the first byte of the answer."""
+        self._status = status
+        FIRST_BYTE_SECONDS.observe(time.perf_counter() - self._started)
+
+    def ended(self) -> None:
+        """Counts the request."""
+        CHATS.labels(str(self._status)).inc()
+
+
+def measured(send: Send) -> tuple[Send, Watch]:
+    """Returns an ASGI channel that is watched, and its watch."""
+    watch = Watch()
+
+    async def watched(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            watch.answered(message["status"])
+        await send(message)
+
+    return watched, watch

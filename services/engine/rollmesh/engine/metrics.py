@@ -1,0 +1,33 @@
+"""What an engine counts, beside the RPCs."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from rollmesh.engine.backend import Backend, Finish
+
+GENERATIONS = Counter(
+    "rollmesh_engine_generations_total", "Generations that ended: stop, length, abort.", ["end"]
+)
+TOKENS = Counter("rollmesh_engine_tokens_total", "Tokens: prompt, cached, sampled.", ["kind"])
+RUNNING = Gauge("rollmesh_engine_running", "Requests being sampled.")
+WAITING = Gauge("rollmesh_engine_waiting", "Requests that wait.")
+POLICY_VERSION = Gauge("rollmesh_engine_policy_version", "Version of the weights in use.")
+PAUSED_SECONDS = Histogram(
+    "rollmesh_engine_update_paused_seconds",
+    "Time that a weight update kept the engine from sampling.",
+    buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
+)
+
+
+def watch(backend: Backend) -> None:
+    """Lets the gauges look at a backend whenever they are read."""
+    RUNNING.set_function(lambda: backend.load().running)
+    WAITING.set_function(lambda: backend.load().waiting)
+    POLICY_VERSION.set_function(lambda: backend.load().policy_version)
+
+
+def finished(finish: Finish, prompt_tokens: int) -> None:
+    """Counts a generation that ended."""
+    GENERATIONS.labels(finish.kind.name.lower()).inc()
+    TOKENS.labels("prompt").inc(prompt_tokens)
+    TOKENS.labels("cached").inc(finish.cached_tokens)
+    TOKENS.labels("sampled").inc(finish.spans[-1].end if finish.spans else 0)

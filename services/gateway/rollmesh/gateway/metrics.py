@@ -1,0 +1,41 @@
+"""What a gateway counts, beside the RPCs."""
+
+from prometheus_client import Counter, Gauge
+
+from rollmesh.gateway.tree import Node
+
+TURNS = Counter(
+    "rollmesh_gateway_turns_total",
+    "Turns, by end: stop, length, or the reason of the error.",
+    ["end"],
+)
+TOKENS = Counter(
+    "rollmesh_gateway_tokens_total", "Tokens of committed turns: prompt, cached, sampled.", ["kind"]
+)
+REASONS = Counter(
+    "rollmesh_gateway_fidelity_reasons_total",
+    "Committed turns whose tokens are not simply what the policy sampled, by reason.",
+    ["reason"],
+)
+REPLAYED_ANSWERS = Counter(
+    "rollmesh_gateway_replayed_answers_total", "Requests answered by a turn that was committed."
+)
+ENGINE_LOSSES = Counter(
+    "rollmesh_gateway_engine_losses_total", "Generations cut because their engine went away."
+)
+OPEN_SESSIONS = Gauge("rollmesh_gateway_open_sessions", "Sessions that take turns.")
+UNDELIVERED = Gauge(
+    "rollmesh_gateway_undelivered_sessions", "Closed sessions that the collector has not taken."
+)
+
+
+def committed(node: Node) -> None:
+    """Counts a turn that was committed."""
+    sample = node.sample
+    assert sample is not None
+    TURNS.labels(sample.finish.name.lower()).inc()
+    TOKENS.labels("prompt").inc(sample.prompt_tokens)
+    TOKENS.labels("cached").inc(sample.cached_tokens)
+    TOKENS.labels("sampled").inc(len(sample.token_ids))
+    for reason in node.reasons:
+        REASONS.labels(reason.name.lower()).inc()
