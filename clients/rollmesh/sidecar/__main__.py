@@ -16,7 +16,7 @@ from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.logs import configure_logging
 from rollmesh.runtime.metrics import metrics_endpoint
 from rollmesh.runtime.process import print_ready
-from rollmesh.runtime.serving import Bound, stop_signals
+from rollmesh.runtime.serving import Bound, bind_host, stop_signals
 from rollmesh.sidecar.app import Sidecar
 from rollmesh.sidecar.config import SidecarConfig
 
@@ -32,7 +32,7 @@ class _Server(uvicorn.Server):
 async def _serve(config: SidecarConfig) -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((config.host, config.port))
+    listener.bind((bind_host(config).strip("[]"), config.port))
     wanted = None if config.metrics_port < 0 else config.metrics_port
     with metrics_endpoint(config.host, wanted) as metrics_port:
         await _serve_on(listener, config, metrics_port)
@@ -66,14 +66,13 @@ def main() -> int:
     """Returns the exit code."""
     try:
         config = parse_config(SidecarConfig, "sidecar", sys.argv[1:], os.environ)
+        configure_logging("sidecar", config.log_level)
+        faults.arm(config.fault)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config))
     except ConfigError as error:
         print(f"rollmesh sidecar: {error}", file=sys.stderr)
         return 2
-    configure_logging("sidecar", config.log_level)
-    faults.arm(config.fault)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config))
     except OSError as error:
         print(f"rollmesh sidecar: port: {error}", file=sys.stderr)
         return 2

@@ -16,6 +16,14 @@ from typing import Any, TypeVar, get_type_hints
 
 _Config = TypeVar("_Config")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+_TAKES: dict[type[Any], tuple[type[Any], ...]] = {
+    str: (str, int, float),
+    int: (str, int),
+    float: (str, int, float),
+    bool: (str, bool, int),
+    Path: (str,),
+}
+"""What a TOML file may give for a setting: `int(7.9)` would pass in silence."""
 
 
 class ConfigError(Exception):
@@ -57,8 +65,8 @@ def parse_config(
 
 def _read_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"config: {path}: {error}") from error
     for name in table:
         if name not in names:
@@ -68,6 +76,8 @@ def _read_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def _convert(name: str, value: Any, kind: type[Any]) -> Any:
     converters: dict[type[Any], Callable[[Any], Any]] = {bool: _to_bool}
+    if not isinstance(value, _TAKES[kind]) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name}: {value!r} is not a {kind.__name__}")
     try:
         return converters.get(kind, kind)(value)
     except (ValueError, TypeError) as error:

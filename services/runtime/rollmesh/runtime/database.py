@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
-from rollmesh.runtime.errors import RollmeshError, StoreError, StoreFullError
+from rollmesh.runtime.errors import RollmeshError, ShuttingDownError, StoreError, StoreFullError
 
 _Result = TypeVar("_Result")
 Work: TypeAlias = Callable[[sqlite3.Connection], _Result]
@@ -42,6 +42,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         self._version = version
         self._queue: queue.Queue[_Item] = queue.Queue(_MAX_PENDING)
         self._thread = threading.Thread(target=self._serve, name=f"sqlite-{path.stem}")
+        self._closing = False
         self._opened: Future[None] = Future()
 
     async def __aenter__(self) -> "Database":
@@ -61,6 +62,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         traceback: TracebackType | None,
     ) -> None:
         """Finishes the waiting works and closes the file."""
+        self._closing = True
         await asyncio.to_thread(self._queue.put, None)
         await asyncio.to_thread(self._thread.join)
 
@@ -71,6 +73,8 @@ class Database(AbstractAsyncContextManager["Database"]):
             StoreFullError: The disk is full, or too much is waiting.
             StoreError: The store failed in another way.
         """
+        if self._closing:
+            raise ShuttingDownError("the store is closed; ask another")
         future: Future[_Result] = Future()
         try:
             self._queue.put_nowait((work, future))
@@ -150,7 +154,9 @@ def _run_work(connection: sqlite3.Connection, work: Work[Any]) -> tuple[Any, Exc
     connection.execute("SAVEPOINT work")
     try:
         result = work(connection)
-    except Exception as error:  # noqa: BLE001 - the edge of the thread: the caller gets it
+    except Exception as error:
+        if isinstance(error, sqlite3.Error) and not connection.in_transaction:
+            raise  # SQLite rolled the whole batch back itself, as it does on a full disk
         connection.execute("ROLLBACK TO work")
         connection.execute("RELEASE work")
         return None, _typed(error) if isinstance(error, sqlite3.Error) else error

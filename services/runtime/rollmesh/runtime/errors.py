@@ -13,7 +13,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "rollmesh"
 _DETAILS_KEY = "grpc-status-details-bin"
-_MAX_MESSAGE_CHARS = 1500  # trailers above 8 KiB are dropped by some peers
+_MAX_TEXT_BYTES = 1500  # of message and of metadata: trailers above 8 KiB are dropped by peers
 
 
 class RollmeshError(Exception):
@@ -232,15 +232,26 @@ def _all_classes(root: type[RollmeshError]) -> dict[str, type[RollmeshError]]:
 _CLASSES = _all_classes(RollmeshError)
 
 
+def status_code_of(error: RollmeshError) -> grpc.StatusCode:
+    """Returns the code that a client sees."""
+    return error.status_code if isinstance(error, RemoteError) else error.code
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    return text.encode()[:most_bytes].decode(errors="ignore")
+
+
 def to_status(error: RollmeshError) -> status_pb2.Status:
     """Returns the wire form of an error."""
-    code = error.status_code if isinstance(error, RemoteError) else error.code
     status = status_pb2.Status(
-        code=code_pb2.Code.Value(code.name), message=error.message[:_MAX_MESSAGE_CHARS]
+        code=code_pb2.Code.Value(status_code_of(error).name),
+        message=_cut(error.message, _MAX_TEXT_BYTES),
     )
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    left = _MAX_TEXT_BYTES
     for key, value in error.metadata.items():
-        info.metadata[key] = value[:_MAX_MESSAGE_CHARS]
+        text = info.metadata[key] = _cut(value, max(left, 0))
+        left -= len(key) + len(text.encode())
     status.details.add().Pack(info)
     if error.retry_delay_ms is not None:
         delay = duration_pb2.Duration()
@@ -275,8 +286,10 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
         result,
         status.message,
         retry_delay_ms=retry.retry_delay.ToMilliseconds() if retry else None,
-        **dict(info.metadata),
     )
+    result.metadata = dict(info.metadata)
+    if found is RollmeshError:
+        result.reason = info.reason  # type: ignore[misc]
     if isinstance(result, InvalidFieldError):
         result.field = info.metadata.get("field", "")
     if isinstance(result, RemoteError):

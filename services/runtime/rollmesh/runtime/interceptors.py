@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from grpc_status import rpc_status
 
-from rollmesh.runtime.errors import RollmeshError, to_status
+from rollmesh.runtime.errors import RollmeshError, status_code_of, to_status
 from rollmesh.runtime.logs import current_request_id, fields, set_request_id
 from rollmesh.runtime.metrics import RPC_SECONDS, RPCS
 
@@ -88,7 +88,7 @@ class _Watch:
             request_id = current_request_id()
             error = RollmeshError(f"unexpected error; the log has it under {request_id}")
         status = to_status(error)
-        self._code = error.code.name
+        self._code = status_code_of(error).name
         await context.abort_with_status(rpc_status.to_status(status))
         raise AssertionError("abort returned")
 

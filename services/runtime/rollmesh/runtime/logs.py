@@ -7,6 +7,8 @@ import sys
 import traceback
 from datetime import UTC, datetime
 
+from rollmesh.runtime.config import ConfigError
+
 _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 
@@ -42,7 +44,10 @@ class JsonFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info and record.exc_info[0]:
             line["exception"] = "".join(traceback.format_exception(*record.exc_info))
-        return json.dumps(line, default=str)
+        try:
+            return json.dumps(line, default=str, allow_nan=False)
+        except ValueError:  # NaN and infinity are not JSON
+            return json.dumps({key: v if isinstance(v, int) else str(v) for key, v in line.items()})
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
@@ -51,7 +56,13 @@ def fields(**values: object) -> dict[str, dict[str, object]]:
 
 
 def configure_logging(service: str, level: str) -> None:
-    """Sends all logs of this process to standard error as JSON lines."""
+    """Sends all logs of this process to standard error as JSON lines.
+
+    Raises:
+        ConfigError: There is no such level.
+    """
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise ConfigError(f"log_level: {level!r} is none of debug, info, warning, error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

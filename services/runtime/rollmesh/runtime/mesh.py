@@ -48,8 +48,8 @@ def read_mesh(path: Path | None) -> dict[str, dict[str, Any]]:
     if path is None:
         return {}
     try:
-        tables = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"config: {path}: {error}") from error
     known = {"mesh", *SERVICES}
     for name, table in tables.items():
@@ -78,7 +78,7 @@ def plan_mesh(
     mesh = tables.get("mesh", {})
     host, data_dir = str(mesh.get("host", "127.0.0.1")), Path(mesh.get("data_dir", "var/mesh"))
     engines = mesh.get("engines", 1)
-    if not isinstance(engines, int) or engines < 1:
+    if type(engines) is not int or engines < 1:
         raise ConfigError(f"mesh.engines: is {engines!r}; give at least 1")
     model = {
         "model_path": mesh.get("model_path", "var/model"),
@@ -87,7 +87,11 @@ def plan_mesh(
     names = [("router", "router")]
     names += [(f"engine-{at}", "engine") for at in range(engines)]
     names += [("collector", "collector"), ("gateway-0", "gateway"), ("sidecar", "sidecar")]
-    address = {name: f"{host}:{_port(tables, service, name, free_port)}" for name, service in names}
+    address = {
+        name: f"{tables.get(service, {}).get('host', host)}"
+        f":{_port(tables, service, name, free_port)}"
+        for name, service in names
+    }
     known: dict[str, dict[str, Any]] = {
         "router": {"data_dir": data_dir / "router"},
         "engine": {"router": address["router"], **model},
@@ -106,9 +110,16 @@ def plan_mesh(
         settings["port"] = address[name].rpartition(":")[2]
         if service in ("engine", "gateway"):
             settings[f"{service}_id"] = name
-        grace_ms = int(settings.get("grace_ms", GRACE_MS))
+        grace_ms = _number(tables, service, "grace_ms", GRACE_MS)
         specs.append(ProcessSpec(name, service, address[name], _flags(settings), grace_ms))
     return specs
+
+
+def _number(tables: Mapping[str, Mapping[str, Any]], service: str, name: str, default: int) -> int:
+    value = tables.get(service, {}).get(name, default)
+    if type(value) is not int:
+        raise ConfigError(f"{service}.{name}: {value!r} is not a number")
+    return value
 
 
 def _port(
@@ -118,7 +129,7 @@ def _port(
     free_port: Callable[[], int],
 ) -> int:
     """Returns the port of a process: the table's, counted up for further engines."""
-    first = int(tables.get(service, {}).get("port", 0))
+    first = _number(tables, service, "port", 0)
     if not first:
         return free_port()
     return first + (int(name.rpartition("-")[2]) if service == "engine" else 0)

@@ -6,6 +6,8 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import Counter, Histogram, start_http_server
 
+from rollmesh.runtime.config import ConfigError
+
 RPCS = Counter("rollmesh_rpcs_total", "RPCs answered, by method and gRPC code.", ["method", "code"])
 RPC_SECONDS = Histogram(
     "rollmesh_rpc_seconds",
@@ -22,11 +24,17 @@ def metrics_endpoint(host: str, port: int | None) -> Iterator[int | None]:
     Args:
         host: Address to listen on.
         port: Port; 0 takes a free one, None turns the endpoint off.
+
+    Raises:
+        ConfigError: The port is taken.
     """
     if port is None:
         yield None
         return
-    server, thread = start_http_server(port, addr=host)
+    try:
+        server, thread = start_http_server(port, addr=host)
+    except OSError as error:
+        raise ConfigError(f"metrics_port: {host}:{port}: {error}") from error
     try:
         yield server.server_port if isinstance(server, WSGIServer) else port
     finally:

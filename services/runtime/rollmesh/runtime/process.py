@@ -36,10 +36,10 @@ def run_service(
     """
     try:
         config = parse_config(config_class, name, argv, environ)
+        configure_logging(name, config.log_level)
     except ConfigError as error:
         print(f"rollmesh {name}: {error}", file=sys.stderr)  # noqa: T201 - the edge
         return 2
-    configure_logging(name, config.log_level)
     faults.arm(config.fault)
     try:
         failure = asyncio.run(_serve(build, config))

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -20,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollmesh.runtime.channels import MAX_MESSAGE_BYTES
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.runtime.logs import fields
 from rollmesh.runtime.mesh import GRACE_MS
@@ -27,6 +29,7 @@ from rollmesh.runtime.metrics import metrics_endpoint
 
 _log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.2
+_MOST_PORT = 65_535
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),  # else a second server binds the same port without an error
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -56,6 +59,25 @@ class ServerConfig:
     """Stop when standard input ends; for a supervisor, which holds it open while it lives."""
     fault: str = ""
     """Comma-separated names of fault points to arm; for tests."""
+
+
+class Listening(Protocol):
+    """Where something listens; every config says it."""
+
+    @property
+    def host(self) -> str:
+        """Address or name."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """Port; 0 takes a free one."""
+        ...
+
+    @property
+    def metrics_port(self) -> int:
+        """Port of the Prometheus endpoint."""
+        ...
 
 
 class Service(Protocol):
@@ -115,6 +137,23 @@ class PortInUseError(Exception):
     """The port is taken."""
 
 
+def bind_host(config: Listening) -> str:
+    """Returns the one address to bind: gRPC is content with some of a name's addresses.
+
+    Raises:
+        ConfigError: The host is unknown, or a port is too large: gRPC would wrap it.
+    """
+    for name, port in (("port", config.port), ("metrics_port", config.metrics_port)):
+        if port > _MOST_PORT:
+            raise ConfigError(f"{name}: {port} is above {_MOST_PORT}")
+    try:
+        found = socket.getaddrinfo(config.host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"host: {config.host}: {error}") from error
+    host = str(found[0][4][0])
+    return f"[{host}]" if ":" in host else host
+
+
 @contextmanager
 def stop_signals(*, supervised: bool = False) -> Iterator[asyncio.Event]:
     """Yields an event that SIGTERM and SIGINT set.
@@ -156,7 +195,9 @@ async def serve(
 
     Raises:
         PortInUseError: The port is taken.
+        ConfigError: The host is unknown, or a port is too large.
     """
+    host = bind_host(config)
     server = grpc.aio.server(options=_OPTIONS, interceptors=[RpcInterceptor()])
     probe = _Health()
     await probe.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -166,7 +207,7 @@ async def serve(
     names = (service.name, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     try:
-        port = server.add_insecure_port(f"{config.host}:{config.port}")
+        port = server.add_insecure_port(f"{host}:{config.port}")
     except RuntimeError as error:
         raise PortInUseError(f"port: {config.host}:{config.port} is taken; give another") from error
     await server.start()

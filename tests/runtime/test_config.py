@@ -1,0 +1,194 @@
+"""Settings: where they come from, and what is said about bad ones."""
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from rollmesh.collector.config import CollectorConfig
+from rollmesh.engine.config import EngineConfig
+from rollmesh.gateway.config import GatewayConfig
+from rollmesh.router.config import RouterConfig
+from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.sidecar.config import SidecarConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inherited:
+    """Settings of any service."""
+
+    host: str = "localhost"
+    """Address to listen on."""
+    max_nodes: int = 1
+    """Said by the base class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Inherited):
+    """Settings of a probe."""
+
+    max_nodes: int = 7
+    """Most nodes of a tree."""
+    share: float = 0.5
+    """Part of the memory, at most 90 %."""
+    strict: bool = False
+    """Whether to be strict
+    about everything."""
+    data_dir: Path = Path("var/probe")
+    """Folder of the store."""
+
+
+def parse(*argv: str, **environ: str) -> Settings:
+    return parse_config(Settings, "probe", argv, environ)
+
+
+def file_of(folder: Path, text: str) -> str:
+    path = folder / "probe.toml"
+    path.write_text(text)
+    return f"--config={path}"
+
+
+def test_without_anything_all_is_default() -> None:
+    assert parse() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "file", "expected"),
+    [
+        pytest.param(None, None, None, 7, id="default"),
+        pytest.param(None, None, 2, 2, id="file-beats-default"),
+        pytest.param(None, 3, 2, 3, id="environment-beats-file"),
+        pytest.param(4, 3, 2, 4, id="flag-beats-environment"),
+        pytest.param(4, None, 2, 4, id="flag-beats-file"),
+        pytest.param(7, 3, 2, 7, id="a-flag-that-equals-the-default-beats-all"),
+        pytest.param(0, 3, 2, 0, id="zero-is-a-value"),
+    ],
+)
+def test_precedence(
+    tmp_path: Path, flag: int | None, variable: int | None, file: int | None, expected: int
+) -> None:
+    argv = [] if flag is None else [f"--max-nodes={flag}"]
+    if file is not None:
+        argv.append(file_of(tmp_path, f"max_nodes = {file}"))
+    environ = {} if variable is None else {"ROLLMESH_PROBE_MAX_NODES": str(variable)}
+    assert parse(*argv, **environ) == Settings(max_nodes=expected)
+
+
+def test_each_source_fills_what_the_others_leave_open(tmp_path: Path) -> None:
+    file = file_of(tmp_path, 'host = "h"\nmax_nodes = 2\nshare = 0.25\nstrict = true')
+    found = parse(file, "--max-nodes", "3", ROLLMESH_PROBE_DATA_DIR="/data")
+    assert found == Settings(host="h", max_nodes=3, share=0.25, strict=True, data_dir=Path("/data"))
+
+
+def test_variables_of_another_service_are_not_read() -> None:
+    assert parse(ROLLMESH_ROUTER_MAX_NODES="3", MAX_NODES="4") == Settings()
+
+
+@pytest.mark.parametrize("given", [["--max-nodes=-1"], ["--max-nodes", "-1"]])
+def test_numbers_may_be_negative(given: list[str]) -> None:
+    assert parse(*given).max_nodes == -1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(text, True) for text in ("1", "true", "True", "YES", "on")]
+    + [(text, False) for text in ("0", "false", "False", "no", "OFF")],
+)
+def test_booleans(text: str, expected: bool) -> None:  # noqa: FBT001 - a table
+    assert parse(f"--strict={text}").strict is expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_nodes", "many"),
+        ("max_nodes", "1.5"),
+        ("max_nodes", ""),
+        ("share", "half"),
+        ("strict", "perhaps"),
+        ("strict", ""),
+    ],
+)
+def test_a_value_of_the_wrong_form_names_its_setting(setting: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting}: {value!r} is not a"):
+        parse(f"--{setting.replace('_', '-')}={value}")
+    with pytest.raises(ConfigError, match=f"^{setting}: "):
+        parse(**{f"ROLLMESH_PROBE_{setting.upper()}": value})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'max_nodes = "many"',
+        "max_nodes = 7.9",
+        "max_nodes = true",
+        "max_nodes = [7]",
+        "strict = 7",
+        "data_dir = 7",
+        'host = ["a", "b"]',
+        "host = {a = 1}",
+    ],
+)
+def test_a_value_of_the_wrong_kind_in_the_file_names_its_setting(tmp_path: Path, line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line.split(maxsplit=1)[0]}: "):
+        parse(file_of(tmp_path, line))
+
+
+def test_a_whole_number_in_the_file_is_also_a_float(tmp_path: Path) -> None:
+    assert parse(file_of(tmp_path, "share = 1")).share == 1.0
+
+
+def test_an_unknown_key_is_named_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^max_node: unknown.*probe\.toml.*max_nodes"):
+        parse(file_of(tmp_path, "max_node = 3"))
+
+
+@pytest.mark.parametrize("content", [None, b"max_nodes = ", b'host = "\xff"'])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "probe.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^config: {path}: "):
+        parse(f"--config={path}")
+
+
+def test_an_unknown_flag_ends_with_2_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--max-nods=3")
+    assert caught.value.code == 2
+    assert "--max-nods" in capsys.readouterr().err
+
+
+def test_help_says_the_docstring_of_every_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    told = dict(re.findall(r"^  (--\S+) \S+\s+(\S.*)", capsys.readouterr().out, re.M))
+    assert told == {
+        "--config": "TOML file with the same names as the flags",
+        "--host": "Address to listen on.",
+        "--max-nodes": "Most nodes of a tree.",
+        "--share": "Part of the memory, at most 90 %.",
+        "--strict": "Whether to be strict about everything.",
+        "--data-dir": "Folder of the store.",
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [RouterConfig, EngineConfig, CollectorConfig, GatewayConfig, SidecarConfig],
+    ids=lambda cls: cls.__name__,
+)
+def test_every_setting_of_every_service_has_its_help(
+    config: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        parse_config(config, "any", ["--help"], {})
+    told = dict(re.findall(r"^  (--\S+) \S+\s+(\S.*)", capsys.readouterr().out, re.M))
+    for field in fields(config):
+        assert told[f"--{field.name.replace('_', '-')}"].endswith(".")

@@ -1,0 +1,209 @@
+"""The database: what is acknowledged is kept, and nobody loses by another's error."""
+
+import asyncio
+import signal
+import sqlite3
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import (
+    RollmeshError,
+    SessionUnknownError,
+    StoreError,
+    StoreFullError,
+)
+from tests.runtime.writer import SCHEMA, VERSION, inserting
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def rows_of(connection: sqlite3.Connection) -> list[int]:
+    return [row for (row,) in connection.execute("SELECT id FROM rows ORDER BY id")]
+
+
+def raising(error: Exception, row: int) -> Callable[[sqlite3.Connection], None]:
+    """Returns a work that writes a row and then fails."""
+
+    def work(connection: sqlite3.Connection) -> None:
+        inserting(row)(connection)
+        raise error
+
+    return work
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    async with Database(tmp_path / "deep" / "store.sqlite", SCHEMA, VERSION) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def busy(database: Database) -> AsyncIterator[None]:
+    """Keeps the thread at work while the block runs: what the block asks for waits together."""
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def work(connection: sqlite3.Connection) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(30)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(database.run(work))
+        try:
+            await begun.wait()
+            yield
+        finally:
+            go_on.set()
+
+
+async def waiting_together(
+    database: Database, *works: Callable[[sqlite3.Connection], Any]
+) -> list[Any]:
+    """Returns the results and errors of works that wait at the same time."""
+    async with busy(database):
+        running = [database.run(work) for work in works]
+        results = asyncio.gather(*running, return_exceptions=True)
+        await asyncio.sleep(0)  # one turn of the loop: the works are queued
+    return await results
+
+
+@pytest.mark.parametrize("acknowledged", [1, 2, 21, 400])
+async def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, acknowledged: int) -> None:
+    path = tmp_path / "store.sqlite"
+    command = [sys.executable, "-m", "tests.runtime.writer", str(path), str(acknowledged)]
+    child = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    output, _ = await child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    printed = {int(line) for line in output.splitlines()}
+    assert len(printed) == acknowledged
+    async with Database(path, SCHEMA, VERSION) as database:
+        assert printed <= set(await database.run(rows_of))
+
+
+async def test_works_that_wait_together_share_one_commit(database: Database) -> None:
+    statements: list[str] = []
+    await database.run(lambda connection: connection.set_trace_callback(statements.append))
+    statements.clear()
+    results = await waiting_together(database, *(inserting(row) for row in range(50)))
+    assert results == list(range(50))
+    assert statements.count("COMMIT") <= 3  # the tracer's, the busy one's, and one for all
+
+
+@pytest.mark.parametrize("error", [SessionUnknownError("no such session"), KeyError("any")])
+async def test_a_work_that_fails_loses_nobody_elses(database: Database, error: Exception) -> None:
+    results = await waiting_together(database, inserting(1), raising(error, 2), inserting(3))
+    assert results == [1, error, 3]
+    assert await database.run(rows_of) == [1, 3]
+
+
+async def test_a_broken_constraint_is_a_store_error_of_its_own_work(database: Database) -> None:
+    first, second, third = await waiting_together(
+        database, inserting(1), inserting(1), inserting(2)
+    )
+    assert (first, type(second), third) == (1, StoreError, 2)
+    assert await database.run(rows_of) == [1, 2]
+
+
+async def test_a_full_disk_is_an_error_with_a_delay_and_keeps_what_was_there(
+    database: Database,
+) -> None:
+    def filling(connection: sqlite3.Connection) -> None:
+        connection.execute("CREATE TABLE more (data BLOB)")
+        connection.execute("INSERT INTO more VALUES (zeroblob(1000000))")
+
+    await database.run(inserting(1))
+    await database.run(lambda connection: connection.execute("PRAGMA max_page_count = 20").close())
+    results = await waiting_together(database, inserting(2), filling, inserting(3))
+    acknowledged = [result for result in results if isinstance(result, int)]
+    refused = [result for result in results if not isinstance(result, int)]
+    assert [type(error) for error in refused] == [StoreFullError] * len(refused)
+    assert results[1] in refused
+    assert all(error.retry_delay_ms for error in refused)
+    assert await database.run(rows_of) == [1, *acknowledged]
+
+
+async def test_too_much_waiting_is_refused_with_a_delay(database: Database) -> None:
+    works = [inserting(row) for row in range(5000)]
+    results = await waiting_together(database, *works)
+    refused = [result for result in results if isinstance(result, StoreFullError)]
+    kept = [result for result in results if isinstance(result, int)]
+    assert refused
+    assert all(error.retry_delay_ms for error in refused)
+    assert len(kept) + len(refused) == 5000
+    assert await database.run(rows_of) == kept
+
+
+async def test_who_gave_up_waiting_disturbs_nobody(database: Database) -> None:
+    async with asyncio.TaskGroup() as group:
+        async with busy(database):
+            patient = group.create_task(database.run(inserting(1)))
+            impatient = group.create_task(database.run(inserting(2)))
+            await asyncio.sleep(0)
+            impatient.cancel()
+    assert patient.result() == 1
+    assert impatient.cancelled()
+    assert 1 in await database.run(rows_of)
+
+
+async def test_closing_finishes_what_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    async with asyncio.TaskGroup() as group:
+        async with Database(path, SCHEMA, VERSION) as database:
+            tasks = [group.create_task(database.run(inserting(row))) for row in range(1000)]
+            await asyncio.sleep(0)  # one turn of the loop: the works are queued
+    assert [task.result() for task in tasks] == list(range(1000))
+    async with Database(path, SCHEMA, VERSION) as database:
+        assert await database.run(rows_of) == list(range(1000))
+
+
+async def test_a_closed_database_refuses_work(tmp_path: Path) -> None:
+    async with Database(tmp_path / "store.sqlite", SCHEMA, VERSION) as database:
+        pass
+    async with asyncio.timeout(5):
+        with pytest.raises(RollmeshError):
+            await database.run(rows_of)
+
+
+async def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "store.sqlite"
+    with pytest.raises(StoreError, match=str(path)):
+        async with Database(path, SCHEMA, VERSION):
+            pass
+
+
+async def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    path.write_bytes(b"this is no database" * 100)
+    with pytest.raises(StoreError, match=str(path)):
+        async with Database(path, SCHEMA, VERSION):
+            pass
+
+
+async def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    async with Database(path, SCHEMA, VERSION) as database:
+        await database.run(inserting(1))
+    with pytest.raises(StoreError, match=f"{path}.*version {VERSION}.*{VERSION + 1}"):
+        async with Database(path, SCHEMA, VERSION + 1):
+            pass
+    async with Database(path, SCHEMA, VERSION) as database:
+        assert await database.run(rows_of) == [1]
+
+
+async def test_every_commit_is_synced_to_disk(database: Database) -> None:
+    def settings(connection: sqlite3.Connection) -> tuple[str, int]:
+        (journal,) = connection.execute("PRAGMA journal_mode").fetchone()
+        (synchronous,) = connection.execute("PRAGMA synchronous").fetchone()
+        return journal, synchronous
+
+    assert await database.run(settings) == ("wal", 2)

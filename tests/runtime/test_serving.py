@@ -1,0 +1,311 @@
+"""A service from its start to its stop, in this process and as one of its own."""
+
+import asyncio
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import RemoteError
+from rollmesh.runtime.interceptors import Context
+from rollmesh.runtime.serving import PortInUseError, ServerConfig, serve
+from tests.processes import ServiceProcess
+from tests.runtime.services import NAME, ScriptedService, ask, begin, served, started
+
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def health_of(channel: grpc.aio.Channel) -> Any:
+    return health_pb2_grpc.HealthStub(channel)
+
+
+async def status_of(channel: grpc.aio.Channel, name: str) -> object:
+    request = health_pb2.HealthCheckRequest(service=name)
+    return (await health_of(channel).Check(request, timeout=10)).status
+
+
+@asynccontextmanager
+async def listening(
+    service: ScriptedService, **settings: Any
+) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Event]]:
+    """Serves a service that has not started; yields a channel to it and what stops it."""
+    service.address = asyncio.get_running_loop().create_future()
+    config, stop = ServerConfig(**settings), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        serving = serve(service, config, announce=lambda _: service.announced.set(), stop=stop)
+        group.create_task(serving)
+        try:
+            async with open_channel(await service.address) as channel:
+                yield channel, stop
+        finally:
+            service.may_start.set()
+            stop.set()
+
+
+@pytest.mark.parametrize("name", ["", NAME])
+async def test_health_is_not_serving_until_the_service_has_started(name: str) -> None:
+    service = ScriptedService()
+    async with listening(service) as (channel, _):
+        assert await status_of(channel, name) == NOT_SERVING
+        service.may_start.set()
+        await service.announced.wait()
+        assert await status_of(channel, name) == SERVING
+
+
+@pytest.mark.parametrize("name", ["", NAME])
+async def test_a_watcher_of_health_sees_start_and_stop_and_does_not_hold_it_up(name: str) -> None:
+    service, hour_ms = ScriptedService(), 3_600_000
+    async with listening(service, grace_ms=hour_ms) as (channel, stop):
+        request = health_pb2.HealthCheckRequest(service=name)
+        call = health_of(channel).Watch(request)
+        assert (await call.read()).status == NOT_SERVING
+        service.may_start.set()
+        assert (await call.read()).status == SERVING
+        stop.set()
+        assert (await call.read()).status == NOT_SERVING
+        assert await call.read() == grpc.aio.EOF
+
+
+async def test_health_is_not_serving_while_calls_finish() -> None:
+    service, go_on = ScriptedService(), asyncio.Event()
+
+    async def script(request: bytes, context: Context) -> bytes:
+        await go_on.wait()
+        return b"finished"
+
+    service.script = script
+    service.may_start.set()
+    async with listening(service) as (channel, stop):
+        watch = health_of(channel).Watch(health_pb2.HealthCheckRequest())
+        call = begin(channel)
+        assert await call.read() == b"first"
+        stop.set()
+        while (await watch.read()).status != NOT_SERVING:
+            pass
+        go_on.set()
+        assert await call.read() == b"finished"
+
+
+async def test_reflection_lists_the_service() -> None:
+    async with served(ScriptedService()) as (channel, _):
+        untyped_channel: Any = channel
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(untyped_channel)
+        call = stub.ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10
+        )
+        names = {
+            service.name
+            async for answer in call
+            for service in answer.list_services_response.service
+        }
+    assert names >= {NAME, "grpc.health.v1.Health"}
+
+
+async def test_a_message_of_many_megabytes_passes() -> None:
+    async with served(ScriptedService()) as (channel, _):
+        assert len(await ask(channel, b"x" * 20_000_000)) == 20_000_000
+
+
+@pytest.mark.parametrize(("advertise", "seen"), [("", "127.0.0.1:{port}"), ("a:1", "a:1")])
+async def test_a_service_learns_how_others_reach_it(advertise: str, seen: str) -> None:
+    service = ScriptedService(address=asyncio.get_running_loop().create_future())
+    assert service.address is not None
+    service.may_start.set()
+    async with served(service, advertise=advertise) as (_, bound):
+        assert await service.address == seen.format(port=bound.port)
+
+
+async def test_a_stop_drains_then_lets_calls_finish_then_closes() -> None:
+    service = ScriptedService()
+
+    async def until_drained(request: bytes, context: Context) -> bytes:
+        await service.drained.wait()
+        service.events.append("answered")
+        return b"finished"
+
+    service.script = until_drained
+    service.may_start.set()
+    async with listening(service) as (channel, stop):
+        call = begin(channel)
+        assert await call.read() == b"first"
+        stop.set()
+        assert await call.read() == b"finished"
+    assert service.events == ["started", "drained", "answered", "closed"]
+
+
+async def test_a_drain_that_does_not_end_is_cut_after_the_grace() -> None:
+    class Clinging(ScriptedService):
+        async def drain(self) -> None:
+            await asyncio.Event().wait()
+
+    service = Clinging()
+    async with served(service, grace_ms=50) as (channel, _):
+        await ask(channel)
+    assert service.events == ["started", "closed"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_taken_port_is_refused_by_name(host: str) -> None:
+    stop = asyncio.Event()
+    async with served(ScriptedService()) as (_, bound):
+        config = ServerConfig(host=host, port=bound.port)
+        with pytest.raises(PortInUseError, match=f"port.*{bound.port}"):
+            await serve(ScriptedService(), config, announce=lambda _: stop.set(), stop=stop)
+
+
+async def test_a_failure_ends_the_service_and_is_returned() -> None:
+    service = ScriptedService()
+    service.failure.put_nowait("the model died")
+    config, stop = ServerConfig(), asyncio.Event()
+    assert await serve(service, config, announce=lambda _: None, stop=stop) == "the model died"
+    assert service.events == ["started", "drained", "closed"]
+
+
+def metrics_at(port: int | None) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+async def test_the_metrics_endpoint_counts_rpcs() -> None:
+    service = ScriptedService(name="rollmesh.test.Counted")
+    async with served(service, metrics_port=0) as (channel, bound):
+        await ask(channel, name=service.name)
+        await ask(channel, name=service.name)
+        text = await asyncio.to_thread(metrics_at, bound.metrics_port)
+    method = 'method="/rollmesh.test.Counted/unary_unary"'
+    assert f'rollmesh_rpcs_total{{code="OK",{method}}} 2.0' in text
+    assert f"rollmesh_rpc_seconds_count{{{method}}} 2.0" in text
+
+
+async def test_metrics_are_off_unless_asked_for() -> None:
+    async with served(ScriptedService()) as (_, bound):
+        assert bound.metrics_port is None
+
+
+@pytest.mark.parametrize("ended", ["deadline", "cancel"])
+async def test_a_call_that_its_client_gave_up_is_cancelled_in_the_handler(ended: str) -> None:
+    arrived, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def script(request: bytes, context: Context) -> bytes:
+        assert (context.time_remaining() is not None) == (ended == "deadline")
+        arrived.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return b""
+
+    async with served(ScriptedService(script)) as (channel, _):
+        timeout = 2 if ended == "deadline" else None
+        call = begin(channel, kind="unary_unary", timeout=timeout)
+        await arrived.wait()
+        if ended == "cancel":
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        else:
+            with pytest.raises(RemoteError) as caught, typed_errors():
+                await call
+            assert caught.value.status_code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await cancelled.wait()
+
+
+async def ports(process: ServiceProcess) -> dict[str, int | None]:
+    found: dict[str, int | None] = json.loads(await process.wait_line("READY"))
+    return found
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "scripted.log").read_text()
+
+
+@pytest.mark.parametrize("setting", ["port", "metrics_port"])
+async def test_a_second_process_on_a_taken_port_exits_2_and_names_it(
+    tmp_path: Path, setting: str
+) -> None:
+    flag = f"--{setting.replace('_', '-')}"
+    async with started(tmp_path, f"{flag}=0") as first:
+        port = (await ports(first))[setting]
+        async with started(tmp_path, f"{flag}={port}") as second:
+            assert await second.exit_code() == 2
+    last = log_of(tmp_path).splitlines()[-1]
+    assert last.startswith(f"rollmesh scripted: {setting}: ")
+    assert f"{port}" in last
+    assert "Traceback" not in log_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        pytest.param("--port=http", id="no-number"),
+        pytest.param("--port=70000", id="no-such-port"),
+        pytest.param("--host=no.such.host.invalid", id="no-such-host"),
+        pytest.param("--log-level=loud", id="no-such-level"),
+    ],
+)
+async def test_a_setting_that_cannot_be_exits_2_and_is_named(tmp_path: Path, flag: str) -> None:
+    async with started(tmp_path, flag) as process:
+        code = await process.exit_code()
+    setting = flag.removeprefix("--").partition("=")[0].replace("-", "_")
+    assert log_of(tmp_path).splitlines()[-1].startswith(f"rollmesh scripted: {setting}: ")
+    assert code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_a_running_call_finish_and_exits_0(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    async with started(tmp_path) as process:
+        process.port = (await ports(process))["port"] or 0
+        async with open_channel(process.address) as channel:
+            call = begin(channel, b"wait for the stop")
+            assert await call.read() == b"first"
+            os.kill(process.pid, number)
+            assert await call.read() == b"finished"
+        assert await process.exit_code() == 0
+
+
+async def test_a_supervised_process_stops_when_its_supervisor_is_gone(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end) as stdin, os.fdopen(write_end, "wb") as held_open:
+        async with started(tmp_path, "--supervised=true", stdin=stdin.fileno()) as process:
+            await process.wait_line("READY")
+            held_open.close()
+            assert await process.exit_code() == 0
+
+
+async def test_a_call_that_does_not_end_is_cut_after_the_grace(tmp_path: Path) -> None:
+    async with started(tmp_path, "--grace-ms=100") as process:
+        process.port = (await ports(process))["port"] or 0
+        async with open_channel(process.address) as channel:
+            call = begin(channel, b"wait for ever")
+            assert await call.read() == b"first"
+            assert await process.terminate() == 0
+            with pytest.raises(RemoteError) as caught, typed_errors():
+                await call.read()
+    assert caught.value.status_code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
+async def test_a_service_that_fails_exits_1_and_logs_why(tmp_path: Path) -> None:
+    async with started(tmp_path) as process:
+        process.port = (await ports(process))["port"] or 0
+        async with open_channel(process.address) as channel:
+            call = begin(channel, b"fail", kind="unary_unary")
+            await call.code()
+        assert await process.exit_code() == 1
+    assert "told to" in log_of(tmp_path)
