@@ -1,4 +1,3 @@
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +6,8 @@ import trl
 from hypothesis import given, strategies as st
 
 from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.continuation import Continuation, TemplateRefusedError
+from rollmesh.gateway.continuation import Continuation
+from rollmesh.gateway.cutter import TemplateRefusedError
 from rollmesh.gateway.messages import Frame, Message, ToolCall, units_of
 from rollmesh.gateway.template import ChatTemplate, load_template
 from rollmesh.gateway.tokenizer import Tokenizer
@@ -38,12 +38,7 @@ conversations = st.builds(
 def joined(continuation: Continuation, messages: tuple[Message, ...], frame: Frame) -> np.ndarray:
     """The ids of a conversation, piece by piece."""
     units = units_of(messages)
-    pieces = [continuation.head(units[0], frame)]
-    pieces += [
-        continuation.delta(before[0].role, unit, frame)
-        for before, unit in itertools.pairwise(units)
-    ]
-    return np.concatenate([*pieces, continuation.generation_prompt(frame)])
+    return np.concatenate([*continuation.pieces(units, 0, frame), continuation.glue(units, frame)])
 
 
 @given(messages=conversations, tools=st.sampled_from([b"", TOOLS]))
@@ -64,21 +59,20 @@ def test_a_long_session_costs_a_turn_no_more_than_a_short_one(
     continuation: Continuation,
 ) -> None:
     frame = make_frame(TOOLS, b"")
-    message = (Message("user", "again"),)
-    first = continuation.delta("assistant", message, frame)
-    assert continuation.delta("assistant", message, frame).tolist() == first.tolist()
-    assert len(first) < 20  # neither tools nor history are in it
+    turn = [(Message("user", "again"),), (Message("assistant", "yes"),)]
+    (second,) = continuation.pieces([*turn, turn[0]], 2, frame)
+    (late,) = continuation.pieces([*turn * 200, turn[0]], 400, frame)
+    assert late.tolist() == second.tolist()
+    assert len(second) < 20  # neither tools nor history are in it
 
 
-@pytest.mark.parametrize("name", ["qwen3.jinja", "deepseekv3.jinja", "llama3.jinja"])
-def test_a_template_that_rewrites_history_is_refused_with_what_was_seen(
-    tokenizer: Tokenizer, name: str
+def test_a_template_that_drops_reasoning_is_continued_and_the_contract_says_so(
+    tokenizer: Tokenizer,
 ) -> None:
-    path = TEMPLATES / name
-    template = ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "<|im_end|>"})
-    with pytest.raises(TemplateRefusedError) as caught:
-        Continuation(template, tokenizer)
-    assert str(caught.value)
+    template = ChatTemplate((TEMPLATES / "qwen3.jinja").read_text(), {})
+    contract = Continuation(template, tokenizer).contract
+    assert str(contract) == "append-only except drops earlier reasoning"
+    assert contract.refused == {}
 
 
 def test_trls_chatml_template_of_qwen_2_5_is_continued_exactly(tokenizer: Tokenizer) -> None:
@@ -100,8 +94,8 @@ COUNTING = (
 @pytest.mark.parametrize(
     ("source", "seen"),
     [
-        pytest.param("{{ messages[-1].content }}", "special token", id="no-end-of-turn"),
-        pytest.param(COUNTING, "rewrites|special", id="counts-messages"),
+        pytest.param("{{ messages[-1].content }}", "does not print an answer", id="last-only"),
+        pytest.param(COUNTING, "no end token of its own", id="counts-messages"),
         pytest.param("{{ raise_exception('no') }}", "no", id="raises"),
     ],
 )
@@ -114,7 +108,7 @@ def test_a_template_that_cannot_be_continued_says_why(
 
 def test_options_are_probed_before_they_are_used(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
     source = (tokenizer_dir / "chat_template.jinja").read_text()
-    source += "{% if shout %}!{% endif %}"
+    source = "{% if count %}{{ raise_exception('no') }}{% endif %}" + source
     continuation = Continuation(ChatTemplate(source, {}), tokenizer)
     with pytest.raises(TemplateRefusedError):
-        continuation.head((Message("user", "q"),), make_frame(b"", b'{"shout": true}'))
+        continuation.pieces([(Message("user", "q"),)], 0, make_frame(b"", b'{"count": true}'))

@@ -22,7 +22,7 @@ TOOLS = make_frame(b'[{"type": "function", "function": {"name": "f"}}]', b"")
 class World:
     """A tree, and what an engine would have seen of it."""
 
-    tree: Tree = field(default_factory=lambda: Tree(END))
+    tree: Tree = field(default_factory=lambda: Tree(frozenset({END})))
     seen: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     """By sampled node: the prompt the engine got, and what it sampled."""
     next_id: int = 100

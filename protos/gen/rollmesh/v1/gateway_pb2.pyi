@@ -623,6 +623,26 @@ class GetGatewayInfoResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RefusedOrdersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     TEMPLATE_SHA256_FIELD_NUMBER: _builtins.int
@@ -630,6 +650,8 @@ class GetGatewayInfoResponse(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     LIVE_SESSIONS_FIELD_NUMBER: _builtins.int
     UNDELIVERED_SESSIONS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_FINDINGS_FIELD_NUMBER: _builtins.int
+    REFUSED_ORDERS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway, unique in the mesh."""
     model: _builtins.str
@@ -637,13 +659,23 @@ class GetGatewayInfoResponse(_message.Message):
     template_sha256: _builtins.str
     """SHA-256 of the chat template, hexadecimal."""
     template_contract: _builtins.str
-    """What the template was found to be: "append-only"."""
+    """What the template was found to be: "append-only", "append-only except drops earlier
+    reasoning", "rewrites".
+    """
     max_context_tokens: _builtins.int
     """Most ids of one path."""
     live_sessions: _builtins.int
     """Open sessions."""
     undelivered_sessions: _builtins.int
     """Closed sessions not yet taken by the collector."""
+    @_builtins.property
+    def template_findings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the template was seen to do, one short phrase each."""
+
+    @_builtins.property
+    def refused_orders(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Orders of roles that requests may not have, and why."""
+
     def __init__(
         self,
         *,
@@ -654,10 +686,12 @@ class GetGatewayInfoResponse(_message.Message):
         max_context_tokens: _builtins.int = ...,
         live_sessions: _builtins.int = ...,
         undelivered_sessions: _builtins.int = ...,
+        template_findings: _abc.Iterable[_builtins.str] | None = ...,
+        refused_orders: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "template_contract", b"template_contract", "template_sha256", b"template_sha256", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "refused_orders", b"refused_orders", "template_contract", b"template_contract", "template_findings", b"template_findings", "template_sha256", b"template_sha256", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,7 +45,9 @@ class GatewayService:
                 gateway_id=config.gateway_id,
                 model=config.model,
                 template_sha256=template.sha256,
-                template_contract=Continuation.name,
+                template_contract=str(self._continuation.contract),
+                template_findings=sorted(self._continuation.contract.findings),
+                refused_orders=self._continuation.contract.refused,
                 max_context_tokens=self._max_context_tokens,
             )
         )
@@ -82,7 +84,7 @@ class GatewayService:
             )
             async with asyncio.TaskGroup() as tasks:
                 gateway = Gateway(
-                    end_id=self._continuation.end_id,
+                    end_ids=self._continuation.end_ids,
                     database=database,
                     runner=runner,
                     outbox=outbox,

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollmesh.gateway.messages import Frame, Message
 from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer
 
+_PROBE = "string7zq"
 _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -40,12 +41,15 @@ class ChatTemplate:
         Raises:
             TemplateRenderError: The source does not compile.
         """
+        self.source = source
         self.sha256 = hashlib.sha256(source.encode()).hexdigest()
         self._variables = variables
+        self._parts = False
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateRenderError(str(error)) from error
+        self._parts = not self._prints_strings()
 
     def render(
         self, messages: Sequence[Message], frame: Frame, *, generation_prompt: bool = False
@@ -58,7 +62,7 @@ class ChatTemplate:
         options = json.loads(frame.options_json) if frame.options_json else {}
         try:
             return self._template.render(
-                messages=[as_template_message(message) for message in messages],
+                messages=[as_template_message(one, parts=self._parts) for one in messages],
                 tools=json.loads(frame.tools_json) if frame.tools_json else None,
                 documents=None,
                 add_generation_prompt=generation_prompt,
@@ -66,6 +70,13 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise TemplateRenderError(str(error)) from error
+
+    def _prints_strings(self) -> bool:
+        """Says whether content is printed as a string; templates for images want it in parts."""
+        try:
+            return _PROBE in self.render((Message("user", _PROBE),), Frame())
+        except TemplateRenderError as error:
+            return "has no attribute" not in str(error)
 
 
 def load_template(model_path: Path, tokenizer: Tokenizer) -> ChatTemplate:
@@ -95,9 +106,15 @@ def _configured(tokenizer: Tokenizer) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def as_template_message(message: Message) -> dict[str, Any]:
-    """Returns a message as templates expect it: keys only where there is something to say."""
-    result: dict[str, Any] = {"role": message.role, "content": message.content}
+def as_template_message(message: Message, *, parts: bool = False) -> dict[str, Any]:
+    """Returns a message as templates expect it: keys only where there is something to say.
+
+    Args:
+        message: The message.
+        parts: Give its content as a list of one text part.
+    """
+    content: Any = [{"type": "text", "text": message.content}] if parts else message.content
+    result: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         result["tool_calls"] = [
             {

@@ -40,6 +40,10 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(
             id_ for id_, added in self.rust.get_added_tokens_decoder().items() if added.special
         )
+        added = self.rust.get_added_tokens_decoder().values()
+        self.special_texts = tuple(one.content for one in added if one.special and one.content)
+        self.added_texts = tuple(one.content for one in added if one.content)
+        """Text that is one token wherever it stands."""
         self.vocabulary_tokens: int = self.rust.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> TokenIds:

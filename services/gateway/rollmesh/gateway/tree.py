@@ -68,7 +68,7 @@ class Node:
     sample: Sample | None = None
     reasons: frozenset[Fidelity] = frozenset()
     ends_turn: bool = True
-    """Whether the ids end with the template's end of turn; else the next node closes it."""
+    """False for an answer that was cut: the node behind it closes it."""
     end: int = 0
     """Length of the context up to and including this node."""
     children: list["Node"] = field(default_factory=list)
@@ -103,9 +103,9 @@ class Match(NamedTuple):
 class Tree:
     """All conversations of one session."""
 
-    def __init__(self, end_id: int) -> None:
-        """Begins without a conversation; `end_id` is the template's end-of-turn token."""
-        self._end_id = end_id
+    def __init__(self, end_ids: frozenset[int]) -> None:
+        """Begins without a conversation; `end_ids` end an answer."""
+        self._end_ids = end_ids
         self._next_id = 1
         self._roots: dict[bytes, Node] = {}
         self.nodes: dict[int, Node] = {}
@@ -181,7 +181,7 @@ class Tree:
         assert node.parent is not None
         parent = node.parent
         last = int(node.token_ids[-1]) if len(node.token_ids) else None
-        node.ends_turn = last == self._end_id
+        node.ends_turn = node.sample is None or last in self._end_ids
         node.end = parent.end + len(node.token_ids)
         node.token_ids.flags.writeable = False
         parent.children.append(node)

@@ -15,10 +15,11 @@ import numpy as np
 from rollmesh.client.leases import LeaseClient
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import Answer
-from rollmesh.gateway.continuation import Continuation, TemplateRefusedError
+from rollmesh.gateway.continuation import Continuation
+from rollmesh.gateway.cutter import TemplateRefusedError
 from rollmesh.gateway.engines import EngineClients
 from rollmesh.gateway.fidelity import Fidelity, Finish
-from rollmesh.gateway.messages import Frame, RoleName, Unit, units_of
+from rollmesh.gateway.messages import Frame, Unit, units_of
 from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.tokenizer import Tokenizer
@@ -122,33 +123,19 @@ class TurnRunner:
     def _prepare(self, match: Match, frame: Frame, units: list[Unit]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""
         try:
-            pieces = self._new_pieces(match, frame, units)
-            glue = self._continuation.generation_prompt(frame)
+            fresh = self._continuation.pieces(units, match.depth, frame)
+            glue = self._continuation.glue(units, frame)
         except (TemplateRenderError, TemplateRefusedError) as error:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
         if not match.node.ends_turn:  # close the cut turn as the template would have
             end = np.array([self._continuation.end_id], np.uint32)
-            if pieces:
-                pieces[0] = (pieces[0][0], np.concatenate([end, pieces[0][1]]))
+            if fresh:
+                fresh[0] = np.concatenate([end, fresh[0]])
             else:
                 glue = np.concatenate([end, glue])
+        pieces = list(zip(units[match.depth :], fresh, strict=True))
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
         return Prepared(match, pieces, glue, prompt)
-
-    def _new_pieces(
-        self, match: Match, frame: Frame, units: list[Unit]
-    ) -> list[tuple[Unit, TokenIds]]:
-        fresh = units[match.depth :]
-        if not fresh:
-            return []
-        roles: list[RoleName] = [unit[0].role for unit in units]
-        pieces: list[tuple[Unit, TokenIds]] = []
-        for at, unit in enumerate(fresh, start=match.depth):
-            if at == 0:
-                pieces.append((unit, self._continuation.head(unit, frame)))
-            else:
-                pieces.append((unit, self._continuation.delta(roles[at - 1], unit, frame)))
-        return pieces
 
     def _sampling(self, request: TurnRequest, prompt_tokens: int) -> types_pb2.SamplingParams:
         room = self._max_context_tokens - prompt_tokens
@@ -163,6 +150,8 @@ class TurnRunner:
             )
         sampling = types_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
+        if not sampling.ignore_eos:
+            sampling.stop_token_ids.append(self._continuation.end_id)
         sampling.max_tokens = min(sampling.max_tokens, room) if sampling.max_tokens else room
         return sampling
 

@@ -16,6 +16,7 @@ from rollmesh.runtime.supervisor import StartError, Supervisor, free_ports
 _USAGE = f"""usage: rollmesh up [--config mesh.toml]
        rollmesh SERVICE [flags]        one of {", ".join(SERVICES)}
        rollmesh SERVICE --help         its flags
+       rollmesh template check MODEL   what a gateway finds about a chat template
 """
 
 
@@ -25,6 +26,9 @@ def main() -> int:
     if arguments and arguments[0] in SERVICES:
         command = [sys.executable, "-m", f"rollmesh.{arguments[0]}", *arguments[1:]]
         os.execv(sys.executable, command)  # noqa: S606 - becomes the service
+    if arguments[:2] == ["template", "check"]:
+        command = [sys.executable, "-m", "rollmesh.gateway.template_check", *arguments[2:]]
+        os.execv(sys.executable, command)  # noqa: S606 - becomes the check
     if arguments and arguments[0] == "up":
         return _up(arguments[1:])
     print(_USAGE, end="", file=sys.stderr)

@@ -1,0 +1,62 @@
+"""What a chat template does to a conversation that grows: the result of probing it."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """How the template treats what stood before."""
+
+    APPEND_ONLY = "append-only"
+    """A longer conversation begins with the shorter one, in every order that was probed."""
+    EXCEPT = "append-only except"
+    """The same, but for what the findings name."""
+    REWRITES = "rewrites"
+    """Plain answers of earlier turns are printed otherwise than they were sampled."""
+
+
+class Finding(StrEnum):
+    """What was seen; the tokens of a session stay as sampled all the same."""
+
+    DROPS_REASONING = "drops earlier reasoning"
+    ANSWERS_OTHERWISE = "prints earlier answers otherwise than behind the generation prompt"
+    CALLS_OTHERWISE = "prints earlier tool calls otherwise"
+    SYSTEM_OTHERWISE = "moves or merges a system message inside the conversation"
+    SYSTEM_IN_USER = "prints the first system message together with the first user turn"
+    REPEATS_TOOLS = "prints the tools again behind the conversation"
+    IGNORES_TOOLS = "does not print tools"
+    PRINTS_CALL_IDS = "prints the ids of tool calls"
+    PRINTS_DATE = "prints the date"
+
+
+REWRITING = frozenset(
+    {
+        Finding.DROPS_REASONING,
+        Finding.ANSWERS_OTHERWISE,
+        Finding.CALLS_OTHERWISE,
+        Finding.SYSTEM_OTHERWISE,
+        Finding.REPEATS_TOOLS,
+    }
+)
+"""What prints earlier turns otherwise than a session keeps them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What holds for one template, tokenizer and set of template options."""
+
+    kind: Kind
+    end_text: str
+    """The special token that ends an answer."""
+    findings: frozenset[Finding] = frozenset()
+    refused: dict[str, str] = field(default_factory=dict)
+    """Role orders the template does not take, and why: "assistant, system"."""
+    verified: int = 0
+    """Number of probe conversations whose pieces equal the template's own render."""
+    kept: int = 0
+    """Number of those where that holds behind the last answer only."""
+
+    def __str__(self) -> str:
+        """Says it in one line."""
+        named = "; ".join(sorted(self.findings & REWRITING))
+        return f"{self.kind} {named}" if self.kind is Kind.EXCEPT else str(self.kind)

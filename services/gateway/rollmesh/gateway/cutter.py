@@ -1,0 +1,263 @@
+"""Cuts a template's renders into what each message adds, as text; see `continuation`."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from rollmesh.gateway.canonical import unit_key
+from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit
+from rollmesh.gateway.template import ChatTemplate, TemplateRenderError
+from rollmesh.gateway.tokenizer import Tokenizer
+
+Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
+"""What a unit stands behind: templates treat a system message that begins otherwise."""
+MARK, _FOLLOWED = "mark7zq", "next7zq"
+_CACHED = 64
+# Nine letters and digits: the strictest template wants ids of that form.
+CALL = ToolCall("call7probe"[:9], "look_up", '{"key": "value", "limit": 2}')
+_ASKED = Message("user", "a")
+_CALLED = Message("assistant", "", (CALL,))
+_WINDOWS: dict[Place, tuple[Message, ...]] = {
+    "first system": (Message("system", MARK),),
+    "system": (Message("user", "a"), Message("assistant", "b"), Message("system", MARK)),
+    "user": (Message("user", MARK),),
+    "assistant": (_ASKED, Message("assistant", MARK)),
+    "tool": (_ASKED, _CALLED, Message("tool", MARK, tool_call_id=CALL.id, name=CALL.name)),
+}
+_FOLLOWERS: dict[Place, Message] = {
+    "first system": Message("user", "c"),
+    "system": Message("user", "c"),
+    "user": Message("assistant", "c"),
+    "assistant": Message("user", "c"),
+    "tool": Message("assistant", "c"),
+}
+
+
+def place(units: Sequence[Unit], at: int) -> Place:
+    """Returns what the unit at an index stands behind."""
+    if at == 0:
+        return "start"
+    role = units[at - 1][0].role
+    return "first system" if at == 1 and role == "system" else role
+
+
+def _follower(unit: Unit) -> tuple[Message, ...]:
+    """Returns what an answer is rendered before: templates print the last one otherwise."""
+    message = unit[0]
+    if message.role != "assistant":
+        return ()
+    if not message.tool_calls:
+        return (Message("user", _FOLLOWED),)
+    return tuple(
+        Message("tool", _FOLLOWED, tool_call_id=call.id, name=call.name)
+        for call in message.tool_calls
+    )
+
+
+class TemplateRefusedError(Exception):
+    """The template cannot be continued exactly; the message says what was seen."""
+
+
+class Cutter:
+    """Cuts renders of one template under one set of options into pieces, as text."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, options: Frame) -> None:
+        """Finds out how the messages of each role end.
+
+        Raises:
+            TemplateRefusedError: An answer does not end with a special token.
+        """
+        self._template = template
+        self._tokenizer = tokenizer
+        self._options = options
+        self.repeats_tools = False
+        """Whether the tools are printed again behind the conversation."""
+        self.joins_system = {False: False, True: False}
+        """Whether the first system message is printed with the user turn behind it: without
+        tools, with tools."""
+        self.ignores_tools = False
+        self.refused: dict[tuple[Place, RoleName], str] = {}
+        """Roles that are not continued behind others, and why."""
+        self.end_text = self._find_end()
+        self._leads: dict[Place, str] = {}
+        self._closings: dict[Place, str] = {}
+        self._glue: dict[Place, str] = {}
+        self._call_renders: OrderedDict[bytes, str] = OrderedDict()
+        for where in _WINDOWS:
+            self._learn(where)
+
+    def pieces(self, units: Sequence[Unit], start: int, frame: Frame) -> list[str]:
+        """Returns what each of `units[start:]` adds behind those before it.
+
+        Raises:
+            TemplateRenderError: The template refuses a unit, or cannot be continued there.
+        """
+        if frame.tools_json and self.ignores_tools:
+            raise TemplateRenderError("tools: the model's chat template does not print tools")
+        pieces: list[str] = []
+        for at in range(start, len(units)):
+            before = place(units, at)
+            why = self.refused.get((before, units[at][0].role))
+            if why is not None:
+                raise TemplateRenderError(f"{units[at][0].role} after {before}: {why}")
+            joined = self.joins_system[bool(frame.tools_json)] and units[0][0].role == "system"
+            if at == 0:
+                pieces.append("" if joined else self._head(units[:1], frame))
+            elif at == 1 and joined:
+                pieces.append(self._head(units[:2], frame))
+            else:
+                pieces.append(self._delta(units, at, frame))
+        return pieces
+
+    def glue(self, last: Place) -> str:
+        """Returns what stands between a unit and what the model samples.
+
+        Raises:
+            TemplateRenderError: The template has no answer behind such a unit.
+        """
+        if last not in self._glue:
+            text = self._template.render(_WINDOWS[last], self._options, generation_prompt=True)
+            if last == "assistant":
+                self._glue[last] = self._behind_answer(_WINDOWS[last], text)
+            else:
+                self._glue[last] = self._behind_mark(last, text)
+        return self._glue[last]
+
+    def find_joined_system(self, frame: Frame) -> bool:
+        """Says whether a first system message is printed only with the user turn behind it."""
+        system, user = Message("system", "s"), Message("user", "u")
+        try:
+            both = self._template.render((system, user), frame)
+        except TemplateRenderError:
+            return False
+        try:
+            return not both.startswith(self._head(((system,),), frame))
+        except TemplateRenderError:
+            return True
+
+    def _find_end(self) -> str:
+        window = (*_WINDOWS["assistant"], _FOLLOWERS["assistant"])
+        try:
+            text = self._template.render(window, self._options)
+        except TemplateRenderError as error:
+            raise TemplateRefusedError(f"user, assistant, user: {error}") from error
+        _, found, tail = text.partition(MARK)
+        if not found:
+            raise TemplateRefusedError("the template does not print an answer as it is")
+        end = self._leading_special(tail)
+        alone = self._template.render(_WINDOWS["assistant"], self._options).partition(MARK)[2]
+        if end is None or self._leading_special(alone) is None:
+            raise TemplateRefusedError(
+                f"an answer is followed by {tail[:20]!r}: it has no end token of its own"
+            )
+        return end
+
+    def _learn(self, where: Place) -> None:
+        """Finds lead and closing of a place; one that the template refuses stays unknown."""
+        try:
+            alone = self._template.render(_WINDOWS[where], self._options)
+        except TemplateRenderError as error:
+            if where == "user":
+                raise TemplateRefusedError(f"user: {error}") from error
+            return
+        _, found, tail = alone.partition(MARK)
+        if not found:
+            if where == "user":
+                raise TemplateRefusedError("the template does not print a user message as it is")
+            return
+        if where == "assistant":
+            at = tail.find(self.end_text)
+            self._leads[where] = self.end_text
+            self._closings[where] = tail[at + len(self.end_text) :] if at >= 0 else tail
+            return
+        shared = tail
+        for follower in (_FOLLOWERS[where], Message("user", "c")):
+            try:
+                longer = self._template.render((*_WINDOWS[where], follower), self._options)
+            except TemplateRenderError:
+                continue
+            shared = _common_prefix(shared, longer.partition(MARK)[2])
+        lead = self._through_first_special(shared)
+        self._leads[where], self._closings[where] = lead, tail[len(lead) :]
+
+    def _head(self, units: Sequence[Unit], frame: Frame) -> str:
+        messages = tuple(message for unit in units for message in unit)
+        text = self._template.render((*messages, *_follower(units[-1])), frame)
+        return self._without_closing(place(units, len(units)), text)
+
+    def _delta(self, units: Sequence[Unit], at: int, frame: Frame) -> str:
+        options = frame if self.repeats_tools else self._options
+        before, previous, unit = place(units, at), units[at - 1], units[at]
+        window = _WINDOWS[before] if before != "start" else ()
+        if before == "assistant":
+            window = (_ASKED, Message("assistant", MARK, previous[0].tool_calls))
+        text = self._template.render((*window, *unit, *_follower(unit)), options)
+        if before == "assistant":
+            behind = self._behind_answer(window, text, options)
+        else:
+            behind = self._behind_mark(before, text)
+        return self._without_closing(place(units, at + 1), behind)
+
+    def _behind_mark(self, before: Place, text: str) -> str:
+        lead = self._leads.get(before)
+        _, found, behind = text.partition(MARK)
+        if lead is None or not found or not behind.startswith(lead):
+            raise TemplateRenderError(f"what follows a {before} message changes how it is printed")
+        return behind[len(lead) :]
+
+    def _behind_answer(
+        self, window: tuple[Message, ...], text: str, options: Frame | None = None
+    ) -> str:
+        """Returns what stands behind the token that ends the window's answer."""
+        alone = self._render_cached(window, options or self._options)
+        # Where the content is not printed beside calls, the last end is that of the answer.
+        at = alone.rfind(self.end_text, max(alone.find(MARK), 0))
+        if at >= 0 and text.startswith(alone[: at + len(self.end_text)]):
+            return text[at + len(self.end_text) :]
+        _, found, behind = text.partition(MARK)
+        _, ended, behind = behind.partition(self.end_text)
+        if not found or not ended:
+            raise TemplateRenderError("the end of an answer is not found behind what follows it")
+        return behind
+
+    def _render_cached(self, window: tuple[Message, ...], options: Frame) -> str:
+        key = options.key + unit_key(window)
+        text = self._call_renders.get(key)
+        if text is None:
+            text = self._call_renders[key] = self._template.render(window, options)
+            if len(self._call_renders) > _CACHED:
+                self._call_renders.popitem(last=False)
+        return text
+
+    def _without_closing(self, where: Place, text: str) -> str:
+        closing = self._closings.get(where)
+        if closing is None:
+            raise TemplateRenderError(f"the template does not print {where} messages")
+        if where == "assistant":
+            at = text.rfind(self.end_text, 0, text.find(_FOLLOWED))
+            if at < 0:
+                raise TemplateRenderError("an answer in the history does not end")
+            return text[: at + len(self.end_text)]
+        if not text.endswith(self._leads[where] + closing):
+            raise TemplateRenderError(f"a {where} message does not end as others of its kind")
+        return text[: len(text) - len(closing)]
+
+    def _leading_special(self, text: str) -> str | None:
+        fitting = [name for name in self._tokenizer.special_texts if text.startswith(name)]
+        return max(fitting, key=len, default=None)
+
+    def _through_first_special(self, text: str) -> str:
+        """Returns the text up to and with its first unmergeable token; nothing without one."""
+        ends = [
+            at + len(name) for name in self._tokenizer.added_texts if (at := text.find(name)) >= 0
+        ]
+        return text[: min(ends, default=0)]
+
+
+def _common_prefix(one: str, other: str) -> str:
+    size = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        size += 1
+    return one[:size]

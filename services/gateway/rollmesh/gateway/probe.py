@@ -1,0 +1,253 @@
+"""Finds out what a chat template does to a conversation that grows.
+
+Every probe conversation is cut into pieces and compared with the template's own render: whole, or,
+where the template prints earlier turns otherwise, behind the last answer. What agrees in neither
+way is not continued: the pair of roles where it begins is refused, and the template itself where
+that pair is one that no agent does without.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+
+from rollmesh.gateway.canonical import make_frame
+from rollmesh.gateway.contract import REWRITING, Contract, Finding, Kind
+from rollmesh.gateway.cutter import CALL, Cutter, Place, TemplateRefusedError, place
+from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit, units_of
+from rollmesh.gateway.template import ChatTemplate, TemplateRenderError
+from rollmesh.gateway.tokenizer import Tokenizer
+
+_TOOLS = (
+    b'[{"type": "function", "function": {"name": "look_up", "description": "Looks up.",'
+    b' "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}}}]'
+)
+_ESSENTIAL: set[tuple[Place, RoleName]] = {
+    ("start", "user"),
+    ("user", "assistant"),
+    ("assistant", "user"),
+}
+_SYSTEM, _USER = Message("system", "Be  brief. "), Message("user", " Where?\n")
+_ANSWER, _EMPTY = Message("assistant", "  Here. \n"), Message("user", "")
+_PLAIN = Message("assistant", "Here.")
+_THOUGHT = Message("assistant", "Here.", reasoning="thought7zq")
+_CALLS = Message("assistant", "", (CALL,))
+_SAYS_AND_CALLS = Message("assistant", "Let me see.", (CALL, CALL))
+_RESULT = Message("tool", '{"found": "caf\u00e9"}\n', tool_call_id=CALL.id, name=CALL.name)
+_DATE = re.compile(r"strftime_now|date_string")
+
+_BASIC = (
+    (_USER,),
+    (_SYSTEM, _USER),
+    (_USER, _PLAIN, _USER),
+    (_SYSTEM, _USER, _PLAIN, _USER, _PLAIN, _USER),
+)
+_ENDING = ((_USER, _PLAIN), (_SYSTEM, _USER, _PLAIN))
+_STRIPPED = (
+    (_USER, _ANSWER, _USER),
+    (_USER, _ANSWER, _EMPTY, _ANSWER, _USER),
+)
+_TWICE = ((_USER, _USER), (_SYSTEM, _USER, _USER))
+_CALLING = (
+    (_USER, _CALLS, _RESULT),
+    (_SYSTEM, _USER, _CALLS, _RESULT),
+    (_USER, _SAYS_AND_CALLS, _RESULT, _RESULT),
+    (_USER, _CALLS, _RESULT, _PLAIN, _USER),
+    (_USER, _CALLS, _RESULT, _USER),
+    (_USER, _CALLS, _RESULT, _CALLS, _RESULT, _PLAIN, _USER, _CALLS, _RESULT),
+)
+_SYSTEMS = ((_USER, _PLAIN, _SYSTEM, _USER), (_SYSTEM, _USER, _PLAIN, _SYSTEM, _USER))
+_THINKING = ((_USER, _THOUGHT, _USER), (_SYSTEM, _USER, _THOUGHT, _USER, _PLAIN, _USER))
+
+
+class _Outcome(Enum):
+    EXACT = auto()
+    KEPT = auto()
+    """Equal behind the last answer."""
+    REFUSED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A template under one set of options, ready to be continued."""
+
+    contract: Contract
+    cutter: Cutter
+
+
+def probe(template: ChatTemplate, tokenizer: Tokenizer, options_json: bytes) -> Probed:
+    """Probes a template.
+
+    Args:
+        template: The template.
+        tokenizer: Its tokenizer.
+        options_json: Extra variables of the template: a JSON object, or empty.
+
+    Raises:
+        TemplateRefusedError: It cannot be continued exactly; the message says what was seen.
+    """
+    options = make_frame(b"", options_json)
+    try:
+        cutter = Cutter(template, tokenizer, options)
+        return Probed(_Probe(template, tokenizer, cutter, options).contract(), cutter)
+    except TemplateRenderError as error:
+        raise TemplateRefusedError(f"the template fails on a probe: {error}") from error
+
+
+class _Probe:
+    def __init__(
+        self, template: ChatTemplate, tokenizer: Tokenizer, cutter: Cutter, options: Frame
+    ) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._cutter = cutter
+        self._bare = options
+        self._tools = make_frame(_TOOLS, options.options_json)
+        self._frames: tuple[Frame, ...] = (self._bare, self._tools)
+        self._raised: dict[tuple[Place, RoleName], str] = {}
+        self._counts = dict.fromkeys(_Outcome, 0)
+
+    def contract(self) -> Contract:
+        findings = self._find_system_and_tools()
+        plain = self._all(_BASIC) and self._glue_begins_answers()
+        findings |= self._find_rewrites(plain=plain)
+        self._all(_TWICE)
+        self._all(_ENDING)
+        self._all(_THINKING)
+        if self._prints_call_ids():
+            findings.add(Finding.PRINTS_CALL_IDS)
+        if _DATE.search(self._template.source):
+            findings.add(Finding.PRINTS_DATE)
+        kind = Kind.EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
+        return Contract(
+            kind if plain else Kind.REWRITES,
+            self._cutter.end_text,
+            frozenset(findings),
+            {f"{before}, {role}": why for (before, role), why in self._cutter.refused.items()},
+            self._counts[_Outcome.EXACT],
+            self._counts[_Outcome.KEPT],
+        )
+
+    def _find_system_and_tools(self) -> set[Finding]:
+        """Looks at the head of a conversation, and lets the cutter know."""
+        findings: set[Finding] = set()
+        for frame in self._frames:
+            joined = self._cutter.find_joined_system(frame)
+            self._cutter.joins_system[bool(frame.tools_json)] = joined
+            if joined:
+                findings.add(Finding.SYSTEM_IN_USER)
+        if self._ignores_tools():
+            findings.add(Finding.IGNORES_TOOLS)
+            self._cutter.ignores_tools = True
+            self._frames = (self._bare,)
+        elif self._repeats_tools():
+            findings.add(Finding.REPEATS_TOOLS)
+            self._cutter.repeats_tools = True
+        return findings
+
+    def _find_rewrites(self, *, plain: bool) -> set[Finding]:
+        findings: set[Finding] = set()
+        if not (self._all(_STRIPPED) and plain):
+            findings.add(Finding.ANSWERS_OTHERWISE)
+        if not self._all(_CALLING):
+            findings.add(Finding.CALLS_OTHERWISE)
+        if not self._all(_SYSTEMS):
+            findings.add(Finding.SYSTEM_OTHERWISE)
+        if self._drops_reasoning():
+            findings.add(Finding.DROPS_REASONING)
+        return findings
+
+    def _all(self, conversations: tuple[tuple[Message, ...], ...]) -> bool:
+        """Tries conversations; says whether the pieces of all are the whole render.
+
+        Raises:
+            TemplateRefusedError: One that agents cannot do without is not continued.
+        """
+        exact = True
+        for messages in conversations:
+            units = units_of(messages)
+            for frame in self._frames:
+                outcome = self._try(units, frame)
+                self._counts[outcome] += 1
+                exact = exact and outcome is not _Outcome.KEPT
+        return exact
+
+    def _try(self, units: list[Unit], frame: Frame) -> _Outcome:
+        """Compares ever longer beginnings, so that what fails is known by its last role."""
+        outcome = _Outcome.REFUSED
+        for size in range(1, len(units) + 1):
+            pair = (place(units, size - 1), units[size - 1][0].role)
+            if pair in self._cutter.refused:
+                return _Outcome.REFUSED
+            messages = tuple(message for unit in units[:size] for message in unit)
+            try:
+                full = self._template.render(messages, frame, generation_prompt=True)
+            except TemplateRenderError as error:
+                outcome = _Outcome.REFUSED  # by the template's own rules, at any time
+                self._raised.setdefault(pair, str(error))
+                continue
+            joined = self._cutter.joins_system[bool(frame.tools_json)]
+            if size == 1 and joined and pair[1] == "system":
+                continue
+            try:
+                outcome, why = self._compare(units[:size], frame, full)
+            except TemplateRenderError as error:
+                if size < len(units):  # what may not end here may go on
+                    continue
+                outcome, why = _Outcome.REFUSED, str(error)
+            if outcome is _Outcome.REFUSED:
+                if pair in _ESSENTIAL:
+                    raise TemplateRefusedError(f"{pair[1]} after {pair[0]}: {why}")
+                self._cutter.refused[pair] = why
+                return outcome
+        return outcome
+
+    def _compare(self, units: list[Unit], frame: Frame, full: str) -> tuple[_Outcome, str]:
+        pieces = self._cutter.pieces(units, 0, frame)
+        pieces.append(self._cutter.glue(place(units, len(units))))
+        ids = np.concatenate([self._tokenizer.encode(piece) for piece in pieces])
+        if not np.array_equal(ids, self._tokenizer.encode("".join(pieces))):
+            return _Outcome.REFUSED, "text at the seams tokenises apart"
+        if "".join(pieces) == full:
+            return _Outcome.EXACT, ""
+        answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
+        tail = "".join(pieces[answers[-1] + 1 :]) if answers else ""
+        if tail and full.endswith(self._cutter.end_text + tail):
+            return _Outcome.KEPT, ""
+        return _Outcome.REFUSED, "the template prints it depending on what stands further before"
+
+    def _ignores_tools(self) -> bool:
+        return self._render((_USER,), self._bare) == self._render((_USER,), self._tools)
+
+    def _repeats_tools(self) -> bool:
+        """Says whether a later turn shows the tools again."""
+        first = self._render((_USER,), self._tools).count('"look_up"')
+        later = (_USER, _PLAIN, _USER, _PLAIN, _USER)
+        whole = self._render(later, self._tools)
+        return first > 0 and '"look_up"' in whole.rpartition(self._cutter.end_text)[2]
+
+    def _glue_begins_answers(self) -> bool:
+        asked = self._template.render((_USER,), self._bare, generation_prompt=True)
+        answered = self._render((_USER, _PLAIN, _USER), self._bare)
+        return answered.startswith(f"{asked}{_PLAIN.content}{self._cutter.end_text}")
+
+    def _drops_reasoning(self) -> bool:
+        last = self._render((_USER, _THOUGHT), self._bare)
+        earlier = self._render((_USER, _THOUGHT, _USER), self._bare)
+        return _THOUGHT.reasoning in last and _THOUGHT.reasoning not in earlier
+
+    def _prints_call_ids(self) -> bool:
+        other = ToolCall("other9zq1", CALL.name, CALL.arguments)
+        renders = []
+        for call in (CALL, other):
+            result = Message("tool", "x", tool_call_id=call.id, name=call.name)
+            messages = (_USER, Message("assistant", "", (call,)), result)
+            try:
+                renders.append(self._render(messages, self._frames[-1]))
+            except TemplateRenderError:
+                return False
+        return renders[0] != renders[1]
+
+    def _render(self, messages: tuple[Message, ...], frame: Frame) -> str:
+        return self._template.render(messages, frame)

@@ -1,0 +1,50 @@
+"""`rollmesh template check MODEL_DIR`: what the gateway would find about a chat template."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rollmesh.gateway.continuation import Continuation
+from rollmesh.gateway.contract import REWRITING, Contract
+from rollmesh.gateway.cutter import TemplateRefusedError
+from rollmesh.gateway.template import TemplateRenderError, load_template
+from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer
+
+
+def report(contract: Contract) -> str:
+    """Returns what was found, for people."""
+    lines = [f"{contract}", "", f"an answer ends with   {contract.end_text}"]
+    lines.append(f"probes, whole render  {contract.verified}")
+    lines.append(f"probes, last turn     {contract.kept}")
+    if kept := contract.findings & REWRITING:
+        lines += ["", "The template does this to earlier turns; sessions keep what was sampled:"]
+        lines += [f"  - {finding}" for finding in sorted(kept)]
+    if other := contract.findings - REWRITING:
+        lines += ["", "It also:"]
+        lines += [f"  - {finding}" for finding in sorted(other)]
+    if contract.refused:
+        lines += ["", "Requests with these orders of roles are refused:"]
+        lines += [f"  - {order}: {why}" for order, why in sorted(contract.refused.items())]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Returns the exit code: 0 where the template can be continued, 1 where not."""
+    parser = argparse.ArgumentParser(prog="rollmesh template check", description=__doc__)
+    parser.add_argument("model", type=Path, help="folder with tokenizer.json and chat template")
+    model: Path = parser.parse_args().model
+    try:
+        tokenizer = Tokenizer(model)
+        found = Continuation(load_template(model, tokenizer), tokenizer).contract
+    except ModelFilesError as error:
+        print(f"rollmesh template check: {error}", file=sys.stderr)
+        return 2
+    except (TemplateRefusedError, TemplateRenderError) as error:
+        print(f"refused: {error}")
+        return 1
+    print(report(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

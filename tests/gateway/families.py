@@ -1,0 +1,145 @@
+"""The chat templates of the `trl` package, each with a tokenizer made for it on the spot.
+
+`python -m tests.gateway.families > docs/templates.md` makes the table in the docs.
+"""
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import trl
+from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+
+from rollmesh.gateway.continuation import Continuation
+from rollmesh.gateway.cutter import TemplateRefusedError
+from rollmesh.gateway.template import ChatTemplate
+from rollmesh.gateway.tokenizer import Tokenizer
+
+FOLDER = Path(str(trl.__file__)).parent / "chat_templates"
+# What stands in these templates for one token. Control tokens are special; tags are one token
+# too, but are kept when text is decoded, as in the models' own tokenizers.
+_CONTROL = re.compile(
+    r"<\|[a-z_]+>|<[a-z_]+\|>|<[|\uff5c][^<>{}'\"\s]{1,40}[|\uff5c]>"
+    r"|<(?:start_of_turn|end_of_turn|end_of_utterance|bos|eos|sop)>|</s>|\[/?INST\]|\[gMASK\]"
+)
+_TAGS = re.compile(r"</?(?:think|tool_call|tool_response|tools|arg_key|arg_value)>")
+_ENDS = {
+    "deepseek": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "phi": "<|endoftext|>",
+    "gpt": "<|return|>",
+    "llava": "</s>",
+    "idefics": "<end_of_utterance>",
+    "smolvlm": "<end_of_utterance>",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One template and its tokenizer."""
+
+    name: str
+    source: str
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    variables: dict[str, str]
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.jinja"))
+
+
+def load(name: str) -> Family:
+    source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    end = next((end for prefix, end in _ENDS.items() if name.startswith(prefix)), "<|im_end|>")
+    variables = {"eos_token": end, "bos_token": "<s>", "pad_token": end}
+    with tempfile.TemporaryDirectory() as folder:
+        _write_tokenizer(Path(folder), source, variables)
+        tokenizer = Tokenizer(Path(folder))
+    return Family(name, source, ChatTemplate(source, variables), tokenizer, variables)
+
+
+def _write_tokenizer(folder: Path, source: str, variables: dict[str, str]) -> None:
+    control = {*_CONTROL.findall(source), *variables.values()}
+    rust = RustTokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        special_tokens=sorted(control),
+    )
+    rust.train_from_iterator([source, "\n\n \n  .\n"] * 3, trainer)
+    tags = sorted(set(_TAGS.findall(source)))
+    rust.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    rust.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(variables))
+
+
+def rows() -> Iterator[str]:
+    """The lines of the table."""
+    for name in names():
+        family = load(name)
+        try:
+            contract = Continuation(family.template, family.tokenizer).contract
+        except TemplateRefusedError as error:
+            yield f"| {name} | refused | | {_cell(str(error))} |"
+            continue
+        findings = "; ".join(sorted(contract.findings))
+        refused = "; ".join(f"no {order}" for order in sorted(contract.refused))
+        seen = f"{contract.verified} whole"
+        seen += f", {contract.kept} behind the last answer" if contract.kept else ""
+        said = "; ".join(filter(None, (findings, refused)))
+        yield f"| {name} | {contract.kind} | {seen} | {_cell(said)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def document() -> str:
+    """The page of the docs."""
+    table = list(rows())
+    refused = sum("| refused |" in row for row in table)
+    return _HEAD.format(count=len(table), refused=refused) + "\n".join(table) + "\n"
+
+
+_HEAD = """\
+# Chat templates
+
+When a gateway starts it probes the model's chat template over some forty conversations, with and
+without tools, and compares the pieces it would give the engine with the template's own render, as
+text and as token ids. What it found is in `GetGatewayInfo` and in the report of `rollmesh
+template check MODEL_DIR`.
+
+- **append-only**: a longer conversation begins with the shorter one, in all orders of roles.
+- **append-only except**: the same, but for what the last column names.
+- **rewrites**: the template prints plain answers of earlier turns otherwise than they were
+  sampled behind its own generation prompt (most often because that prompt opens a `<think>` which
+  the history leaves out).
+
+In every case the session *keeps* what was sampled: earlier tokens stay as they are, and what a
+turn adds is exactly what the template prints behind the last answer. "Whole" counts the probes
+where that is the template's whole render; "behind the last answer" those where only the new part
+is. An order of roles in the last column ("no assistant, tool") is refused with a 400 when a
+request needs it; a template that cannot be continued at all is refused when the gateway starts.
+
+The table is made by `python -m tests.gateway.families` from the {count} templates in the `trl`
+package, each with a byte-level tokenizer made for it; {refused} are refused. A test compares it
+with what the code finds, and all that are not refused with transformers' own rendering of other
+conversations.
+
+| template | contract | verified | what it does, what is refused |
+|---|---|---|---|
+"""
+
+if __name__ == "__main__":
+    sys.stdout.write(document())
