@@ -4,16 +4,17 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.gateway.hermes import ArgumentsPiece, CallStart, HermesParser, Piece, TextPiece
+from rollmesh.gateway.object_calls import HERMES, ObjectCallParser
+from rollmesh.gateway.pieces import ArgumentsPiece, CallStart, Piece, TextPiece
 
 
-def parse(pieces: list[str]) -> tuple[HermesParser, list[Piece]]:
-    parser = HermesParser()
+def parse(pieces: list[str]) -> tuple[ObjectCallParser, list[Piece]]:
+    parser = ObjectCallParser(HERMES)
     found = [piece for text in pieces for piece in parser.feed(text)]
     return parser, found + parser.finish()
 
 
-def outcome(parser: HermesParser) -> tuple[str, list[tuple[str, str]], bool]:
+def outcome(parser: ObjectCallParser) -> tuple[str, list[tuple[str, str]], bool]:
     return parser.content, parser.calls, parser.malformed
 
 
@@ -109,7 +110,7 @@ def test_the_pieces_joined_are_the_answer(
 
 
 def test_arguments_leave_while_they_are_sampled() -> None:
-    parser = HermesParser()
+    parser = ObjectCallParser(HERMES)
     pieces = parser.feed('<tool_call>\n{"name": "f", "arguments": {"a": "lo')
     assert pieces == [CallStart(0, "f"), ArgumentsPiece(0, '{"a": "lo')]
 

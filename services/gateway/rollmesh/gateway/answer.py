@@ -1,12 +1,12 @@
-"""One answer in the making: sampled ids in, pieces of an assistant message out."""
+"""One answer in the making: sampled ids in, text, reasoning and tool calls out."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rollmesh.gateway.hermes import ArgumentsPiece, CallStart, HermesParser, Piece, TextPiece
 from rollmesh.gateway.messages import Message, ToolCall
+from rollmesh.gateway.pieces import ArgumentsPiece, CallStart, Piece, TextPiece, ToolParser
+from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.text import IncrementalDecoder, StopStrings
-from rollmesh.gateway.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,25 +19,42 @@ class CallDelta:
     arguments: str = ""
 
 
-Delta = str | CallDelta
-"""Text of the answer, or a piece of a call."""
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A piece of the reasoning."""
+
+    text: str
+
+
+Delta = str | ReasoningDelta | CallDelta
+"""Text of the answer, of its reasoning, or a piece of a call."""
 
 
 class Answer:
-    """Decodes ids, cuts at stop strings, and parses tool calls where tools were given."""
+    """Decodes ids, cuts at stop strings, and parts reasoning, text and tool calls."""
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        decoder: IncrementalDecoder,
         stops: Sequence[str],
         *,
-        parse_calls: bool,
+        parser: ToolParser | None,
+        reasoning: ReasoningSplitter | None,
         new_call_id: Callable[[], str],
     ) -> None:
-        """Begins an empty answer; `new_call_id` gives ids unique within the session."""
-        self._decoder = IncrementalDecoder(tokenizer)
+        """Begins an empty answer.
+
+        Args:
+            decoder: Turns its ids into text.
+            stops: Strings that end it.
+            parser: Finds tool calls; None where there are no tools.
+            reasoning: Parts the reasoning; None where the model writes none.
+            new_call_id: Gives ids unique within the session.
+        """
+        self._decoder = decoder
         self._stops = StopStrings(stops)
-        self._parser = HermesParser() if parse_calls else None
+        self._parser = parser
+        self._reasoning = reasoning
         self._content: list[str] = []
         self._new_call_id = new_call_id
         self._call_ids: list[str] = []
@@ -58,7 +75,8 @@ class Answer:
                 break
             self._fed += 1
             text, stopped = self._stops.feed(self._decoder.feed(token_id))
-            deltas += self._pieces(text)
+            if text:
+                deltas += self._split(text)
             if stopped:
                 self.stopped_at = self._fed
         return deltas
@@ -68,21 +86,34 @@ class Answer:
         deltas: list[Delta] = []
         if self.stopped_at is None:
             text, stopped = self._stops.feed(self._decoder.finish())
-            deltas += self._pieces(text if stopped else text + self._stops.finish())
+            deltas += self._split(text if stopped else text + self._stops.finish())
+        if self._reasoning is not None:
+            deltas += self._thought(*self._reasoning.finish())
         if self._parser is not None:
             deltas += [self._delta(piece) for piece in self._parser.finish()]
         return deltas
 
     def message(self) -> Message:
         """Returns the whole message; call after `finish`."""
+        reasoning = self._reasoning.reasoning if self._reasoning is not None else ""
         if self._parser is None:
-            return Message("assistant", "".join(self._content))
+            return Message("assistant", "".join(self._content), reasoning=reasoning)
         calls = zip(self._call_ids, self._parser.calls, strict=True)
         return Message(
             "assistant",
             self._parser.content,
             tuple(ToolCall(id_, name, arguments) for id_, (name, arguments) in calls),
+            reasoning=reasoning,
         )
+
+    def _split(self, text: str) -> list[Delta]:
+        if self._reasoning is None:
+            return self._pieces(text)
+        return self._thought(*self._reasoning.feed(text))
+
+    def _thought(self, thought: str, rest: str) -> list[Delta]:
+        deltas: list[Delta] = [ReasoningDelta(thought)] if thought else []
+        return deltas + self._pieces(rest)
 
     def _pieces(self, text: str) -> list[Delta]:
         if not text:
@@ -96,8 +127,8 @@ class Answer:
         match piece:
             case TextPiece(text):
                 return text
-            case CallStart(index, name):
-                self._call_ids.append(self._new_call_id())
+            case CallStart(index, name, call_id):
+                self._call_ids.append(call_id or self._new_call_id())
                 return CallDelta(index, self._call_ids[-1], name)
             case ArgumentsPiece(index, text):
                 return CallDelta(index, arguments=text)

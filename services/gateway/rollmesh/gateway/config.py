@@ -22,6 +22,10 @@ class GatewayConfig(ServerConfig):
     """Folder with the model's tokenizer, chat template and config."""
     model: str = "policy"
     """Name of the model, as agents give it."""
+    tool_parser: str = "auto"
+    """How the model writes tool calls; auto takes what its chat template shows."""
+    reasoning_parser: str = "auto"
+    """Whether answers begin with <think>: think, none, or auto."""
     max_context_tokens: int = 0
     """Most ids of one path, prompt and answer; 0 takes max_position_embeddings of the model."""
     max_sessions: int = 16_384

@@ -24,6 +24,7 @@ from rollmesh.gateway.canonical import unit_key
 from rollmesh.gateway.cutter import TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Unit
 from rollmesh.gateway.probe import Probed, probe
+from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.template import ChatTemplate
 from rollmesh.gateway.tokenizer import Tokenizer
 from rollmesh.runtime.arrays import TokenIds
@@ -90,6 +91,10 @@ class Continuation:
             TemplateRefusedError: It cannot be continued exactly under the frame's options.
         """
         return self._tokenizer.encode(self._of(frame).cutter.glue(place(units, len(units))))
+
+    def opens_reasoning(self, units: Sequence[Unit], frame: Frame) -> bool:
+        """Says whether the generation prompt behind `units` has opened the reasoning."""
+        return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(OPEN)
 
     def _encode(self, texts: list[str]) -> list[TokenIds]:
         return [self._tokenizer.encode(text) for text in texts]

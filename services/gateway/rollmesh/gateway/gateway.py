@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics
-from rollmesh.gateway.answer import CallDelta, Delta
+from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
 from rollmesh.gateway.export import export_tree
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.outbox import Outbox
@@ -282,7 +282,8 @@ def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:
     if not request.stream:
         return []
     message = answered.node.unit[0]
-    pieces: list[Delta] = [message.content] if message.content else []
+    pieces: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    pieces += [message.content] if message.content else []
     pieces += [
         CallDelta(index, call.id, call.name, call.arguments)
         for index, call in enumerate(message.tool_calls)

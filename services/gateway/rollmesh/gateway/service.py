@@ -13,12 +13,14 @@ from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.engines import EngineClients
+from rollmesh.gateway.formats import FORMATS, AnswerFormat, detect
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.servicer import GatewayServicer
 from rollmesh.gateway.template import load_template
 from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer, read_json
 from rollmesh.gateway.turns import TurnRunner
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.database import Database
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
 
@@ -39,6 +41,7 @@ class GatewayService:
         self._tokenizer = Tokenizer(config.model_path)
         template = load_template(config.model_path, self._tokenizer)
         self._continuation = Continuation(template, self._tokenizer)
+        self._format = _format_of(config, template.source)
         self._max_context_tokens = config.max_context_tokens or _context_of(config)
         self._servicer = GatewayServicer(
             gateway_pb2.GetGatewayInfoResponse(
@@ -74,6 +77,7 @@ class GatewayService:
             runner = TurnRunner(
                 tokenizer=self._tokenizer,
                 continuation=self._continuation,
+                answer_format=self._format,
                 leases=leases,
                 engines=engines,
                 database=database,
@@ -126,6 +130,24 @@ class GatewayService:
 
     def _load(self, gateway: Gateway) -> router_pb2.ReplicaLoad:
         return router_pb2.ReplicaLoad(live_sessions=gateway.live_sessions)
+
+
+def _format_of(config: GatewayConfig, template_source: str) -> AnswerFormat:
+    """Returns how the model writes calls and reasoning: as set, else as its template shows.
+
+    Raises:
+        ConfigError: There is no such parser.
+    """
+    found = detect(template_source)
+    tools = found.tools if config.tool_parser == "auto" else config.tool_parser
+    if tools not in {*FORMATS, "none"}:
+        raise ConfigError(
+            f"tool_parser: there is no {tools!r}; give auto, none, {', '.join(sorted(FORMATS))}"
+        )
+    if config.reasoning_parser not in {"auto", "none", "think"}:
+        raise ConfigError("reasoning_parser: give auto, none or think")
+    reasoning = {"auto": found.reasoning, "think": True, "none": False}[config.reasoning_parser]
+    return AnswerFormat(tools, reasoning)
 
 
 def _context_of(config: GatewayConfig) -> int:

@@ -14,14 +14,22 @@ class IncrementalDecoder:
     Invariant: the pieces returned so far, joined, are a prefix of the text of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Begins an empty text."""
+    def __init__(self, tokenizer: Tokenizer, shown: Sequence[str] = ()) -> None:
+        """Begins an empty text.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            shown: Special tokens that are part of the text; others are left out.
+        """
         self._rust = tokenizer.rust
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._hidden = tokenizer.special_ids - {tokenizer.special_id(text) for text in shown}
+        self._stream = DecodeStream(skip_special_tokens=False)
         self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
         """Takes one id; returns the text that became certain, often empty."""
+        if token_id in self._hidden:
+            return ""
         piece = self._stream.step(self._rust, token_id)
         if piece is None:
             self._pending.append(token_id)
@@ -31,7 +39,7 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         """Returns what is left: bytes that never became a character, as U+FFFD."""
-        left = str(self._rust.decode(self._pending, skip_special_tokens=True))
+        left = str(self._rust.decode(self._pending, skip_special_tokens=False))
         self._pending.clear()
         return left
 

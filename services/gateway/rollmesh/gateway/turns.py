@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import secrets
+import string
 import uuid
 import zlib
 from collections.abc import Callable
@@ -19,9 +21,12 @@ from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.cutter import TemplateRefusedError
 from rollmesh.gateway.engines import EngineClients
 from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.formats import AnswerFormat
 from rollmesh.gateway.messages import Frame, Unit, units_of
+from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
 from rollmesh.gateway.template import TemplateRenderError
+from rollmesh.gateway.text import IncrementalDecoder
 from rollmesh.gateway.tokenizer import Tokenizer
 from rollmesh.gateway.tree import Match, Node, Sample, VersionSpan
 from rollmesh.runtime import clock, faults
@@ -41,6 +46,7 @@ from rollmesh.v1 import engine_pb2, types_pb2
 _STREAMED_CHUNK = 16
 _INLINE_IDS = 32  # more ids than these are decoded off the event loop
 _ATTEMPTS = 3
+_ID_CHARS, _ID_SIZE = string.ascii_letters + string.digits, 9
 
 _Result = TypeVar("_Result")
 
@@ -56,6 +62,8 @@ class Prepared:
     """What stands between the last unit and the sampled ids."""
     prompt: TokenIds
     """The whole prompt."""
+    inside_reasoning: bool
+    """Whether the generation prompt has opened the reasoning."""
 
 
 @dataclass(slots=True)
@@ -77,6 +85,7 @@ class TurnRunner:
         *,
         tokenizer: Tokenizer,
         continuation: Continuation,
+        answer_format: AnswerFormat,
         leases: LeaseClient,
         engines: EngineClients,
         database: Database,
@@ -88,6 +97,7 @@ class TurnRunner:
         """Takes what a turn needs."""
         self._tokenizer = tokenizer
         self._continuation = continuation
+        self._format = answer_format
         self._leases = leases
         self._engines = engines
         self._database = database
@@ -135,7 +145,8 @@ class TurnRunner:
                 glue = np.concatenate([end, glue])
         pieces = list(zip(units[match.depth :], fresh, strict=True))
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
-        return Prepared(match, pieces, glue, prompt)
+        inside = self._format.reasoning and self._continuation.opens_reasoning(units, frame)
+        return Prepared(match, pieces, glue, prompt, inside)
 
     def _sampling(self, request: TurnRequest, prompt_tokens: int) -> types_pb2.SamplingParams:
         room = self._max_context_tokens - prompt_tokens
@@ -196,10 +207,15 @@ class TurnRunner:
         request = turn.request
         generation = Generation(
             Answer(
-                self._tokenizer,
+                IncrementalDecoder(self._tokenizer, self._format.marks),
                 request.stops,
-                parse_calls=request.parse_calls,
-                new_call_id=lambda: f"call_{uuid.uuid4().hex[:16]}",
+                parser=self._format.parser(request.frame),
+                reasoning=(
+                    ReasoningSplitter(inside=prepared.inside_reasoning)
+                    if self._format.reasoning
+                    else None
+                ),
+                new_call_id=new_call_id,
             ),
             engine_id,
         )
@@ -275,6 +291,11 @@ class TurnRunner:
 
     async def _off_loop(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def new_call_id() -> str:
+    """Returns an id for a tool call: nine letters and digits, which every template takes."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_SIZE))
 
 
 def _check(generation: Generation, prepared: Prepared) -> Sample:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from google.protobuf import json_format
 
-from rollmesh.gateway.answer import Delta
+from rollmesh.gateway.answer import Delta, ReasoningDelta
 from rollmesh.gateway.canonical import fingerprint, make_frame
 from rollmesh.gateway.export import Trajectory
 from rollmesh.gateway.fidelity import Fidelity
@@ -57,7 +57,6 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         frame=frame,
         sampling=sampling,
         stops=stops,
-        parse_calls=bool(frame.tools_json),
         stream=request.stream,
         fingerprint=fingerprint(frame, messages, settings).hex(),
         idempotency_key=request.idempotency_key,
@@ -100,6 +99,8 @@ def write_event(event: Delta | Answered) -> gateway_pb2.ChatResponse:
         return gateway_pb2.ChatResponse(done=_write_done(event))
     if isinstance(event, str):
         return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(content=event))
+    if isinstance(event, ReasoningDelta):
+        return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(reasoning_content=event.text))
     call = gateway_pb2.ToolCallDelta(
         index=event.index, id=event.id, name=event.name, arguments_json=event.arguments
     )

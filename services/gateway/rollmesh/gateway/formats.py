@@ -1,0 +1,83 @@
+"""Which parser reads a model's answers: by name, or by what its chat template prints."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollmesh.gateway import object_calls, tagged_calls
+from rollmesh.gateway.messages import Frame
+from rollmesh.gateway.object_calls import ObjectCallParser, ObjectFormat
+from rollmesh.gateway.pieces import ToolParser
+from rollmesh.gateway.reasoning import OPEN
+from rollmesh.gateway.tagged_calls import TaggedCallParser, TaggedFormat
+
+FORMATS: dict[str, ObjectFormat | TaggedFormat] = {
+    "hermes": object_calls.HERMES,
+    "llama3_json": object_calls.LLAMA3,
+    "mistral": object_calls.MISTRAL,
+    "deepseek_v3": object_calls.DEEPSEEK_V3,
+    "deepseek_v31": object_calls.DEEPSEEK_V31,
+    "kimi_k2": object_calls.KIMI_K2,
+    "qwen3_coder": tagged_calls.QWEN_CODER,
+    "glm45": tagged_calls.GLM,
+}
+"""By the names that vLLM's `--tool-call-parser` has for them."""
+# The first whose marks all stand in the template's source; the order matters where one format's
+# marks are part of another's.
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("glm45", ("<arg_key>",)),
+    ("kimi_k2", ("<|tool_call_begin|>",)),
+    ("deepseek_v3", ("<\uff5ctool\u2581call\u2581begin\uff5c>", "```json")),
+    ("deepseek_v31", ("<\uff5ctool\u2581call\u2581begin\uff5c>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("hermes", ("<tool_call>",)),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", ('"parameters": ', "<|eot_id|>")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes tool calls and reasoning."""
+
+    tools: str
+    """A name of `FORMATS`, or "none"."""
+    reasoning: bool
+    """Whether answers may begin with `<think>`."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What must be visible in the text, special tokens included."""
+        marks = FORMATS[self.tools].marks if self.tools in FORMATS else ()
+        return (*marks, OPEN, "</think>") if self.reasoning else marks
+
+    def parser(self, frame: Frame) -> ToolParser | None:
+        """Returns a parser for one answer; None where there are no tools to call."""
+        if not frame.tools_json or self.tools not in FORMATS:
+            return None
+        schemas = tool_schemas(frame.tools_json)
+        format_ = FORMATS[self.tools]
+        if isinstance(format_, TaggedFormat):
+            return TaggedCallParser(format_, schemas)
+        return ObjectCallParser(format_, schemas.keys())
+
+
+def detect(template_source: str) -> AnswerFormat:
+    """Returns the format that a template's marks speak for; Hermes where none do."""
+    for name, signs in _SIGNS:
+        if all(sign in template_source for sign in signs):
+            return AnswerFormat(name, OPEN in template_source)
+    return AnswerFormat("hermes", OPEN in template_source)
+
+
+def tool_schemas(tools_json: bytes) -> dict[str, Mapping[str, Any]]:
+    """Returns the JSON schema of each tool's parameters, by the tool's name."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for tool in json.loads(tools_json):
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            parameters = function.get("parameters")
+            schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
+    return schemas

@@ -1,0 +1,270 @@
+"""Every format of tool calls and reasoning: the same answer however its text is cut."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from hypothesis import given, strategies as st
+
+from rollmesh.gateway.canonical import make_frame
+from rollmesh.gateway.formats import FORMATS, AnswerFormat, detect
+from rollmesh.gateway.messages import Frame
+from rollmesh.gateway.pieces import ArgumentsPiece, CallStart, Piece, TextPiece, ToolParser
+from rollmesh.gateway.reasoning import ReasoningSplitter
+from rollmesh.gateway.tagged_calls import typed
+
+TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "n": {"type": "integer"},
+                    "x": {"type": ["number", "null"]},
+                    "s": {"type": "string"},
+                    "b": {"type": "boolean"},
+                    "l": {"type": "array"},
+                    "o": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "g"}},
+]
+FRAME = make_frame(json.dumps(TOOLS).encode(), b"")
+B, S, E = (f"<\uff5ctool\u2581call{part}\uff5c>" for part in ("\u2581begin", "", "\u2581end"))
+SEP = "<\uff5ctool\u2581sep\uff5c>"
+BEGIN, END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+Expected = tuple[str, list[tuple[str, str]], bool]
+
+
+def qwen(name: str, *parameters: tuple[str, str]) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+def glm(name: str, *arguments: tuple[str, str]) -> str:
+    inner = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments
+    )
+    return f"<tool_call>{name}\n{inner}</tool_call>"
+
+
+def deepseek(name: str, arguments: str) -> str:
+    return f"{B}function{SEP}{name}\n```json\n{arguments}\n```{E}"
+
+
+def kimi(name: str, index: int, arguments: str) -> str:
+    call = f"functions.{name}:{index}<|tool_call_argument_begin|>{arguments}"
+    return f"<|tool_call_begin|>{call}<|tool_call_end|>"
+
+
+VECTORS: list[Any] = [
+    ("hermes", 'Hi <tool_call>{"name": "no", "arguments": {}}</tool_call>',
+     ('Hi <tool_call>{"name": "no", "arguments": {}}</tool_call>', [], True)),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1}}', ("", [("f", '{"n": 1}')], False)),
+    ("llama3_json", '{"name": "f", "parameters": {"n": 1}}', ("", [("f", '{"n": 1}')], False)),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"n": 1}}; {"name": "g", '
+     '"parameters": {}}', ("", [("f", '{"n": 1}'), ("g", "{}")], False)),
+    ("llama3_json", ' {"name": "f", "parameters": {"n": 1}}\n',
+     ("", [("f", '{"n": 1}')], False)),
+    ("llama3_json", '{"answer": 5} and so on', ('{"answer": 5} and so on', [], False)),
+    ("llama3_json", 'Say {"name": "f", "parameters": {}}',
+     ('Say {"name": "f", "parameters": {}}', [], False)),
+    ("llama3_json", '{"name": "f", "parameters": "x"}',
+     ('{"name": "f", "parameters": "x"}', [], True)),
+    ("llama3_json", '{"name": "no", "parameters": {}}',
+     ('{"name": "no", "parameters": {}}', [], True)),
+    ("llama3_json", '{"name": "f", "para', ('{"name": "f", "para', [], True)),
+    ("llama3_json", '{"name": "f", "parameters": {"n"', ("", [("f", '{"n"')], True)),
+    ("llama3_json", "", ("", [], False)),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 1}[TOOL_CALLS]g[ARGS]{}',
+     ("", [("f", '{"n": 1}'), ("g", "{}")], False)),
+    ("mistral", 'So. [TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"n": 1}',
+     ("So.", [("f", '{"n": 1}')], False)),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}},'
+     ' {"name": "g", "arguments": {}}]',
+     ("", [("f", '{"n": 1}'), ("g", "{}")], False)),
+    ("mistral", "[TOOL_CALLS]no[ARGS]{}", ("[TOOL_CALLS]no[ARGS]{}", [], True)),
+    ("mistral", "[TOOL_CALLS]f[ARGS]nothing", ("[TOOL_CALLS]f[ARGS]nothing", [], True)),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"n": ', ("", [("f", '{"n": ')], True)),
+    ("mistral", "plain [TOOL", ("plain [TOOL", [], False)),
+    ("deepseek_v3", "Now." + BEGIN + deepseek("f", '{"n": 1}') + "\n" + deepseek("g", "{}") + END,
+     ("Now.", [("f", '{"n": 1}'), ("g", "{}")], False)),
+    ("deepseek_v3", f"{BEGIN}{B}function{SEP}f\n```json\nno\n```{E}{END}",
+     (f"{B}function{SEP}f\n```json\nno\n```{E}", [], True)),
+    ("deepseek_v31", f'{BEGIN}{B}f{SEP}{{"s": "a<b"}}{E}{B}g{SEP}{{}}{E}{END}',
+     ("", [("f", '{"s": "a<b"}'), ("g", "{}")], False)),
+    ("deepseek_v31", f'{BEGIN}{B}f{SEP}{{"n": 1', ("", [("f", '{"n": 1')], True)),
+    ("kimi_k2", "Ok<|tool_calls_section_begin|>" + kimi("f", 0, '{"n": 1}') + kimi("g", 1, "{}")
+     + "<|tool_calls_section_end|>", ("Ok", [("f", '{"n": 1}'), ("g", "{}")], False)),
+    ("kimi_k2", "<|tool_calls_section_begin|>" + kimi("no", 0, "{}"),
+     (kimi("no", 0, "{}"), [], True)),
+    ("qwen3_coder", "I do.\n\n" + qwen("f", ("n", "4"), ("s", "4"), ("b", "True"), ("x", "1.5")),
+     ("I do.", [("f", '{"n": 4, "s": "4", "b": true, "x": 1.5}')], False)),
+    ("qwen3_coder", qwen("f", ("s", "a\n\n<b> & 'c'\n"), ("l", "[1, 2]"), ("o", "null")),
+     ("", [("f", '{"s": "a\\n\\n<b> & \'c\'\\n", "l": [1, 2], "o": null}')], False)),
+    ("qwen3_coder", qwen("g", ("any", "7")), ("", [("g", '{"any": "7"}')], False)),
+    ("qwen3_coder", qwen("f"), ("", [("f", "{}")], False)),
+    ("qwen3_coder", qwen("no"), (qwen("no"), [], True)),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n>\n4",
+     ("<tool_call>\n<function=f>\n<parameter=n>\n4", [], True)),
+    ("qwen3_coder", "<tool_call><function=f>noise<parameter=n>4</parameter></function></tool_call>",
+     ("<tool_call><function=f>noise<parameter=n>4</parameter></function></tool_call>", [], True)),
+    ("glm45", glm("f", ("n", "4"), ("s", "[1]")) + "\n" + glm("g"),
+     ("", [("f", '{"n": 4, "s": "[1]"}'), ("g", "{}")], False)),
+    ("glm45", glm("f", ("n", "four")), ("", [("f", '{"n": "four"}')], False)),
+    ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>",
+     ("<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>", [], True)),
+]  # fmt: skip
+
+
+def parse(name: str, parts: list[str], frame: Frame = FRAME) -> tuple[ToolParser, list[Piece]]:
+    parser = AnswerFormat(name, reasoning=False).parser(frame)
+    assert parser is not None
+    pieces = [piece for part in parts for piece in parser.feed(part)]
+    return parser, pieces + parser.finish()
+
+
+def joined(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
+    """What an agent has that reads the stream."""
+    text, calls = "", list[tuple[str, str]]()
+    for piece in pieces:
+        match piece:
+            case TextPiece(more):
+                text += more
+            case CallStart(_, name):
+                calls.append((name, ""))
+            case ArgumentsPiece(index, more):
+                calls[index] = (calls[index][0], calls[index][1] + more)
+    return text, calls
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), VECTORS)
+def test_the_answer_is_the_same_however_it_is_cut(name: str, text: str, expected: Expected) -> None:
+    cuts = [[text], list(text), *([text[:at], text[at:]] for at in range(len(text) + 1))]
+    for parts in cuts:
+        parser, pieces = parse(name, parts)
+        assert (parser.content, parser.calls, parser.malformed) == expected, parts
+        assert joined(pieces) == expected[:2], parts
+
+
+def test_every_format_has_vectors() -> None:
+    assert {name for name, _, _ in VECTORS} == FORMATS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(text=st.text(alphabet='<>{}[]":,;/ \nfgn1_|tol_call=arg', max_size=60))
+def test_no_text_breaks_a_parser_or_is_lost_where_there_is_no_call(name: str, text: str) -> None:
+    whole, pieces = parse(name, [text])
+    cut, _ = parse(name, list(text))
+    assert (whole.content, whole.calls, whole.malformed) == (cut.content, cut.calls, cut.malformed)
+    assert joined(pieces) == (whole.content, whole.calls)
+    marks = FORMATS[name].marks
+    if not whole.calls and not any(mark in text for mark in marks):
+        assert whole.content == text
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+WRITERS = {
+    "llama3_json": '{{"name": "f", "parameters": {}}}',
+    "mistral": "[TOOL_CALLS]f[ARGS]{}",
+    "deepseek_v3": f"{BEGIN}{B}function{SEP}f\n```json\n{{}}\n```{E}{END}",
+    "deepseek_v31": f"{BEGIN}{B}f{SEP}{{}}{E}{END}",
+    "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRITERS))
+@given(arguments=st.dictionaries(st.text(), values, max_size=3), at=st.integers(0, 200))
+def test_any_arguments_survive_any_cut(name: str, arguments: dict[str, Any], at: int) -> None:
+    text = WRITERS[name].format(json.dumps(arguments))
+    parser, _ = parse(name, [text[:at], text[at:]])
+    assert [(called, json.loads(given)) for called, given in parser.calls] == [("f", arguments)]
+    assert (parser.content, parser.malformed) == ("", False)
+
+
+def test_arguments_leave_while_they_are_sampled() -> None:
+    parser = AnswerFormat("mistral", reasoning=False).parser(FRAME)
+    assert parser is not None
+    assert parser.feed('[TOOL_CALLS]f[ARGS]{"s": "lo') == [
+        CallStart(0, "f"),
+        ArgumentsPiece(0, '{"s": "lo'),
+    ]
+
+
+def test_kimis_calls_keep_the_id_that_was_sampled() -> None:
+    _, pieces = parse("kimi_k2", [kimi("f", 3, "{}")])
+    assert pieces[0] == CallStart(0, "f", "functions.f:3")
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("4", {"type": "integer"}, 4),
+        ("4", {"type": "string"}, "4"),
+        ("4", {}, "4"),
+        ("4", None, "4"),
+        ("4.0", {"type": "integer"}, 4.0),
+        ("4.5", {"type": "integer"}, "4.5"),
+        ("four", {"type": "number"}, "four"),
+        ("True", {"type": "boolean"}, True),
+        ("None", {"type": ["integer", "null"]}, None),
+        ("7", {"anyOf": [{"type": "null"}, {"type": "integer"}]}, 7),
+        ("[1]", {"type": "array"}, [1]),
+        ('{"a": 1}', {"type": "object"}, {"a": 1}),
+        ("2", {"enum": [1, 2]}, 2),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+    ],
+)
+def test_values_are_read_as_the_schema_says(text: str, schema: object, value: object) -> None:
+    assert typed(text, schema) == value
+
+
+THOUGHTS = [
+    ("<think>\nHm.\n</think>\n\nYes.", False, ("Hm.", "Yes.")),
+    ("Hm.\n\nWell. </think>Yes.", True, ("Hm.\n\nWell.", "Yes.")),
+    ("  <think>a</think>", False, ("a", "")),
+    ("<think></think>\n\nYes.", False, ("", "Yes.")),
+    ("<think>cut in the mid", False, ("cut in the mid", "")),
+    ("Yes. <think>not at the start</think>", False, ("", "Yes. <think>not at the start</think>")),
+    ("<thin", False, ("", "<thin")),
+    (" Yes.", False, ("", " Yes.")),
+    ("", True, ("", "")),
+]
+
+
+@pytest.mark.parametrize(("text", "inside", "expected"), THOUGHTS)
+def test_reasoning_is_the_same_however_it_is_cut(
+    *, text: str, inside: bool, expected: tuple[str, str]
+) -> None:
+    for parts in [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]:
+        splitter = ReasoningSplitter(inside=inside)
+        both = [splitter.feed(part) for part in parts] + [splitter.finish()]
+        assert ("".join(a for a, _ in both), "".join(b for _, b in both)) == expected, parts
+        assert splitter.reasoning == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("qwen2_5", AnswerFormat("hermes", reasoning=False)),
+        ("qwen3", AnswerFormat("hermes", reasoning=True)),
+        ("qwen3_5_think", AnswerFormat("qwen3_coder", reasoning=True)),
+        ("glm4moe", AnswerFormat("glm45", reasoning=True)),
+        ("deepseekv3", AnswerFormat("deepseek_v3", reasoning=True)),
+        ("llama3_1", AnswerFormat("llama3_json", reasoning=False)),
+        ("phi3", AnswerFormat("hermes", reasoning=False)),
+    ],
+)
+def test_a_template_shows_its_format(template: str, expected: AnswerFormat) -> None:
+    assert detect((TEMPLATES / f"{template}.jinja").read_text()) == expected
