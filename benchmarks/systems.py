@@ -7,7 +7,7 @@ import random
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,7 @@ from typing import Protocol
 from benchmarks.workload import reply_text, user_text, vocabulary
 from examples.demo.chatml import END, make_tokenizer
 from rollmesh.client import Client, MeshAddresses, Session
-from rollmesh.runtime.supervisor import free_port
+from rollmesh.runtime.supervisor import free_ports
 from rollmesh.v1 import gateway_pb2
 
 PEER = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "rllm-model-gateway"
@@ -153,7 +153,8 @@ async def running_peer(folder: Path, model: Model) -> AsyncIterator[Peer]:
         engine.stdin.write(json.dumps(settings).encode())
         engine.stdin.close()
         worker = json.loads(await _line(engine, "READY", folder))["port"]
-        port = free_port()
+        with closing(free_ports()) as ports:
+            port = next(ports)
         gateway = await stack.enter_async_context(
             _process(
                 folder / "peer.log",
