@@ -40,6 +40,7 @@ class World:
         frame: object = BARE,
         finish: Finish = Finish.STOP,
         version: int = 0,
+        tokens: int = 3,
     ) -> Node:
         units = units_of(messages)
         match = self.tree.match(frame, units)  # type: ignore[arg-type]
@@ -49,7 +50,7 @@ class World:
             ids = np.array([*closing, *self.ids(2).tolist(), END], np.uint32)
             parent, closing = self.tree.add_unit(parent, unit, ids), []
         glue = np.array([*closing, *self.ids(1).tolist()], np.uint32)
-        sampled = self.ids(3)
+        sampled = self.ids(tokens)
         if finish is Finish.STOP:
             sampled = np.append(sampled, np.uint32(END)).astype(np.uint32)
         prompt = np.concatenate([*parent.context(), glue])
@@ -132,7 +133,7 @@ def test_a_sub_agent_and_a_return_to_main_keep_their_own_roots() -> None:
     world.turn((main, user("q")), said("Mango"))
     world.turn((sub, user("q")), said("Blue"))
     world.turn((main, user("q"), said("Mango"), user("go on")), said("Apple"))
-    assert [t.lineage for t in world.export()] == [Lineage.ROOT, Lineage.MAIN]
+    assert [t.lineage for t in world.export()] == [Lineage.SUB_AGENT, Lineage.MAIN]
     world.check()
 
 

@@ -167,6 +167,12 @@ class _LineageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Lineage.Value
     """A conversation that leaves the path of another one at an earlier node."""
     LINEAGE_ROOT: _Lineage.ValueType  # 4
     """A conversation with its own root."""
+    LINEAGE_AUXILIARY: _Lineage.ValueType  # 5
+    """A call beside the agent's work: a title, a summary, a probe. Kept, and not trained."""
+    LINEAGE_SUB_AGENT: _Lineage.ValueType  # 6
+    """A conversation under another system message, or with other tools."""
+    LINEAGE_COMPACTION: _Lineage.ValueType  # 7
+    """The main conversation begun anew from a shorter history."""
 
 class Lineage(_Lineage, metaclass=_LineageEnumTypeWrapper):
     """How a branch of the conversation tree came to be."""
@@ -181,6 +187,12 @@ LINEAGE_BRANCH: Lineage.ValueType  # 3
 """A conversation that leaves the path of another one at an earlier node."""
 LINEAGE_ROOT: Lineage.ValueType  # 4
 """A conversation with its own root."""
+LINEAGE_AUXILIARY: Lineage.ValueType  # 5
+"""A call beside the agent's work: a title, a summary, a probe. Kept, and not trained."""
+LINEAGE_SUB_AGENT: Lineage.ValueType  # 6
+"""A conversation under another system message, or with other tools."""
+LINEAGE_COMPACTION: Lineage.ValueType  # 7
+"""The main conversation begun anew from a shorter history."""
 Global___Lineage: _TypeAlias = Lineage  # noqa: Y015
 
 class _SessionOutcome:

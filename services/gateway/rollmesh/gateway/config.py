@@ -30,6 +30,14 @@ class GatewayConfig(ServerConfig):
     """Most ids of one path, prompt and answer; 0 takes max_position_embeddings of the model."""
     max_sessions: int = 16_384
     """Most open sessions."""
+    max_session_nodes: int = 20_000
+    """Most messages that one session may hold, those of all branches together."""
+    max_session_tokens: int = 16_000_000
+    """Most token ids that one session may hold; they need about 8 bytes each."""
+    max_session_bytes: int = 256 * 1024 * 1024
+    """Most text that one session may hold, bytes."""
+    session_idle_ms: int = 86_400_000
+    """A session without a request for so long is closed as ABORTED, with what it has."""
     max_undelivered_sessions: int = 4_096
     """Closed sessions that may wait for the collector before no more are opened."""
     lease_timeout_ms: int = 30_000

@@ -21,12 +21,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from rollmesh.gateway.canonical import unit_key
+from rollmesh.gateway.contract import REWRITING, Finding
 from rollmesh.gateway.cutter import TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Unit
 from rollmesh.gateway.probe import Probed, probe
 from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.template import ChatTemplate
 from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.tree import Node
 from rollmesh.runtime.arrays import TokenIds
 
 _CACHED = 64
@@ -95,6 +97,19 @@ class Continuation:
     def opens_reasoning(self, units: Sequence[Unit], frame: Frame) -> bool:
         """Says whether the generation prompt behind `units` has opened the reasoning."""
         return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(OPEN)
+
+    def rewrites(self, path: Sequence[Node], fresh: Sequence[Unit], frame: Frame) -> bool:
+        """Says whether the template would print sampled turns of a path otherwise by now."""
+        findings = self._of(frame).contract.findings & REWRITING
+        sampled = [node.unit[0] for node in path if node.sample is not None]
+        if not findings or not sampled:
+            return False
+        if findings & {Finding.ANSWERS_OTHERWISE, Finding.SYSTEM_OTHERWISE, Finding.REPEATS_TOOLS}:
+            return True
+        if Finding.CALLS_OTHERWISE in findings and any(message.tool_calls for message in sampled):
+            return True
+        asked = any(unit[0].role == "user" for unit in fresh)
+        return asked and any(message.reasoning for message in sampled)
 
     def _encode(self, texts: list[str]) -> list[TokenIds]:
         return [self._tokenizer.encode(text) for text in texts]

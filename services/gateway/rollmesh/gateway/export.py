@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
+from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.messages import RoleName
 from rollmesh.gateway.tree import Node, Tree, VersionSpan
 from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
@@ -53,11 +54,13 @@ def export_tree(tree: Tree) -> Iterator[Trajectory]:
     """Yields the trajectories of all leaves, oldest leaf first.
 
     A sampled node on several paths is trained in the first of them; the others carry its tokens
-    with mask 0 and the reason SHARED_PREFIX.
+    with mask 0 and the reason SHARED_PREFIX. Auxiliary calls are not trained and say AUXILIARY.
     """
     trained: set[int] = set()
-    for leaf in tree.leaves():
-        yield _export(leaf, tree.lineage(leaf), trained)
+    leaves = list(tree.leaves())
+    found = lineages(tree, leaves)
+    for leaf in leaves:
+        yield _export(leaf, found[leaf.node_id], trained)
 
 
 def _export(leaf: Node, lineage: Lineage, trained: set[int]) -> Trajectory:
@@ -75,12 +78,14 @@ def _export(leaf: Node, lineage: Lineage, trained: set[int]) -> Trajectory:
             segments.append(Segment(start, middle, node.node_id, role, False, False, _glue(node)))  # noqa: FBT003
         if node.sample is None:
             continue
-        shared = node.node_id in trained
+        untrained = Fidelity.SHARED_PREFIX if node.node_id in trained else None
+        if untrained is None and lineage is Lineage.AUXILIARY:
+            untrained = Fidelity.AUXILIARY
         trained.add(node.node_id)
         logprobs[middle:at] = node.sample.logprobs
-        mask[middle:at] = not shared
+        mask[middle:at] = untrained is None
         spans += [VersionSpan(v, s + middle, e + middle) for v, s, e in node.sample.spans]
-        segments.append(_sampled(node, middle, at, shared=shared))
+        segments.append(_sampled(node, middle, at, untrained))
     return Trajectory(
         leaf_node_id=leaf.node_id,
         lineage=lineage,
@@ -99,9 +104,9 @@ def _glue(node: Node) -> frozenset[Fidelity]:
     return node.reasons if node.sample is None else frozenset()
 
 
-def _sampled(node: Node, start: int, end: int, *, shared: bool) -> Segment:
+def _sampled(node: Node, start: int, end: int, untrained: Fidelity | None) -> Segment:
     assert node.sample is not None
-    extra = {Fidelity.SHARED_PREFIX} if shared else set()
+    extra = {untrained} if untrained is not None else set()
     if node.sample.finish is Finish.LENGTH:
         extra.add(Fidelity.LENGTH_CUT)
     if len({span.policy_version for span in node.sample.spans}) > 1:
@@ -112,7 +117,7 @@ def _sampled(node: Node, start: int, end: int, *, shared: bool) -> Segment:
         node_id=node.node_id,
         role="assistant",
         sampled=True,
-        trained=not shared,
+        trained=untrained is None,
         reasons=node.reasons | extra,
         finish=node.sample.finish,
         engine_id=node.sample.engine_id,

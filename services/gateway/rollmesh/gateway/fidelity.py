@@ -29,6 +29,9 @@ class Lineage(IntEnum):
     SIBLING = 2
     BRANCH = 3
     ROOT = 4
+    AUXILIARY = 5
+    SUB_AGENT = 6
+    COMPACTION = 7
 
 
 class Finish(IntEnum):

@@ -1,6 +1,7 @@
 """The gateway's sessions: opening, turns, retries, closing, and handing over to the collector."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -37,6 +38,7 @@ from rollmesh.v1 import gateway_pb2, types_pb2
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
+_IDLE_CHECK_S = 60.0
 
 
 class Gateway:
@@ -180,6 +182,7 @@ class Gateway:
         Raises:
             RollmeshError: There is no answer and nothing was kept.
         """
+        session.used_ms = clock.monotonic_ms()
         found = session.find_answer(request)
         if found is not None:
             metrics.REPLAYED_ANSWERS.inc()
@@ -227,12 +230,33 @@ class Gateway:
         except BaseException:
             session.closing = False
             raise
+        for trajectory in record.trajectories:
+            name = types_pb2.Lineage.Name(trajectory.lineage).removeprefix("LINEAGE_").lower()
+            metrics.TRAJECTORIES.labels(name).inc()
         self._closed[session_id] = ids
         del self._sessions[session_id]
         self._by_request_id.pop(session.spec.request_id, None)
         self._outbox.added()
         self.forgotten(session_id)
         return ids
+
+    async def close_idle(self, idle_ms: int) -> None:
+        """Closes sessions that nobody uses, with what they have; runs until it is cancelled."""
+        while True:
+            now = clock.monotonic_ms()
+            for session in list(self._sessions.values()):
+                if session.in_flight or session.closing or now - session.used_ms < idle_ms:
+                    continue
+                _log.warning("idle session", extra=fields(session=session.spec.session_id))
+                with contextlib.suppress(RollmeshError):  # tried again with the next round
+                    await self.close(
+                        gateway_pb2.CloseSessionRequest(
+                            session_id=session.spec.session_id,
+                            outcome=types_pb2.SESSION_OUTCOME_ABORTED,
+                            metadata={"closed_by": "idle"},
+                        )
+                    )
+            await asyncio.sleep(min(idle_ms / 4000, _IDLE_CHECK_S))
 
     async def stop(self) -> None:
         """Ends the turns that are still running."""
@@ -260,6 +284,7 @@ class Gateway:
             _log.exception("turn failed", extra=fields(session=session.spec.session_id))
             turn.end(RollmeshError(f"unexpected {type(error).__name__}; the log has it"))
         finally:
+            session.used_ms = clock.monotonic_ms()
             if session.in_flight.get(turn.request.fingerprint) is turn:
                 del session.in_flight[turn.request.fingerprint]
 

@@ -23,6 +23,9 @@ REPLAYED_ANSWERS = Counter(
 ENGINE_LOSSES = Counter(
     "rollmesh_gateway_engine_losses_total", "Generations cut because their engine went away."
 )
+TRAJECTORIES = Counter(
+    "rollmesh_gateway_trajectories_total", "Trajectories of closed sessions.", ["lineage"]
+)
 OPEN_SESSIONS = Gauge("rollmesh_gateway_open_sessions", "Sessions that take turns.")
 UNDELIVERED = Gauge(
     "rollmesh_gateway_undelivered_sessions", "Closed sessions that the collector has not taken."

@@ -17,6 +17,7 @@ from rollmesh.gateway.formats import FORMATS, AnswerFormat, detect
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.servicer import GatewayServicer
+from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.template import load_template
 from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer, read_json
 from rollmesh.gateway.turns import TurnRunner
@@ -83,6 +84,9 @@ class GatewayService:
                 database=database,
                 executor=executor,
                 max_context_tokens=self._max_context_tokens,
+                limits=SessionLimits(
+                    config.max_session_nodes, config.max_session_tokens, config.max_session_bytes
+                ),
                 lease_timeout_ms=config.lease_timeout_ms,
                 turn_timeout_ms=config.turn_timeout_ms,
             )
@@ -101,13 +105,17 @@ class GatewayService:
                 self._servicer.gateway = gateway
                 metrics.OPEN_SESSIONS.set_function(lambda: gateway.live_sessions)
                 metrics.UNDELIVERED.set_function(lambda: gateway.undelivered_sessions)
-                delivering = tasks.create_task(outbox.run())
+                owned = [
+                    tasks.create_task(outbox.run()),
+                    tasks.create_task(gateway.close_idle(config.session_idle_ms)),
+                ]
                 async with Membership(
                     config.router, self._hello(address), lambda: self._load(gateway)
                 ) as self._membership:
                     yield
                 await gateway.stop()
-                delivering.cancel()
+                for task in owned:
+                    task.cancel()
 
     async def drain(self) -> None:
         """Leaves the router and refuses new sessions and turns."""

@@ -13,7 +13,8 @@ from rollmesh.gateway.answer import Delta
 from rollmesh.gateway.journal import AnswerRecord, SessionSpec
 from rollmesh.gateway.messages import Frame, Message
 from rollmesh.gateway.tree import Node, Tree
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import RollmeshError, SessionLimitError
 from rollmesh.v1 import types_pb2
 
 
@@ -103,6 +104,34 @@ class Turn:
         self._changed = asyncio.Event()
 
 
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """How much one session may hold."""
+
+    nodes: int
+    tokens: int
+    text_bytes: int
+
+    def check(self, session: "Session") -> None:
+        """Checks that a session may take another turn.
+
+        Raises:
+            SessionLimitError: It holds as much as it may.
+        """
+        tree = session.tree
+        for name, held, most in (
+            ("nodes", len(tree.nodes), self.nodes),
+            ("tokens", tree.tokens, self.tokens),
+            ("bytes", tree.text_bytes, self.text_bytes),
+        ):
+            if held >= most:
+                raise SessionLimitError(
+                    f"the session holds {held} {name} and may hold {most}; close it, or raise "
+                    f"max_session_{name} of the gateway",
+                    session_id=session.spec.session_id,
+                )
+
+
 @dataclass(slots=True)
 class Session:
     """One open session."""
@@ -116,6 +145,8 @@ class Session:
     in_flight: dict[str, Turn] = field(default_factory=dict)
     """By fingerprint."""
     closing: bool = False
+    used_ms: int = field(default_factory=clock.monotonic_ms)
+    """When it was last used, on the monotonic clock."""
 
     def find_answer(self, request: TurnRequest) -> Answered | None:
         """Returns the answer that a request is a retry of; None where it is a new sample."""

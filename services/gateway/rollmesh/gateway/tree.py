@@ -20,7 +20,7 @@ from rollmesh.gateway.canonical import (
     lenient_key,
     unit_key,
 )
-from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
+from rollmesh.gateway.fidelity import Fidelity, Finish
 from rollmesh.gateway.messages import Frame, Message, Unit
 from rollmesh.runtime.arrays import Logprobs, TokenIds
 
@@ -109,6 +109,10 @@ class Tree:
         self._next_id = 1
         self._roots: dict[bytes, Node] = {}
         self.nodes: dict[int, Node] = {}
+        self.tokens = 0
+        """Number of ids that all nodes hold."""
+        self.text_bytes = 0
+        """Size of all messages' text, about."""
 
     def __repr__(self) -> str:
         """Says how large the tree is."""
@@ -189,6 +193,8 @@ class Tree:
         if node.sample is not None:
             parent.by_lenient_key.setdefault(lenient_key(node.unit), []).append(node)
         self.nodes[node.node_id] = node
+        self.tokens += len(node.token_ids)
+        self.text_bytes += _text_size(node.unit)
         self._next_id = max(self._next_id, node.node_id + 1)
         return node
 
@@ -203,23 +209,14 @@ class Tree:
         if node.sample is not None:
             parent.by_lenient_key[lenient_key(node.unit)].remove(node)
         del self.nodes[node.node_id]
+        self.tokens -= len(node.token_ids)
+        self.text_bytes -= _text_size(node.unit)
 
     def leaves(self) -> Iterator[Node]:
         """Yields the nodes without children, oldest first."""
         for node in self.nodes.values():
             if not node.children:
                 yield node
-
-    def lineage(self, leaf: Node) -> Lineage:
-        """Returns how the branch that ends in `leaf` last left the conversation before it."""
-        path = leaf.path()
-        if path[0] is not next(iter(self.nodes.values())):
-            return Lineage.ROOT
-        found = Lineage.MAIN
-        for node in path[1:]:
-            if node.parent is not None and node.parent.children[0] is not node:
-                found = Lineage.BRANCH if node.sample is None else Lineage.SIBLING
-        return found
 
     def root(self, frame: Frame) -> Node:
         """Returns the root of a frame; a new one where there was none."""
@@ -228,6 +225,15 @@ class Tree:
             root = Node(0, None, frame, (), np.empty(0, np.uint32), 0)
             self._roots[frame.key] = root
         return root
+
+
+def _text_size(unit: Unit) -> int:
+    return sum(
+        len(message.content)
+        + len(message.reasoning)
+        + sum(len(call.arguments) for call in message.tool_calls)
+        for message in unit
+    )
 
 
 def _children_like(parent: Node, unit: Unit) -> Iterator[tuple[Node, frozenset[Fidelity]]]:

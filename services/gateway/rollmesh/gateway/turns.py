@@ -24,7 +24,7 @@ from rollmesh.gateway.fidelity import Fidelity, Finish
 from rollmesh.gateway.formats import AnswerFormat
 from rollmesh.gateway.messages import Frame, Unit, units_of
 from rollmesh.gateway.reasoning import ReasoningSplitter
-from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
+from rollmesh.gateway.session import Answered, Session, SessionLimits, Turn, TurnRequest
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.text import IncrementalDecoder
 from rollmesh.gateway.tokenizer import Tokenizer
@@ -91,6 +91,7 @@ class TurnRunner:
         database: Database,
         executor: Executor,
         max_context_tokens: int,
+        limits: SessionLimits,
         lease_timeout_ms: int,
         turn_timeout_ms: int,
     ) -> None:
@@ -103,6 +104,7 @@ class TurnRunner:
         self._database = database
         self._executor = executor
         self._max_context_tokens = max_context_tokens
+        self._limits = limits
         self._lease_timeout_ms = lease_timeout_ms
         self._turn_timeout_ms = turn_timeout_ms
 
@@ -114,6 +116,7 @@ class TurnRunner:
         """
         request = turn.request
         units = units_of(request.messages)
+        self._limits.check(session)
         match = session.tree.match(request.frame, units)
         prepared = await self._off_loop(lambda: self._prepare(match, request.frame, units))
         sampling = self._sampling(request, len(prepared.prompt))
@@ -121,6 +124,8 @@ class TurnRunner:
         turn.emit(generation.answer.finish())
         sample = _check(generation, prepared)
         reasons = set(match.reasons)
+        if self._continuation.rewrites(match.node.path(), units[match.depth :], request.frame):
+            reasons.add(Fidelity.TEMPLATE_REWRITE)
         if generation.answer.malformed:
             reasons.add(Fidelity.MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:

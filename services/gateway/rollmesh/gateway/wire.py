@@ -7,8 +7,9 @@ from google.protobuf import json_format
 from rollmesh.gateway.answer import Delta, ReasoningDelta
 from rollmesh.gateway.canonical import fingerprint, make_frame
 from rollmesh.gateway.export import Trajectory
-from rollmesh.gateway.fidelity import Fidelity
+from rollmesh.gateway.fidelity import Fidelity, Lineage
 from rollmesh.gateway.journal import SessionSpec
+from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.messages import Message, RoleName, ToolCall
 from rollmesh.gateway.session import Answered, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
@@ -125,11 +126,12 @@ def _write_done(answered: Answered) -> gateway_pb2.ChatDone:
 
 def write_nodes(tree: Tree) -> Iterable[gateway_pb2.SessionNode]:
     """Yields the protos of a tree's nodes, parents first."""
+    found = lineages(tree, tree.nodes.values())
     for node in tree.nodes.values():
-        yield _write_node(tree, node)
+        yield _write_node(node, found[node.node_id])
 
 
-def _write_node(tree: Tree, node: Node) -> gateway_pb2.SessionNode:
+def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
     assert node.parent is not None
     result = gateway_pb2.SessionNode(
         node_id=node.node_id,
@@ -138,7 +140,7 @@ def _write_node(tree: Tree, node: Node) -> gateway_pb2.SessionNode:
         token_ids_u32le=pack_ids(node.token_ids),
         glue_tokens=node.glue,
         sampled=node.sample is not None,
-        lineage=types_pb2.Lineage.ValueType(tree.lineage(node)),
+        lineage=types_pb2.Lineage.ValueType(lineage),
         reasons=_reasons(node.reasons),
     )
     if node.sample is not None:

@@ -128,6 +128,13 @@ class SessionClosedError(RollmeshError):
     reason = "SESSION_CLOSED"
 
 
+class SessionLimitError(RollmeshError):
+    """The session holds as much as it may; what it holds is kept, and it can be closed."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+    reason = "SESSION_LIMIT"
+
+
 class SessionKeyWrongError(RollmeshError):
     """The key does not open this session."""
 

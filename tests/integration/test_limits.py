@@ -1,0 +1,50 @@
+"""Limits of a session: an error with its reason, never a loss."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollmesh.client import Client
+from rollmesh.v1 import gateway_pb2
+from tests.meshes import Mesh, scripted_mesh
+
+ASK: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+async def delivered(client: Client) -> Any:
+    async with client.subscribe("trainer", unit="session") as sessions, asyncio.timeout(60):
+        delivery = await anext(sessions)
+        await sessions.acknowledge(delivery)
+    return delivery.sessions[0]
+
+
+@pytest.mark.parametrize("limit", ["nodes", "tokens", "bytes"])
+async def test_a_full_session_says_so_and_keeps_what_it_has(mesh: Mesh, limit: str) -> None:
+    await mesh.restart("gateway", **{f"max_session_{limit}": 2})
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            answer = await agent.chat.completions.create(model="policy", messages=ASK)
+            more = [*ASK, answer.choices[0].message, *ASK]
+            with pytest.raises(openai.BadRequestError) as refused:
+                await agent.chat.completions.create(model="policy", messages=more)
+        assert refused.value.code == "session_limit"
+        assert f"max_session_{limit}" in str(refused.value)
+        assert (await delivered(client)).trajectories[0].turns == 1
+
+
+async def test_a_session_that_nobody_uses_is_closed_with_what_it_has(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh:
+        await mesh.restart("gateway", session_idle_ms=200)
+        async with mesh.client() as client:
+            session = await client.open_session(gateway_pb2.CreateSessionRequest())
+            await mesh.openai(session).chat.completions.create(model="policy", messages=ASK)
+            result = await delivered(client)
+    assert (result.session_id, result.outcome) == (session.session_id, "ABORTED")
+    assert result.metadata["closed_by"] == "idle"
+    assert result.trajectories[0].turns == 1
