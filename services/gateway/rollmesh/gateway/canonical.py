@@ -16,12 +16,12 @@ _DIGEST_BYTES = 16
 
 def unit_key(unit: Unit) -> bytes:
     """Returns the digest under which equal units are found."""
-    return _digest([_plain(message, strip=False) for message in unit])
+    return _digest([field for message in unit for field in _plain(message)])
 
 
 def lenient_key(unit: Unit) -> bytes:
     """Returns the digest that also agrees for a stripped echo without its reasoning."""
-    return _digest([_plain(message, strip=True) for message in unit])
+    return _digest([field for message in unit for field in _plain(message, strip=True)])
 
 
 def is_mended_echo(sampled: Message, echo: Message) -> bool:
@@ -76,7 +76,7 @@ def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
         raise ValueError("tools_json is not an array of objects")
     if not isinstance(options, dict):
         raise ValueError("template_options_json is not an object")  # noqa: TRY004 - bad input
-    key = _digest([tools, options])
+    key = _digest([_dump(tools), _dump(options)])
     return Frame(tools_json if tools else b"", options_json if options else b"", key)
 
 
@@ -88,22 +88,28 @@ def fingerprint(frame: Frame, messages: Sequence[Message], settings: object) -> 
         messages: All messages, reasoning and call ids included.
         settings: Whatever else changes the answer, as JSON values.
     """
-    full = [
-        [m.role, m.content, m.reasoning, m.tool_call_id, m.name]
-        + [[c.id, c.name, c.arguments] for c in m.tool_calls]
-        for m in messages
-    ]
-    return _digest([frame.key.hex(), full, settings])
+    fields = [frame.key.hex(), _dump(settings)]
+    for m in messages:
+        fields += (m.role, m.content, m.reasoning, m.tool_call_id, m.name, str(len(m.tool_calls)))
+        for call in m.tool_calls:
+            fields += (call.id, call.name, call.arguments)
+    return _digest(fields)
 
 
-def _plain(message: Message, *, strip: bool) -> list[object]:
+def _plain(message: Message, *, strip: bool = False) -> list[str]:
+    """Returns what makes a message equal to another; every message's fields are self-delimiting."""
     content = message.content.strip() if strip else message.content
-    calls = [[call.name, *argument_value(call.arguments)] for call in message.tool_calls]
-    return [message.role, content, calls, message.name]
+    fields = [message.role, content, message.name, str(len(message.tool_calls))]
+    for call in message.tool_calls:
+        fields += (call.name, *argument_value(call.arguments))
+    return fields
 
 
-def _digest(value: object) -> bytes:
-    return hashlib.blake2b(_dump(value).encode(), digest_size=_DIGEST_BYTES).digest()
+def _digest(fields: list[str]) -> bytes:
+    """Returns the digest of texts in order; with their lengths, so that no two lists are joined."""
+    lengths = ",".join([str(len(field)) for field in fields])
+    data = f"{lengths}|{''.join(fields)}".encode(errors="surrogatepass")
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def _dump(value: object) -> str:

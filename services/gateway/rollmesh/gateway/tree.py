@@ -243,7 +243,7 @@ def _children_like(parent: Node, unit: Unit) -> Iterator[tuple[Node, frozenset[F
     for node in exact:
         if node.sample is None or not contradicts_reasoning(node.unit[0], unit[0]):
             yield node, nothing
-    if unit[0].role != "assistant":
+    if unit[0].role != "assistant" or len(exact) == len(parent.children):
         return
     lenient = frozenset({Fidelity.LENIENT_ECHO})
     near = parent.by_lenient_key.get(lenient_key(unit), ())
