@@ -82,6 +82,9 @@ def _write_tokenizer(folder: Path, source: str, variables: dict[str, str]) -> No
     rust.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     rust.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(variables))
+    stops = [text for text in ("<|return|>", "<|call|>") if text in control]
+    generation = {"eos_token_id": [rust.token_to_id(stop) for stop in stops]}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
 def rows() -> Iterator[str]:
@@ -127,7 +130,9 @@ template check MODEL_DIR`.
   the history leaves out).
 
 In every case the session *keeps* what was sampled: earlier tokens stay as they are, and what a
-turn adds is exactly what the template prints behind the last answer. "Whole" counts the probes
+turn adds is exactly what the template prints behind the last answer. Turns that the template
+would print otherwise by then carry `TEMPLATE_REWRITE`; with `--history=rewrite` the session goes
+on from what the template prints instead, on a new branch. "Whole" counts the probes
 where that is the template's whole render; "behind the last answer" those where only the new part
 is. An order of roles in the last column ("no assistant, tool") is refused with a 400 when a
 request needs it; a template that cannot be continued at all is refused when the gateway starts.

@@ -9,9 +9,16 @@ import trl
 from hypothesis import given, strategies as st
 
 from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.formats import FORMATS, AnswerFormat, detect
+from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat, detect
 from rollmesh.gateway.messages import Frame
-from rollmesh.gateway.pieces import ArgumentsPiece, CallStart, Piece, TextPiece, ToolParser
+from rollmesh.gateway.pieces import (
+    ArgumentsPiece,
+    CallStart,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    ToolParser,
+)
 from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.tagged_calls import typed
 
@@ -122,6 +129,41 @@ VECTORS: list[Any] = [
     ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>",
      ("<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>", [], True)),
 ]  # fmt: skip
+
+
+C, M, R = "<|channel|>", "<|message|>", "<|return|>"
+NEXT = "<|end|><|start|>assistant"
+HARMONY_VECTORS: list[tuple[str, str, list[tuple[str, str]], str, bool]] = [
+    (f"{C}final{M}Yes.{R}", "Yes.", [], "", False),
+    (f"{C}analysis{M}Hm.{NEXT}{C}final{M} Yes.\n{R}", " Yes.\n", [], "Hm.", False),
+    (f'{C}analysis{M}Hm.{NEXT}{C}commentary to=functions.f <|constrain|>json{M}{{"n": 1}}<|call|>',
+     "", [("f", '{"n": 1}')], "Hm.", False),
+    (f'<|start|>assistant to=functions.f{C}commentary json{M}{{"s": "a<b"}}<|call|>',
+     "", [("f", '{"s": "a<b"}')], "", False),
+    (f"{C}commentary{M}I will.{NEXT}{C}commentary to=functions.g{M}{{}}<|call|>",
+     "I will.", [("g", "{}")], "", False),
+    (f"{C}commentary to=functions.no{M}{{}}<|call|>", "{}", [], "", True),
+    (f'{C}commentary to=functions.f{M}{{"n": ', "", [("f", '{"n": ')], "", True),
+    (f"{C}analysis{M}cut in the mid", "", [], "cut in the mid", False),
+    ("no channel at all", "no channel at all", [], "", True),
+    (f"{C}final{M}a < b <|en", "a < b <|en", [], "", False),
+    (f"{C}fin", "", [], "", False),
+    ("", "", [], "", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "content", "calls", "reasoning", "malformed"), HARMONY_VECTORS)
+def test_harmony_is_the_same_however_it_is_cut(
+    *, text: str, content: str, calls: list[tuple[str, str]], reasoning: str, malformed: bool
+) -> None:
+    for parts in [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]:
+        parser, pieces = parse(HARMONY, parts)
+        assert (parser.content, parser.calls) == (content, calls), parts
+        assert (parser.reasoning, parser.malformed) == (reasoning, malformed), parts
+        thoughts = [piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]
+        assert "".join(thoughts) == reasoning
+        others: list[Piece] = [one for one in pieces if not isinstance(one, ReasoningPiece)]
+        assert joined(others) == (content, calls)
 
 
 def parse(name: str, parts: list[str], frame: Frame = FRAME) -> tuple[ToolParser, list[Piece]]:
@@ -264,6 +306,7 @@ def test_reasoning_is_the_same_however_it_is_cut(
         ("deepseekv3", AnswerFormat("deepseek_v3", reasoning=True)),
         ("llama3_1", AnswerFormat("llama3_json", reasoning=False)),
         ("phi3", AnswerFormat("hermes", reasoning=False)),
+        ("gptoss", AnswerFormat(HARMONY, reasoning=False)),
     ],
 )
 def test_a_template_shows_its_format(template: str, expected: AnswerFormat) -> None:

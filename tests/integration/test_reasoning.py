@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import trl
 
+from rollmesh.gateway.messages import Frame, Message
+from rollmesh.gateway.template import load_template
+from rollmesh.gateway.tokenizer import Tokenizer
 from tests.meshes import scripted_mesh
 
 QWEN3 = Path(str(trl.__file__)).parent / "chat_templates" / "qwen3.jinja"
@@ -55,3 +58,33 @@ async def test_reasoning_is_apart_and_its_tokens_stay(
     assert set(trajectory.reasons) <= {"TEMPLATE_REWRITE", "LENIENT_ECHO"}
     sampled = [s for s in trajectory.segments if s.sampled]
     assert len(sampled) == 2
+
+
+async def test_history_can_be_rewritten_as_the_template_has_it(
+    tmp_path: Path, thinking_model: Path
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": "why"}]
+    async with scripted_mesh(tmp_path, thinking_model, RULES) as mesh:
+        await mesh.restart("gateway", history="rewrite")
+        async with mesh.client() as client:
+            async with client.session() as session:
+                agent = mesh.openai(session, max_retries=4)
+                for said in ("and", "why"):
+                    answer = await agent.chat.completions.create(model="policy", messages=messages)
+                    messages += [answer.choices[0].message, {"role": "user", "content": said}]
+            async with client.subscribe("trainer", unit="session") as deliveries:
+                delivery = await anext(deliveries)
+                await deliveries.acknowledge(delivery)
+    kept, rewritten = delivery.sessions[0].trajectories
+    tokenizer = Tokenizer(thinking_model)
+    texts = [tokenizer.rust.decode(t.token_ids.tolist()) for t in (kept, rewritten)]
+    assert "Well then." in texts[0]
+    assert "Well then." not in texts[1]  # the template drops it once another question follows
+    assert "Because.\nuser\nand" in texts[1]
+    assert (kept.turns, rewritten.turns) == (1, 1)
+    assert "TEMPLATE_REWRITE" in rewritten.reasons
+    template = load_template(thinking_model, tokenizer)
+    plain = (Message("user", "why"), Message("assistant", "Because."), Message("user", "and"))
+    prompt = tokenizer.encode(template.render(plain, Frame(), generation_prompt=True))
+    assert rewritten.token_ids[: len(prompt)].tolist() == prompt.tolist()
+    assert all(trajectory.loss_mask.any() for trajectory in (kept, rewritten))

@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rollmesh.gateway.messages import Message, ToolCall
-from rollmesh.gateway.pieces import ArgumentsPiece, CallStart, Piece, TextPiece, ToolParser
+from rollmesh.gateway.pieces import (
+    ArgumentsPiece,
+    CallStart,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    ToolParser,
+)
 from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.text import IncrementalDecoder, StopStrings
 
@@ -103,7 +110,7 @@ class Answer:
             "assistant",
             self._parser.content,
             tuple(ToolCall(id_, name, arguments) for id_, (name, arguments) in calls),
-            reasoning=reasoning,
+            reasoning=reasoning or self._parser.reasoning,
         )
 
     def _split(self, text: str) -> list[Delta]:
@@ -127,6 +134,8 @@ class Answer:
         match piece:
             case TextPiece(text):
                 return text
+            case ReasoningPiece(text):
+                return ReasoningDelta(text)
             case CallStart(index, name, call_id):
                 self._call_ids.append(call_id or self._new_call_id())
                 return CallDelta(index, self._call_ids[-1], name)

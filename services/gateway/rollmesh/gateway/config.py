@@ -26,6 +26,9 @@ class GatewayConfig(ServerConfig):
     """How the model writes tool calls; auto takes what its chat template shows."""
     reasoning_parser: str = "auto"
     """Whether answers begin with <think>: think, none, or auto."""
+    history: str = "keep"
+    """What becomes of sampled turns that the chat template prints otherwise later on: keep them
+    as sampled, or rewrite: go on from what the template prints, on a new branch."""
     max_context_tokens: int = 0
     """Most ids of one path, prompt and answer; 0 takes max_position_embeddings of the model."""
     max_sessions: int = 16_384

@@ -32,6 +32,7 @@ from rollmesh.gateway.tree import Node
 from rollmesh.runtime.arrays import TokenIds
 
 _CACHED = 64
+_ALL_ANSWERS = {Finding.ANSWERS_OTHERWISE, Finding.SYSTEM_OTHERWISE, Finding.REPEATS_TOOLS}
 
 
 class Continuation:
@@ -98,18 +99,32 @@ class Continuation:
         """Says whether the generation prompt behind `units` has opened the reasoning."""
         return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(OPEN)
 
-    def rewrites(self, path: Sequence[Node], fresh: Sequence[Unit], frame: Frame) -> bool:
-        """Says whether the template would print sampled turns of a path otherwise by now."""
+    def first_rewritten(
+        self, path: Sequence[Node], fresh: Sequence[Unit], frame: Frame
+    ) -> int | None:
+        """Returns which node of a path the template would print otherwise by now.
+
+        Args:
+            path: The nodes of a path.
+            fresh: The units that a request adds to it.
+            frame: What is rendered beside them.
+
+        Returns:
+            The index of the first such node, always a sampled one; None where there is none.
+        """
         findings = self._of(frame).contract.findings & REWRITING
-        sampled = [node.unit[0] for node in path if node.sample is not None]
-        if not findings or not sampled:
-            return False
-        if findings & {Finding.ANSWERS_OTHERWISE, Finding.SYSTEM_OTHERWISE, Finding.REPEATS_TOOLS}:
-            return True
-        if Finding.CALLS_OTHERWISE in findings and any(message.tool_calls for message in sampled):
-            return True
         asked = any(unit[0].role == "user" for unit in fresh)
-        return asked and any(message.reasoning for message in sampled)
+        for at, node in enumerate(path):
+            if node.sample is None:
+                continue
+            message = node.unit[0]
+            if (
+                findings & _ALL_ANSWERS
+                or (Finding.CALLS_OTHERWISE in findings and message.tool_calls)
+                or (Finding.DROPS_REASONING in findings and message.reasoning and asked)
+            ):
+                return at
+        return None
 
     def _encode(self, texts: list[str]) -> list[TokenIds]:
         return [self._tokenizer.encode(text) for text in texts]

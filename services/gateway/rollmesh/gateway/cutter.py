@@ -78,7 +78,10 @@ class Cutter:
         self.ignores_tools = False
         self.refused: dict[tuple[Place, RoleName], str] = {}
         """Roles that are not continued behind others, and why."""
+        self.refused_glue: dict[Place, str] = {}
+        """What no answer may be sampled behind, and why."""
         self.end_text = self._find_end()
+        self.call_end_text = self._find_call_end()
         self._leads: dict[Place, str] = {}
         self._closings: dict[Place, str] = {}
         self._glue: dict[Place, str] = {}
@@ -115,6 +118,8 @@ class Cutter:
         Raises:
             TemplateRenderError: The template has no answer behind such a unit.
         """
+        if last in self.refused_glue:
+            raise TemplateRenderError(f"an answer after {last}: {self.refused_glue[last]}")
         if last not in self._glue:
             text = self._template.render(_WINDOWS[last], self._options, generation_prompt=True)
             if last == "assistant":
@@ -152,6 +157,32 @@ class Cutter:
             )
         return end
 
+    def _find_call_end(self) -> str:
+        """Returns what ends an answer with calls: most often what ends any answer.
+
+        Another token counts where the model is known to stop at it; else it may only be a mark
+        inside of the answer.
+        """
+        call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARK}"}}')
+        result = Message("tool", _FOLLOWED, tool_call_id=CALL.id, name=CALL.name)
+        window = (_ASKED, Message("assistant", "", (call,)), result)
+        try:
+            text = self._template.render(window, self._options)
+        except TemplateRenderError:
+            return self.end_text
+        between = text.partition(MARK)[2].partition(_FOLLOWED)[0]
+        if self.end_text in between:
+            return self.end_text
+        stops = {
+            name
+            for name in self._tokenizer.special_texts
+            if name in between and self._tokenizer.special_id(name) in self._tokenizer.stop_ids
+        }
+        return min(stops, key=between.find, default=self.end_text)
+
+    def _end_of(self, answer: Message) -> str:
+        return self.call_end_text if answer.tool_calls else self.end_text
+
     def _learn(self, where: Place) -> None:
         """Finds lead and closing of a place; one that the template refuses stays unknown."""
         try:
@@ -183,7 +214,7 @@ class Cutter:
     def _head(self, units: Sequence[Unit], frame: Frame) -> str:
         messages = tuple(message for unit in units for message in unit)
         text = self._template.render((*messages, *_follower(units[-1])), frame)
-        return self._without_closing(place(units, len(units)), text)
+        return self._without_closing(place(units, len(units)), units[-1], text)
 
     def _delta(self, units: Sequence[Unit], at: int, frame: Frame) -> str:
         options = frame if self.repeats_tools else self._options
@@ -196,7 +227,7 @@ class Cutter:
             behind = self._behind_answer(window, text, options)
         else:
             behind = self._behind_mark(before, text)
-        return self._without_closing(place(units, at + 1), behind)
+        return self._without_closing(place(units, at + 1), unit, behind)
 
     def _behind_mark(self, before: Place, text: str) -> str:
         lead = self._leads.get(before)
@@ -209,13 +240,13 @@ class Cutter:
         self, window: tuple[Message, ...], text: str, options: Frame | None = None
     ) -> str:
         """Returns what stands behind the token that ends the window's answer."""
-        alone = self._render_cached(window, options or self._options)
+        alone, end = self._render_cached(window, options or self._options), self._end_of(window[-1])
         # Where the content is not printed beside calls, the last end is that of the answer.
-        at = alone.rfind(self.end_text, max(alone.find(MARK), 0))
-        if at >= 0 and text.startswith(alone[: at + len(self.end_text)]):
-            return text[at + len(self.end_text) :]
+        at = alone.rfind(end, max(alone.find(MARK), 0))
+        if at >= 0 and text.startswith(alone[: at + len(end)]):
+            return text[at + len(end) :]
         _, found, behind = text.partition(MARK)
-        _, ended, behind = behind.partition(self.end_text)
+        _, ended, behind = behind.partition(end)
         if not found or not ended:
             raise TemplateRenderError("the end of an answer is not found behind what follows it")
         return behind
@@ -229,15 +260,16 @@ class Cutter:
                 self._call_renders.popitem(last=False)
         return text
 
-    def _without_closing(self, where: Place, text: str) -> str:
+    def _without_closing(self, where: Place, unit: Unit, text: str) -> str:
         closing = self._closings.get(where)
         if closing is None:
             raise TemplateRenderError(f"the template does not print {where} messages")
         if where == "assistant":
-            at = text.rfind(self.end_text, 0, text.find(_FOLLOWED))
+            end = self._end_of(unit[0])
+            at = text.rfind(end, 0, text.find(_FOLLOWED))
             if at < 0:
                 raise TemplateRenderError("an answer in the history does not end")
-            return text[: at + len(self.end_text)]
+            return text[: at + len(end)]
         if not text.endswith(self._leads[where] + closing):
             raise TemplateRenderError(f"a {where} message does not end as others of its kind")
         return text[: len(text) - len(closing)]

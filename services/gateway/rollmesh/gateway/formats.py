@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.gateway import object_calls, tagged_calls
+from rollmesh.gateway import harmony, object_calls, tagged_calls
 from rollmesh.gateway.messages import Frame
 from rollmesh.gateway.object_calls import ObjectCallParser, ObjectFormat
 from rollmesh.gateway.pieces import ToolParser
 from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.tagged_calls import TaggedCallParser, TaggedFormat
 
+HARMONY = "openai"
 FORMATS: dict[str, ObjectFormat | TaggedFormat] = {
     "hermes": object_calls.HERMES,
     "llama3_json": object_calls.LLAMA3,
@@ -26,6 +27,7 @@ FORMATS: dict[str, ObjectFormat | TaggedFormat] = {
 # The first whose marks all stand in the template's source; the order matters where one format's
 # marks are part of another's.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (HARMONY, ("<|channel|>analysis",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("glm45", ("<arg_key>",)),
     ("kimi_k2", ("<|tool_call_begin|>",)),
@@ -43,18 +45,24 @@ class AnswerFormat:
     """How a model writes tool calls and reasoning."""
 
     tools: str
-    """A name of `FORMATS`, or "none"."""
+    """A name of `FORMATS`, `HARMONY`, or "none"."""
     reasoning: bool
     """Whether answers may begin with `<think>`."""
 
     @property
     def marks(self) -> tuple[str, ...]:
         """What must be visible in the text, special tokens included."""
+        if self.tools == HARMONY:
+            return harmony.MARKS
         marks = FORMATS[self.tools].marks if self.tools in FORMATS else ()
         return (*marks, OPEN, "</think>") if self.reasoning else marks
 
     def parser(self, frame: Frame) -> ToolParser | None:
-        """Returns a parser for one answer; None where there are no tools to call."""
+        """Returns a parser for one answer; None where there is nothing to look for."""
+        if self.tools == HARMONY:
+            return harmony.HarmonyParser(
+                tool_schemas(frame.tools_json).keys() if frame.tools_json else set()
+            )
         if not frame.tools_json or self.tools not in FORMATS:
             return None
         schemas = tool_schemas(frame.tools_json)
@@ -68,7 +76,7 @@ def detect(template_source: str) -> AnswerFormat:
     """Returns the format that a template's marks speak for; Hermes where none do."""
     for name, signs in _SIGNS:
         if all(sign in template_source for sign in signs):
-            return AnswerFormat(name, OPEN in template_source)
+            return AnswerFormat(name, OPEN in template_source and name != HARMONY)
     return AnswerFormat("hermes", OPEN in template_source)
 
 

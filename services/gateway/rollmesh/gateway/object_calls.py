@@ -19,7 +19,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from rollmesh.gateway.pieces import Collector, Piece, first_of, possible_start
+from rollmesh.gateway.pieces import Collector, Piece, first_of, is_object, possible_start
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 
@@ -160,7 +160,7 @@ class ObjectCallParser(Collector):
         elif self._state is _State.ARGUMENTS or self._format.close:
             # Hermes without its closing tag is whole all the same.
             whole = self._state is _State.TAIL and self._format.tail.fullmatch(self._held)
-            self.malformed |= not (whole and self._held.strip()) or not _is_object(self._arguments)
+            self.malformed |= not (whole and self._held.strip()) or not is_object(self._arguments)
         self._held = ""
         self.end_text(pieces)
         return pieces
@@ -262,7 +262,7 @@ class ObjectCallParser(Collector):
         if self._format.close:
             self._state = _State.TAIL
         else:
-            self.malformed |= not _is_object(self._arguments)
+            self.malformed |= not is_object(self._arguments)
             self._state = _State.TEXT
         return True
 
@@ -271,7 +271,7 @@ class ObjectCallParser(Collector):
         if at < 0:
             return False
         self.malformed |= not self._format.tail.fullmatch(self._held[:at])
-        self.malformed |= not _is_object(self._arguments)
+        self.malformed |= not is_object(self._arguments)
         self._held = self._held[at + len(self._format.close) :]
         self._state = _State.TEXT
         return True
@@ -368,13 +368,6 @@ def json_string(source: str) -> str:
         return str(json.loads(source, strict=False))
     except ValueError:
         return source[1:-1]
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _source_of(body: str, key: str) -> str:

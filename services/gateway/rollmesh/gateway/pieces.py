@@ -1,5 +1,6 @@
 """What a parser of sampled text gives: pieces, as they become certain."""
 
+import json
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -29,7 +30,14 @@ class ArgumentsPiece:
     text: str
 
 
-Piece: TypeAlias = TextPiece | CallStart | ArgumentsPiece
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """Text of the reasoning, from formats that carry it in the same marks as the rest."""
+
+    text: str
+
+
+Piece: TypeAlias = TextPiece | ReasoningPiece | CallStart | ArgumentsPiece
 
 
 class ToolParser(Protocol):
@@ -41,6 +49,8 @@ class ToolParser(Protocol):
     """Name and arguments of each call so far."""
     content: str
     """Text of the answer so far."""
+    reasoning: str
+    """Text of the reasoning so far."""
 
     def feed(self, text: str) -> list[Piece]:
         """Takes text; returns the pieces that became certain."""
@@ -62,6 +72,7 @@ class Collector:
         self.malformed = False
         self.calls: list[tuple[str, str]] = []
         self.content = ""
+        self.reasoning = ""
         self._blank = ""  # blank text that counts only if other text follows
 
     def begin_call(self, name: str, pieces: list[Piece], call_id: str = "") -> None:
@@ -93,6 +104,14 @@ class Collector:
             pieces.append(TextPiece(self._blank))
             self.content += self._blank
         self._blank = ""
+
+
+def is_object(text: str) -> bool:
+    """Says whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def possible_start(text: str, tags: tuple[str, ...]) -> int:

@@ -105,7 +105,6 @@ class _Probe:
         self._bare = options
         self._tools = make_frame(_TOOLS, options.options_json)
         self._frames: tuple[Frame, ...] = (self._bare, self._tools)
-        self._raised: dict[tuple[Place, RoleName], str] = {}
         self._counts = dict.fromkeys(_Outcome, 0)
 
     def contract(self) -> Contract:
@@ -124,7 +123,8 @@ class _Probe:
             kind if plain else Kind.REWRITES,
             self._cutter.end_text,
             frozenset(findings),
-            {f"{before}, {role}": why for (before, role), why in self._cutter.refused.items()},
+            {f"{before}, {role}": why for (before, role), why in self._cutter.refused.items()}
+            | {f"{last}, answer": why for last, why in self._cutter.refused_glue.items()},
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
         )
@@ -174,34 +174,47 @@ class _Probe:
         return exact
 
     def _try(self, units: list[Unit], frame: Frame) -> _Outcome:
-        """Compares ever longer beginnings, so that what fails is known by its last role."""
+        """Compares ever longer beginnings, so that what fails is known by its last role.
+
+        Raises:
+            TemplateRefusedError: What fails is what agents cannot do without.
+        """
         outcome = _Outcome.REFUSED
         for size in range(1, len(units) + 1):
-            pair = (place(units, size - 1), units[size - 1][0].role)
-            if pair in self._cutter.refused:
+            before, role = place(units, size - 1), units[size - 1][0].role
+            if (before, role) in self._cutter.refused:
                 return _Outcome.REFUSED
-            messages = tuple(message for unit in units[:size] for message in unit)
-            try:
-                full = self._template.render(messages, frame, generation_prompt=True)
-            except TemplateRenderError as error:
-                outcome = _Outcome.REFUSED  # by the template's own rules, at any time
-                self._raised.setdefault(pair, str(error))
-                continue
-            joined = self._cutter.joins_system[bool(frame.tools_json)]
-            if size == 1 and joined and pair[1] == "system":
-                continue
-            try:
-                outcome, why = self._compare(units[:size], frame, full)
-            except TemplateRenderError as error:
-                if size < len(units):  # what may not end here may go on
-                    continue
-                outcome, why = _Outcome.REFUSED, str(error)
-            if outcome is _Outcome.REFUSED:
-                if pair in _ESSENTIAL:
-                    raise TemplateRefusedError(f"{pair[1]} after {pair[0]}: {why}")
-                self._cutter.refused[pair] = why
+            whole = size == len(units)
+            outcome, why = self._judge(units[:size], frame, whole=whole)
+            if why and role == "assistant":
+                # Templates end the last answer otherwise: what stands behind it decides.
+                if whole:
+                    self._cutter.refused_glue["assistant"] = why
+            elif why:
+                if (before, role) in _ESSENTIAL:
+                    raise TemplateRefusedError(f"{role} after {before}: {why}")
+                self._cutter.refused[before, role] = why
                 return outcome
         return outcome
+
+    def _judge(self, units: list[Unit], frame: Frame, *, whole: bool) -> tuple[_Outcome, str]:
+        """Returns what came of a comparison, and why it failed.
+
+        No reason is given where the template itself refuses the conversation, as it would at any
+        time, or where what may not end here may go on.
+        """
+        messages = tuple(message for unit in units for message in unit)
+        joined = self._cutter.joins_system[bool(frame.tools_json)]
+        if len(units) == 1 and joined and messages[0].role == "system":
+            return _Outcome.REFUSED, ""
+        try:
+            full = self._template.render(messages, frame, generation_prompt=True)
+        except TemplateRenderError:
+            return _Outcome.REFUSED, ""
+        try:
+            return self._compare(units, frame, full)
+        except TemplateRenderError as error:
+            return _Outcome.REFUSED, str(error) if whole else ""
 
     def _compare(self, units: list[Unit], frame: Frame, full: str) -> tuple[_Outcome, str]:
         pieces = self._cutter.pieces(units, 0, frame)
@@ -213,7 +226,8 @@ class _Probe:
             return _Outcome.EXACT, ""
         answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
         tail = "".join(pieces[answers[-1] + 1 :]) if answers else ""
-        if tail and full.endswith(self._cutter.end_text + tail):
+        ends = (self._cutter.end_text, self._cutter.call_end_text)
+        if tail and full.endswith(tuple(end + tail for end in ends)):
             return _Outcome.KEPT, ""
         return _Outcome.REFUSED, "the template prints it depending on what stands further before"
 

@@ -13,7 +13,7 @@ from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.engines import EngineClients
-from rollmesh.gateway.formats import FORMATS, AnswerFormat, detect
+from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat, detect
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.servicer import GatewayServicer
@@ -43,6 +43,8 @@ class GatewayService:
         template = load_template(config.model_path, self._tokenizer)
         self._continuation = Continuation(template, self._tokenizer)
         self._format = _format_of(config, template.source)
+        if config.history not in {"keep", "rewrite"}:
+            raise ConfigError(f"history: there is no {config.history!r}; give keep or rewrite")
         self._max_context_tokens = config.max_context_tokens or _context_of(config)
         self._servicer = GatewayServicer(
             gateway_pb2.GetGatewayInfoResponse(
@@ -87,6 +89,7 @@ class GatewayService:
                 limits=SessionLimits(
                     config.max_session_nodes, config.max_session_tokens, config.max_session_bytes
                 ),
+                rewrite_history=config.history == "rewrite",
                 lease_timeout_ms=config.lease_timeout_ms,
                 turn_timeout_ms=config.turn_timeout_ms,
             )
@@ -148,10 +151,9 @@ def _format_of(config: GatewayConfig, template_source: str) -> AnswerFormat:
     """
     found = detect(template_source)
     tools = found.tools if config.tool_parser == "auto" else config.tool_parser
-    if tools not in {*FORMATS, "none"}:
-        raise ConfigError(
-            f"tool_parser: there is no {tools!r}; give auto, none, {', '.join(sorted(FORMATS))}"
-        )
+    if tools not in {*FORMATS, HARMONY, "none"}:
+        known = ", ".join(sorted((*FORMATS, HARMONY)))
+        raise ConfigError(f"tool_parser: there is no {tools!r}; give auto, none, {known}")
     if config.reasoning_parser not in {"auto", "none", "think"}:
         raise ConfigError("reasoning_parser: give auto, none or think")
     reasoning = {"auto": found.reasoning, "think": True, "none": False}[config.reasoning_parser]

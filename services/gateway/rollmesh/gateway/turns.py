@@ -92,6 +92,7 @@ class TurnRunner:
         executor: Executor,
         max_context_tokens: int,
         limits: SessionLimits,
+        rewrite_history: bool,
         lease_timeout_ms: int,
         turn_timeout_ms: int,
     ) -> None:
@@ -105,6 +106,7 @@ class TurnRunner:
         self._executor = executor
         self._max_context_tokens = max_context_tokens
         self._limits = limits
+        self._rewrite_history = rewrite_history
         self._lease_timeout_ms = lease_timeout_ms
         self._turn_timeout_ms = turn_timeout_ms
 
@@ -117,15 +119,13 @@ class TurnRunner:
         request = turn.request
         units = units_of(request.messages)
         self._limits.check(session)
-        match = session.tree.match(request.frame, units)
+        match = self._match(session, request.frame, units)
         prepared = await self._off_loop(lambda: self._prepare(match, request.frame, units))
         sampling = self._sampling(request, len(prepared.prompt))
         generation = await self._generate_somewhere(session, turn, prepared, sampling)
         turn.emit(generation.answer.finish())
         sample = _check(generation, prepared)
         reasons = set(match.reasons)
-        if self._continuation.rewrites(match.node.path(), units[match.depth :], request.frame):
-            reasons.add(Fidelity.TEMPLATE_REWRITE)
         if generation.answer.malformed:
             reasons.add(Fidelity.MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
@@ -134,6 +134,24 @@ class TurnRunner:
         return await self._commit(
             session, request, prepared, generation, sample, frozenset(reasons)
         )
+
+    def _match(self, session: Session, frame: Frame, units: list[Unit]) -> Match:
+        """Finds where a request meets the tree, and what the template would do to that path.
+
+        Where the template prints a sampled turn otherwise by now, the session keeps what was
+        sampled, or, as the gateway is set, leaves it for what the template prints.
+        """
+        match = session.tree.match(frame, units)
+        path = match.node.path()
+        at = self._continuation.first_rewritten(path, units[match.depth :], frame)
+        if at is None:
+            return match
+        reasons = match.reasons | {Fidelity.TEMPLATE_REWRITE}
+        if not self._rewrite_history:
+            return match._replace(reasons=reasons)
+        parent = path[at].parent
+        assert parent is not None
+        return Match(parent, at, reasons)
 
     def _prepare(self, match: Match, frame: Frame, units: list[Unit]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""

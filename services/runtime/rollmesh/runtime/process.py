@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import uvloop
+
 from rollmesh.runtime import faults
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.errors import RollmeshError
@@ -42,7 +44,8 @@ def run_service(
         return 2
     faults.arm(config.fault)
     try:
-        failure = asyncio.run(_serve(build, config))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            failure = runner.run(_serve(build, config))
     except (ConfigError, PortInUseError) as error:
         print(f"rollmesh {name}: {error}", file=sys.stderr)  # noqa: T201 - the edge
         return 2
