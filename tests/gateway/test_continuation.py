@@ -16,7 +16,18 @@ TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type":
 TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
 
 texts = st.text(max_size=30) | st.sampled_from(
-    ["", " ", "\n", "a\n\n", "<tool_call>", "caf\u00e9 \U0001f600", "</tool_response>", "{{ x }}"]
+    [
+        "",
+        " ",
+        "\n",
+        "a\n\n",
+        "mark7zq",
+        "next7zq<|im_end|>next7zq",
+        "<tool_call>",
+        "caf\u00e9 \U0001f600",
+        "</tool_response>",
+        "{{ x }}",
+    ]
 )
 calls = st.builds(
     ToolCall,

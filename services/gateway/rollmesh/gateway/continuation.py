@@ -17,7 +17,6 @@ template may print earlier answers otherwise (drop their reasoning, say) and can
 the session keeps what was sampled. What a template does is probed when it is loaded (`probe`).
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from rollmesh.gateway.canonical import unit_key
@@ -47,7 +46,7 @@ class Continuation:
         self._template = template
         self._tokenizer = tokenizer
         self._probed: dict[bytes, Probed] = {}
-        self._heads: OrderedDict[bytes, TokenIds] = OrderedDict()
+        self._heads: dict[bytes, TokenIds] = {}
         probed = self._of(Frame())
         self.contract = probed.contract
         """What the probe found without template options."""
@@ -76,13 +75,12 @@ class Continuation:
             first = unit_key(units[0]) + frame.key
             known = self._heads.get(first)
             if known is not None:
-                self._heads.move_to_end(first)
                 return [known, *self._encode(cutter.pieces(units, 1, frame))]
             texts = self._encode(cutter.pieces(units, 0, frame))
             texts[0].flags.writeable = False
+            if len(self._heads) >= _CACHED:
+                self._heads.clear()  # one step: several threads tokenise
             self._heads[first] = texts[0]
-            if len(self._heads) > _CACHED:
-                self._heads.popitem(last=False)
             return texts
         return self._encode(cutter.pieces(units, start, frame))
 
@@ -134,6 +132,6 @@ class Continuation:
         if found is None:
             found = probe(self._template, self._tokenizer, frame.options_json)
             if len(self._probed) >= _CACHED:
-                self._probed.pop(next(iter(self._probed)))
+                self._probed.clear()
             self._probed[frame.options_json] = found
         return found

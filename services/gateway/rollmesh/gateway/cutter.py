@@ -1,6 +1,5 @@
 """Cuts a template's renders into what each message adds, as text; see `continuation`."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -49,8 +48,8 @@ def _follower(unit: Unit) -> tuple[Message, ...]:
     if not message.tool_calls:
         return (Message("user", _FOLLOWED),)
     return tuple(
-        Message("tool", _FOLLOWED, tool_call_id=call.id, name=call.name)
-        for call in message.tool_calls
+        Message("tool", "c" if at else _FOLLOWED, tool_call_id=call.id, name=call.name)
+        for at, call in enumerate(message.tool_calls)
     )
 
 
@@ -85,7 +84,7 @@ class Cutter:
         self._leads: dict[Place, str] = {}
         self._closings: dict[Place, str] = {}
         self._glue: dict[Place, str] = {}
-        self._call_renders: OrderedDict[bytes, str] = OrderedDict()
+        self._renders: dict[bytes, str] = {}
         for where in _WINDOWS:
             self._learn(where)
 
@@ -252,12 +251,14 @@ class Cutter:
         return behind
 
     def _render_cached(self, window: tuple[Message, ...], options: Frame) -> str:
-        key = options.key + unit_key(window)
-        text = self._call_renders.get(key)
+        ids = "".join(call.id for call in window[-1].tool_calls)
+        key = options.key + unit_key(window) + ids.encode()
+        text = self._renders.get(key)
         if text is None:
-            text = self._call_renders[key] = self._template.render(window, options)
-            if len(self._call_renders) > _CACHED:
-                self._call_renders.popitem(last=False)
+            text = self._template.render(window, options)
+            if len(self._renders) >= _CACHED:
+                self._renders.clear()  # one step: several threads tokenise
+            self._renders[key] = text
         return text
 
     def _without_closing(self, where: Place, unit: Unit, text: str) -> str:
@@ -266,7 +267,7 @@ class Cutter:
             raise TemplateRenderError(f"the template does not print {where} messages")
         if where == "assistant":
             end = self._end_of(unit[0])
-            at = text.rfind(end, 0, text.find(_FOLLOWED))
+            at = text.rfind(end, 0, text.rfind(_FOLLOWED))
             if at < 0:
                 raise TemplateRenderError("an answer in the history does not end")
             return text[: at + len(end)]

@@ -139,7 +139,8 @@ class ObjectCallParser(Collector):
         self._outside = (format_.open, *format_.around)
         self._state = _State.TEXT
         self._held = ""
-        self._opened = ""
+        self._opened = ""  # what stood before a header: text again where it is no call
+        self._unopened = False
         self._scanner = _ObjectScanner()
 
     def feed(self, text: str) -> list[Piece]:
@@ -188,7 +189,8 @@ class ObjectCallParser(Collector):
         lead = self._held.lstrip(" \t\r\n;" if self.calls else " \t\r\n")
         if not _may_begin_object(lead):
             return False
-        self._held, self._state, self._opened = lead, _State.HEADER, ""
+        self._opened = self._held[: len(self._held) - len(lead)]
+        self._held, self._state, self._unopened = lead, _State.HEADER, True
         return True
 
     def _step_text(self, pieces: list[Piece]) -> bool:
@@ -197,7 +199,7 @@ class ObjectCallParser(Collector):
             self.emit_text(self._held[:at], pieces)
             self._held = self._held[at + len(mark) :]
             if mark == self._format.open:
-                self._state, self._opened = _State.HEADER, mark
+                self._state, self._opened, self._unopened = _State.HEADER, mark, False
             return True
         keep = possible_start(self._held, self._outside)
         if self._format.bare and not self.content and not self._held.strip("; \t\r\n"):
@@ -216,10 +218,10 @@ class ObjectCallParser(Collector):
         header = self._format.header.match(self._held if at < 0 else self._held[:at])
         if header:
             return self._begin(header, pieces)
-        if not self._opened and not _may_begin_object(self._held):
+        if self._unopened and not _may_begin_object(self._held):
             # An answer that is JSON but no call.
             self._state = _State.TEXT
-            self.emit_text(self._held, pieces)
+            self.emit_text(self._opened + self._held, pieces)
             self._held = ""
             return False
         if at < 0:
