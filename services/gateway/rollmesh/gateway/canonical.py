@@ -2,12 +2,14 @@
 
 The rules are those that real clients need: arguments compare as JSON values, ids of calls are not
 rendered by the templates we continue, absent fields equal empty ones. An echo of a sampled message
-may also be stripped, may lack its reasoning, and may carry mended arguments.
+may also be stripped, may lack its reasoning, may have got the agent's name, and may carry mended
+arguments.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollmesh.gateway.messages import Frame, Message, Unit
 
@@ -16,12 +18,13 @@ _DIGEST_BYTES = 16
 
 def unit_key(unit: Unit) -> bytes:
     """Returns the digest under which equal units are found."""
-    return _digest([_plain(message, strip=False) for message in unit])
+    return _digest([_plain(message) for message in unit])
 
 
 def lenient_key(unit: Unit) -> bytes:
-    """Returns the digest that also agrees for a stripped echo without its reasoning."""
-    return _digest([_plain(message, strip=True) for message in unit])
+    """Returns the digest that also agrees for an echo that was stripped or given a name."""
+    bare = (replace(message, content=message.content.strip(), name="") for message in unit)
+    return _digest([_plain(message) for message in bare])
 
 
 def is_mended_echo(sampled: Message, echo: Message) -> bool:
@@ -96,10 +99,9 @@ def fingerprint(frame: Frame, messages: Sequence[Message], settings: object) -> 
     return _digest([frame.key.hex(), full, settings])
 
 
-def _plain(message: Message, *, strip: bool) -> list[object]:
-    content = message.content.strip() if strip else message.content
+def _plain(message: Message) -> list[object]:
     calls = [[call.name, *argument_value(call.arguments)] for call in message.tool_calls]
-    return [message.role, content, calls, message.name]
+    return [message.role, message.content, calls, message.name]
 
 
 def _digest(value: object) -> bytes:
