@@ -332,6 +332,13 @@ async def test_results_of_tools_are_text_however_they_come(mesh: Mesh, content: 
         pytest.param("text", adding(content="Another."), id="another text"),
         pytest.param("text", adding(reasoning_content="Another."), id="another reasoning"),
         pytest.param("call", with_arguments(lambda _: '{"a": 7}'), id="other arguments"),
+        pytest.param(
+            "broken",
+            lambda said: adding(reasoning_content="Another.")(
+                with_arguments(lambda _: '{"a": 6}')(said)
+            ),
+            id="mended, with another reasoning",
+        ),
         pytest.param("call", without("tool_calls"), id="no call"),
         pytest.param("two calls", lambda said: {**said, "tool_calls": said["tool_calls"][:1]},
                      id="one call of two"),
