@@ -32,7 +32,7 @@ async def agents_mesh(
         yield running
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(loop_scope="session")
 async def outside() -> AsyncIterator[Outside]:
     """The only way out that agents are shown; it leads nowhere."""
     async with Outside.listening() as trap:

@@ -64,4 +64,18 @@ MINI_TALK = [
     (" after that).", _SUBMIT),
 ]
 
-RULES = [*CHAT, *BROKEN, *MINI, *MINI_TALK]
+# And with its commands in the text: no tools, and what they print comes as the user's words.
+MINI_TEXT = [
+    (
+        "mswea_bash_command\nanything\n```",
+        "<think>\nA file.\n</think>\n\nTHOUGHT: I write it. \n\n"
+        "```mswea_bash_command\necho two > greeting\n```\n",
+    ),
+    (
+        "<output>\n</output>",
+        "```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```",
+    ),
+]
+
+# The longer endings first: the first rule that fits gives the reply.
+RULES = [*CHAT, *BROKEN, *MINI_TEXT, *MINI, *MINI_TALK]

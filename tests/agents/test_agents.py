@@ -64,13 +64,37 @@ async def test_a_call_that_langchain_mended_and_ran_keeps_its_tokens(
 async def test_mini_swe_agent_solves_its_task_in_one_exact_trajectory(
     agents_mesh: Mesh, outside: Outside, tmp_path: Path
 ) -> None:
+    arguments = ("mini", "litellm", dialogues.TASK)
     async with agents_mesh.client() as client:
         async with client.session() as session:
-            end = await run_agent("mini_swe", session, outside, tmp_path, "mini", dialogues.TASK)
+            end = await run_agent("mini_swe", session, outside, tmp_path, *arguments)
         result = await delivered(client, session)
     assert end["exit_status"] == "Submitted"
     assert (tmp_path / "greeting").read_text() == "café 42\n"
     check_main(agents_mesh, result, [reply for _, reply in dialogues.MINI])
+
+
+async def test_mini_swe_agent_with_commands_in_its_text_is_one_exact_trajectory(
+    agents_mesh: Mesh, outside: Outside, tmp_path: Path
+) -> None:
+    arguments = ("mini_textbased", "litellm_textbased", dialogues.TASK)
+    async with agents_mesh.client() as client:
+        async with client.session() as session:
+            end = await run_agent("mini_swe", session, outside, tmp_path, *arguments)
+        result = await delivered(client, session)
+    assert end["exit_status"] == "Submitted"
+    assert (tmp_path / "greeting").read_text() == "two\n"
+    check_main(agents_mesh, result, [reply for _, reply in dialogues.MINI_TEXT])
+
+
+async def test_mini_swe_agent_knows_a_conversation_that_grew_too_long(
+    agents_mesh: Mesh, outside: Outside, tmp_path: Path
+) -> None:
+    arguments = ("mini", "litellm", "write " * 20_000)
+    async with agents_mesh.client() as client, client.session() as session:
+        # Any other error it would try again, for minutes.
+        with pytest.raises(AssertionError, match="ContextWindowExceededError"):
+            await run_agent("mini_swe", session, outside, tmp_path, *arguments)
 
 
 async def test_a_turn_that_mini_swe_agent_drops_stays_a_leaf_of_its_own(
@@ -78,7 +102,7 @@ async def test_a_turn_that_mini_swe_agent_drops_stays_a_leaf_of_its_own(
 ) -> None:
     async with agents_mesh.client() as client:
         async with client.session() as session:
-            arguments = ("benchmarks/swebench", dialogues.TALK)
+            arguments = ("benchmarks/swebench", "litellm", dialogues.TALK)
             end = await run_agent("mini_swe", session, outside, tmp_path, *arguments)
         result = await delivered(client, session)
     assert end["exit_status"] == "Submitted"

@@ -1,4 +1,4 @@
-"""mini-swe-agent in the folder it is started in; arguments: which of its configs, and the task."""
+"""mini-swe-agent in the folder it is started in; arguments: config, model class, task."""
 
 import json
 import sys
@@ -7,12 +7,12 @@ from pathlib import Path
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.config import get_config_from_spec
 from minisweagent.environments.local import LocalEnvironment
-from minisweagent.models.litellm_model import LitellmModel
+from minisweagent.models import get_model
 
 
-def main(name: str, task: str) -> None:
+def main(name: str, model_class: str, task: str) -> None:
     config = get_config_from_spec(name)
-    model = LitellmModel(**{**config["model"], "model_name": "openai/policy"})
+    model = get_model("openai/policy", {**config["model"], "model_class": model_class})
     environment = LocalEnvironment(cwd=str(Path.cwd()), env=config["environment"]["env"])
     agent = DefaultAgent(model, environment, **config["agent"])
     sys.stdout.write("\n" + json.dumps(agent.run(task)))
