@@ -11,7 +11,7 @@ from typing import Any, Self
 from rollmesh.client import Session
 
 _ROOT = Path(__file__).parents[2]
-PYTHON = _ROOT / ".venv-agents" / "bin" / "python"
+ENVIRONMENT = _ROOT / ".venv-agents"
 _SCRIPTS = Path(__file__).parent / "scripts"
 _AGENT_S = 100.0
 
@@ -45,7 +45,8 @@ async def run_agent(
     Raises:
         AssertionError: Its packages are not installed, it failed, or it tried to leave the machine.
     """
-    assert PYTHON.exists(), "the agents' packages are missing: run `make .venv-agents/.ready`"
+    ready = (ENVIRONMENT / ".ready").exists()
+    assert ready, "the agents' packages are missing: run `make .venv-agents/.ready`"
     settings = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
@@ -62,7 +63,7 @@ async def run_agent(
         "MSWEA_GLOBAL_CONFIG_DIR": str(folder),
     }
     process = await asyncio.create_subprocess_exec(
-        PYTHON, "-P", _SCRIPTS / f"{script}.py", *arguments,
+        ENVIRONMENT / "bin" / "python", "-P", _SCRIPTS / f"{script}.py", *arguments,
         cwd=folder, env=settings,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
@@ -74,5 +75,5 @@ async def run_agent(
             process.kill()
             await process.wait()
     assert process.returncode == 0, f"{script} failed:\n{errors.decode()}"
-    assert outside.asked == [], "an agent tried to leave the machine"
+    assert outside.asked == [], f"{script} tried to leave the machine: {outside.asked}"
     return json.loads(output.decode().splitlines()[-1])

@@ -113,7 +113,7 @@ async def test_a_turn_that_mini_swe_agent_drops_stays_a_leaf_of_its_own(
 async def test_agents_that_are_not_installed_are_a_failure_that_says_what_to_do(
     agents_mesh: Mesh, outside: Outside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.agents.processes.PYTHON", tmp_path / "python")
+    monkeypatch.setattr("tests.agents.processes.ENVIRONMENT", tmp_path)
     async with agents_mesh.client() as client, client.session() as session:
         with pytest.raises(AssertionError, match=r"run `make \.venv-agents/\.ready`"):
             await run_agent("openai_chat", session, outside, tmp_path, "message", "Hello")
