@@ -40,6 +40,12 @@ help: ## Lists the targets
 	.venv-protos/bin/python $(PIP) --require-hashes -r requirements/protos.txt
 	@touch $@
 
+.venv-agents/.ready: requirements/agents.txt
+	@echo "setup: .venv-agents from requirements/agents.txt: agents as published (0.7 GB)"
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python $(PIP) --require-hashes -r requirements/agents.txt
+	@touch $@
+
 .venv-peer/.ready: requirements/bench-peer.txt
 	@echo "setup: .venv-peer from requirements/bench-peer.txt: what bench-turns compares with"
 	$(PYTHON) -m venv .venv-peer
@@ -51,7 +57,7 @@ help: ## Lists the targets
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
 
-test: .venv/.ready ## Runs all tests
+test: .venv/.ready .venv-agents/.ready ## Runs all tests
 	.venv/bin/python -m pytest -q
 
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
@@ -117,9 +123,10 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	  --no-emit-package torch -c requirements/test.txt -o requirements/engine-cpu.txt
 	$(LOCK) --group protos -o requirements/protos.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
+	$(LOCK) --group agents -o requirements/agents.txt
 	for service in $(SERVICES); do \
 	  $(LOCK) pyproject.toml --extra $$service -c requirements/test.txt -o requirements/$$service.txt; \
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-check .venv-protos .venv-peer build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents build dist var .mypy_cache .ruff_cache .pytest_cache

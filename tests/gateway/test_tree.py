@@ -212,6 +212,12 @@ CALL = ToolCall("call_1", "f", '{"a": 6,  "b":7.0, "note": "caf\\u00e9 "}')
             Fidelity.EXACT,
             id="reasoning-dropped",
         ),
+        pytest.param(
+            said(" A"),
+            Message("assistant", " A", name="worker"),
+            Fidelity.LENIENT_ECHO,
+            id="name-of-the-agent-added",
+        ),
     ],
 )
 def test_an_echo_keeps_the_sampled_tokens(

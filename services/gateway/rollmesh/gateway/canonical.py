@@ -2,7 +2,8 @@
 
 The rules are those that real clients need: arguments compare as JSON values, ids of calls are not
 rendered by the templates we continue, absent fields equal empty ones. An echo of a sampled message
-may also be stripped, may lack its reasoning, and may carry mended arguments.
+may also be stripped, may lack its reasoning, may have got the agent's name, and may carry mended
+arguments.
 """
 
 import hashlib
@@ -20,8 +21,8 @@ def unit_key(unit: Unit) -> bytes:
 
 
 def lenient_key(unit: Unit) -> bytes:
-    """Returns the digest that also agrees for a stripped echo without its reasoning."""
-    return _digest([field for message in unit for field in _plain(message, strip=True)])
+    """Returns the digest that also agrees for an echo that was stripped or given a name."""
+    return _digest([field for message in unit for field in _plain(message, lenient=True)])
 
 
 def is_mended_echo(sampled: Message, echo: Message) -> bool:
@@ -96,10 +97,11 @@ def fingerprint(frame: Frame, messages: Sequence[Message], settings: object) -> 
     return _digest(fields)
 
 
-def _plain(message: Message, *, strip: bool = False) -> list[str]:
+def _plain(message: Message, *, lenient: bool = False) -> list[str]:
     """Returns what makes a message equal to another; every message's fields are self-delimiting."""
-    content = message.content.strip() if strip else message.content
-    fields = [message.role, content, message.name, str(len(message.tool_calls))]
+    content = message.content.strip() if lenient else message.content
+    name = "" if lenient else message.name
+    fields = [message.role, content, name, str(len(message.tool_calls))]
     for call in message.tool_calls:
         fields += (call.name, *argument_value(call.arguments))
     return fields

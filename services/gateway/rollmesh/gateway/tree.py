@@ -253,5 +253,8 @@ def _children_like(parent: Node, unit: Unit) -> Iterator[tuple[Node, frozenset[F
     if exact or near or not unit[0].tool_calls:
         return
     for node in parent.children:
-        if node.sample is not None and is_mended_echo(node.unit[0], unit[0]):
+        sampled = node.unit[0]
+        if node.sample is None or contradicts_reasoning(sampled, unit[0]):
+            continue
+        if is_mended_echo(sampled, unit[0]):
             yield node, lenient

@@ -1,0 +1,39 @@
+"""What a session left with the collector, checked to the token."""
+
+import asyncio
+
+from examples.demo.audit import Audit
+from rollmesh.client import Client, Session, SessionResult
+from rollmesh.gateway.tokenizer import Tokenizer
+from tests.meshes import Mesh
+
+
+async def delivered(client: Client, session: Session) -> SessionResult:
+    """The record of a closed session, checked: nothing drifted, was lost, or counts twice."""
+    async with client.subscribe("agents", unit="session") as deliveries, asyncio.timeout(60):
+        async for delivery in deliveries:
+            await deliveries.acknowledge(delivery)
+            (result,) = delivery.sessions
+            if result.session_id == session.session_id:
+                return audited(result)
+    raise AssertionError("the deliveries ended without the session")
+
+
+def audited(result: SessionResult) -> SessionResult:
+    audit = Audit()
+    audit.received([result])
+    assert (audit.drift_tokens, audit.duplicated) == (0, 0)
+    assert sum(audit.trained.values()) == result.turns
+    return result
+
+
+def check_main(mesh: Mesh, result: SessionResult, replies: list[str], *reasons: str) -> None:
+    """Asserts that a session is one conversation that holds the replies as they were sampled."""
+    (trajectory,) = result.trajectories
+    encode = Tokenizer(mesh.model).encode
+    assert (trajectory.lineage, trajectory.turns) == ("MAIN", len(replies))
+    assert trajectory.reasons == (reasons or ("EXACT",))
+    sampled = [trajectory.token_ids[s.start : s.end] for s in trajectory.segments if s.sampled]
+    assert [ids.tolist() for ids in sampled] == [
+        encode(f"{reply}<|im_end|>").tolist() for reply in replies
+    ]
