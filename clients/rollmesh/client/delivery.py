@@ -55,7 +55,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         self._credits = credits
         self._ready: asyncio.Queue[Delivery | RollmeshError] = asyncio.Queue()
         self._held: set[str] = set()
-        self._outgoing: asyncio.Queue[collector_pb2.SubscribeRequest] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None] = asyncio.Queue()
         self._acknowledging: dict[str, asyncio.Future[None]] = {}
         self._refusal: RollmeshError | None = None
         self._retry_s = _FIRST_RETRY_S
@@ -152,13 +152,16 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         if (wanted := self._credits - self._ready.qsize()) > 0:
             self._grant(wanted)
         call = stub.Subscribe(self._requests(self._outgoing))
-        async with aclosing(read_stream(call)) as responses:
-            async for response in responses:
-                self._retry_s = _FIRST_RETRY_S
-                if response.HasField("delivery"):
-                    self._take(response.delivery)
-                else:
-                    self._settle(response.acknowledged)
+        try:
+            async with aclosing(read_stream(call)) as responses:
+                async for response in responses:
+                    self._retry_s = _FIRST_RETRY_S
+                    if response.HasField("delivery"):
+                        self._take(response.delivery)
+                    else:
+                        self._settle(response.acknowledged)
+        finally:
+            self._outgoing.put_nowait(None)  # lets the call's own task end
 
     def _take(self, proto: collector_pb2.Delivery) -> None:
         if proto.delivery_id in self._held:  # sent again after a restart: it is here already
@@ -176,8 +179,8 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
                 future.set_result(None)
 
     async def _requests(
-        self, outgoing: asyncio.Queue[collector_pb2.SubscribeRequest]
+        self, outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None]
     ) -> AsyncIterator[collector_pb2.SubscribeRequest]:
         yield collector_pb2.SubscribeRequest(hello=self._hello)
-        while True:
-            yield await outgoing.get()
+        while (message := await outgoing.get()) is not None:
+            yield message

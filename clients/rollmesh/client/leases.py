@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from types import TracebackType
 
 from rollmesh.runtime import clock
@@ -31,7 +31,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         self._gateway_id = gateway_id
         self._ids = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[router_pb2.DispatchResponse]] = {}
-        self._outgoing: asyncio.Queue[router_pb2.DispatchRequest] | None = None
+        self._outgoing: asyncio.Queue[router_pb2.DispatchRequest | None] | None = None
         self._connected = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
@@ -87,7 +87,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
 
     async def _acquire_until(
         self, request: router_pb2.AcquireLease, deadline_ms: int
-    ) -> tuple[str, asyncio.Queue[router_pb2.DispatchRequest], router_pb2.LeaseGrant]:
+    ) -> tuple[str, asyncio.Queue[router_pb2.DispatchRequest | None], router_pb2.LeaseGrant]:
         """Asks until a place is granted; an engine that was excluded in vain is allowed again."""
         deadline = clock.monotonic_ms() + deadline_ms
         refusal = router_pb2.LeaseRefusal(reason="NO_ENGINE", message="no router answered")
@@ -114,7 +114,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
 
     async def _ask(
         self, request: router_pb2.AcquireLease
-    ) -> tuple[str, asyncio.Queue[router_pb2.DispatchRequest], router_pb2.DispatchResponse]:
+    ) -> tuple[str, asyncio.Queue[router_pb2.DispatchRequest | None], router_pb2.DispatchResponse]:
         outgoing = self._outgoing
         if outgoing is None:
             raise ConnectionError
@@ -152,12 +152,16 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
                                 answer.set_result(response)
                 except (RollmeshError, ConnectionError) as error:
                     _log.info("router away", extra=fields(error=str(error)))
-                self._disconnected()
+                finally:
+                    self._disconnected()
                 await asyncio.sleep(_RETRY_S)
 
     def _disconnected(self) -> None:
         """Lets those who wait ask again: the router has freed what this stream held."""
         self._connected.clear()
+        if self._outgoing is not None:
+            with suppress(asyncio.QueueFull):
+                self._outgoing.put_nowait(None)  # lets the call's own task end
         self._outgoing = None
         for answer in self._waiting.values():
             if not answer.done():
@@ -165,8 +169,8 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
 
 
 async def _requests(
-    gateway_id: str, outgoing: asyncio.Queue[router_pb2.DispatchRequest]
+    gateway_id: str, outgoing: asyncio.Queue[router_pb2.DispatchRequest | None]
 ) -> AsyncIterator[router_pb2.DispatchRequest]:
     yield router_pb2.DispatchRequest(hello=router_pb2.DispatchHello(gateway_id=gateway_id))
-    while True:
-        yield await outgoing.get()
+    while (message := await outgoing.get()) is not None:
+        yield message

@@ -88,12 +88,17 @@ class Membership(AbstractAsyncContextManager["Membership"]):
 
     async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
         stub = router_pb2_grpc.RouterServiceStub(channel)
-        call = stub.Register(self._reports())
-        async with aclosing(read_stream(call)) as responses:
-            async for _ in responses:
-                self._registered.set()
+        ended = asyncio.Event()
+        call = stub.Register(self._reports(ended))
+        try:
+            async with aclosing(read_stream(call)) as responses:
+                async for _ in responses:
+                    self._registered.set()
+        finally:
+            ended.set()  # lets the call's own task end
+            self._changed.set()
 
-    async def _reports(self) -> AsyncIterator[router_pb2.RegisterRequest]:
+    async def _reports(self, ended: asyncio.Event) -> AsyncIterator[router_pb2.RegisterRequest]:
         hello = router_pb2.ReplicaHello()
         hello.CopyFrom(self._hello)
         hello.load.CopyFrom(self._load())
@@ -102,5 +107,7 @@ class Membership(AbstractAsyncContextManager["Membership"]):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_S):
                     await self._changed.wait()
+            if ended.is_set():
+                return
             self._changed.clear()
             yield router_pb2.RegisterRequest(load=self._load())
