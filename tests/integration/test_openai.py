@@ -336,3 +336,28 @@ async def test_rubbish_is_refused_and_harms_nobody(mesh: Mesh) -> None:
             assert response.json()["error"]["message"]
             assert response.headers["x-request-id"]
         assert (await ask(mesh.openai(session), user("plain"))).choices[0].message.content
+
+
+async def test_a_turn_without_tool_choice_goes_on_in_the_same_conversation(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    call = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
+    rules = [("plain", "The answer is 42."), ("next", call)]
+    async with scripted_mesh(tmp_path, tokenizer_dir, rules) as mesh, mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            messages: list[Any] = [{"role": "user", "content": "plain"}]
+            tools: Any = [{"type": "function", "function": {"name": "calculator"}}]
+            settings: dict[str, Any] = {"model": "policy", "tools": tools}
+            first = await agent.chat.completions.create(messages=messages, **settings)
+            messages += [first.choices[0].message, {"role": "user", "content": "next"}]
+            second = await agent.chat.completions.create(
+                messages=messages, tool_choice="none", **settings
+            )
+        message = second.choices[0].message
+        assert (message.tool_calls, message.content) == (None, call)
+        async with client.subscribe("trainer", unit="session") as deliveries:
+            delivery = await anext(deliveries)
+            await deliveries.acknowledge(delivery)
+    (trajectory,) = delivery.sessions[0].trajectories
+    assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")

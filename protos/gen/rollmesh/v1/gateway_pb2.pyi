@@ -53,7 +53,7 @@ class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice
     TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
     """AUTO where tools are given, else NONE."""
     TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 1
-    """Tools are neither shown nor parsed."""
+    """Tools are shown, so that the conversation goes on as it was; calls stay text."""
     TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 2
     """The model decides."""
 
@@ -63,7 +63,7 @@ class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
 TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
 """AUTO where tools are given, else NONE."""
 TOOL_CHOICE_NONE: ToolChoice.ValueType  # 1
-"""Tools are neither shown nor parsed."""
+"""Tools are shown, so that the conversation goes on as it was; calls stay text."""
 TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 2
 """The model decides."""
 Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015

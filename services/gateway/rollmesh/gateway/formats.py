@@ -57,13 +57,18 @@ class AnswerFormat:
         marks = FORMATS[self.tools].marks if self.tools in FORMATS else ()
         return (*marks, OPEN, "</think>") if self.reasoning else marks
 
-    def parser(self, frame: Frame) -> ToolParser | None:
-        """Returns a parser for one answer; None where there is nothing to look for."""
+    def parser(self, frame: Frame, *, calls: bool = True) -> ToolParser | None:
+        """Returns a parser for one answer; None where there is nothing to look for.
+
+        Args:
+            frame: The tools that there are.
+            calls: Look for calls; else they are text.
+        """
         if self.tools == HARMONY:
             return harmony.HarmonyParser(
-                tool_schemas(frame.tools_json).keys() if frame.tools_json else set()
+                tool_schemas(frame.tools_json).keys() if frame.tools_json and calls else set()
             )
-        if not frame.tools_json or self.tools not in FORMATS:
+        if not (frame.tools_json and calls) or self.tools not in FORMATS:
             return None
         schemas = tool_schemas(frame.tools_json)
         format_ = FORMATS[self.tools]

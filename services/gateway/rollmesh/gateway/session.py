@@ -26,6 +26,7 @@ class TurnRequest:
     frame: Frame
     sampling: types_pb2.SamplingParams
     stops: tuple[str, ...]
+    parse_calls: bool
     stream: bool
     fingerprint: str
     """Digest of all that makes the answer; equal for a retry."""

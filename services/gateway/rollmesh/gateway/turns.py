@@ -232,7 +232,7 @@ class TurnRunner:
             Answer(
                 IncrementalDecoder(self._tokenizer, self._format.marks),
                 request.stops,
-                parser=self._format.parser(request.frame),
+                parser=self._format.parser(request.frame, calls=request.parse_calls),
                 reasoning=(
                     ReasoningSplitter(inside=prepared.inside_reasoning)
                     if self._format.reasoning

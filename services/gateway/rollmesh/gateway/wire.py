@@ -41,9 +41,8 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         raise InvalidFieldError(
             "stop", f"give at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters"
         )
-    use_tools = request.tool_choice != gateway_pb2.TOOL_CHOICE_NONE
     try:
-        frame = make_frame(request.tools_json if use_tools else b"", request.template_options_json)
+        frame = make_frame(request.tools_json, request.template_options_json)
     except ValueError as error:
         field = "template_options_json" if "options" in str(error) else "tools_json"
         raise InvalidFieldError(field, str(error)) from error
@@ -51,13 +50,19 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
     sampling.MergeFrom(request.sampling)
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
-    settings = [json_format.MessageToJson(sampling), stops, request.choice_index]
+    settings = [
+        json_format.MessageToJson(sampling),
+        stops,
+        request.choice_index,
+        request.tool_choice,
+    ]
     policy = request.disconnect_policy
     return TurnRequest(
         messages=messages,
         frame=frame,
         sampling=sampling,
         stops=stops,
+        parse_calls=request.tool_choice != gateway_pb2.TOOL_CHOICE_NONE,
         stream=request.stream,
         fingerprint=fingerprint(frame, messages, settings).hex(),
         idempotency_key=request.idempotency_key,
