@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.export import Trajectory, export_tree
+from rollmesh.gateway.export import Trajectory, export_tree, export_turns
 from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
 from rollmesh.gateway.messages import Message, ToolCall, units_of
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
@@ -135,6 +135,21 @@ def test_a_sub_agent_and_a_return_to_main_keep_their_own_roots() -> None:
     world.turn((main, user("q"), said("Mango"), user("go on")), said("Apple"))
     assert [t.lineage for t in world.export()] == [Lineage.SUB_AGENT, Lineage.MAIN]
     world.check()
+
+
+def test_a_turn_at_a_time_every_token_is_trained_once_too() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"))
+    world.turn((user("q"), said("A"), user("x")), said("X"))
+    world.turn((user("q"), said("A"), user("y")), said("Y"))
+    turns = list(export_turns(world.tree))
+    assert [trajectory.turns for trajectory in turns] == [1, 2, 2]
+    assert [int(trajectory.loss_mask.sum()) for trajectory in turns] == [4, 4, 4]
+    assert [trajectory.lineage for trajectory in turns[1:]] == [Lineage.MAIN, Lineage.BRANCH]
+    for trajectory in turns[1:]:
+        first, last = [segment for segment in trajectory.segments if segment.sampled]
+        assert (first.trained, last.trained) == (False, True)
+        assert Fidelity.SHARED_PREFIX in first.reasons
 
 
 def test_an_edit_of_an_early_message_branches_there_and_shares_what_is_before() -> None:

@@ -93,6 +93,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         group_size: int = 1,
         sampling: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
+        export: Literal["leaves", "turns"] = "leaves",
         request_id: str = "",
     ) -> AsyncIterator[Session]:
         """Holds a session open; leaving closes it with `session.reward`.
@@ -105,6 +106,7 @@ class Client(AbstractAsyncContextManager["Client"]):
             group_size: Number of sessions in the group.
             sampling: Defaults of all turns, by the names of `SamplingParams`.
             metadata: Carried to the trainer.
+            export: One trajectory for each leaf of the conversation tree, or for each turn.
             request_id: Makes opening repeatable.
 
         Raises:
@@ -118,6 +120,7 @@ class Client(AbstractAsyncContextManager["Client"]):
                 group_size=group_size,
                 sampling=_read_sampling(sampling or {}),
                 metadata=dict(metadata or {}),
+                export_mode=gateway_pb2.ExportMode.Value(f"EXPORT_MODE_{export.upper()}"),
             )
         )
         try:

@@ -44,6 +44,30 @@ DISCONNECT_POLICY_FINISH: DisconnectPolicy.ValueType  # 2
 """Finishes and commits it; a retry gets the answer."""
 Global___DisconnectPolicy: _TypeAlias = DisconnectPolicy  # noqa: Y015
 
+class _ExportMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ExportModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExportMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EXPORT_MODE_UNSPECIFIED: _ExportMode.ValueType  # 0
+    """Takes LEAVES."""
+    EXPORT_MODE_LEAVES: _ExportMode.ValueType  # 1
+    """One trajectory for each leaf, from the root; each sampled token is trained in one of them."""
+    EXPORT_MODE_TURNS: _ExportMode.ValueType  # 2
+    """One trajectory for each sampled turn, from the root; only that turn is trained in it."""
+
+class ExportMode(_ExportMode, metaclass=_ExportModeEnumTypeWrapper):
+    """How a session's tree is cut into trajectories."""
+
+EXPORT_MODE_UNSPECIFIED: ExportMode.ValueType  # 0
+"""Takes LEAVES."""
+EXPORT_MODE_LEAVES: ExportMode.ValueType  # 1
+"""One trajectory for each leaf, from the root; each sampled token is trained in one of them."""
+EXPORT_MODE_TURNS: ExportMode.ValueType  # 2
+"""One trajectory for each sampled turn, from the root; only that turn is trained in it."""
+Global___ExportMode: _TypeAlias = ExportMode  # noqa: Y015
+
 class _ToolChoice:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -101,6 +125,7 @@ class CreateSessionRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     DISCONNECT_POLICY_FIELD_NUMBER: _builtins.int
+    EXPORT_MODE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable: the same id gives the same session. Up to 128 characters; empty
     means each call opens another.
@@ -113,6 +138,8 @@ class CreateSessionRequest(_message.Message):
     """Number of sessions in the group. 0 means 1."""
     disconnect_policy: Global___DisconnectPolicy.ValueType
     """For generations whose client leaves."""
+    export_mode: Global___ExportMode.ValueType
+    """How the tree is cut into trajectories at the close."""
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """Defaults for all turns; a chat request's own values win."""
@@ -131,10 +158,11 @@ class CreateSessionRequest(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         disconnect_policy: Global___DisconnectPolicy.ValueType = ...,
+        export_mode: Global___ExportMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disconnect_policy", b"disconnect_policy", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,6 +63,18 @@ def export_tree(tree: Tree) -> Iterator[Trajectory]:
         yield _export(leaf, found[leaf.node_id], trained)
 
 
+def export_turns(tree: Tree) -> Iterator[Trajectory]:
+    """Yields one trajectory for each sampled turn, oldest first; only that turn is trained in it.
+
+    Earlier turns of its path carry the reason SHARED_PREFIX: they have their own trajectories.
+    """
+    turns = [node for node in tree.nodes.values() if node.sample is not None]
+    found = lineages(tree, turns)
+    everything = {node.node_id for node in turns}
+    for turn in turns:
+        yield _export(turn, found[turn.node_id], everything - {turn.node_id})
+
+
 def _export(leaf: Node, lineage: Lineage, trained: set[int]) -> Trajectory:
     path = leaf.path()
     logprobs = np.zeros(leaf.end, np.float32)

@@ -13,7 +13,7 @@ from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
-from rollmesh.gateway.export import export_tree
+from rollmesh.gateway.export import export_tree, export_turns
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
@@ -152,6 +152,7 @@ class Gateway:
             sampling=json_format.MessageToJson(request.sampling, indent=None),
             metadata=dict(request.metadata),
             finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
+            export_turns=request.export_mode == gateway_pb2.EXPORT_MODE_TURNS,
         )
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
@@ -329,7 +330,7 @@ def _record(
         metadata={**spec.metadata, **request.metadata},
         trajectories=[
             write_trajectory(spec.session_id, trajectory)
-            for trajectory in export_tree(session.tree)
+            for trajectory in (export_turns if spec.export_turns else export_tree)(session.tree)
         ],
         opened_unix_ms=spec.opened_unix_ms,
         closed_unix_ms=closed_unix_ms,

@@ -46,6 +46,8 @@ class SessionSpec:
     """Default sampling parameters: the JSON form of `SamplingParams`."""
     metadata: dict[str, str] = field(default_factory=dict)
     finish_on_disconnect: bool = False
+    export_turns: bool = False
+    """One trajectory for each turn, instead of each leaf."""
 
 
 @dataclass(frozen=True, slots=True)
