@@ -87,7 +87,9 @@ class Peer:
         )
 
         messages = [{"role": "user", "content": "?"}]
-        self.request: Any = ChatCompletionRequest(model="m", messages=messages, tools=TOOLS)
+        self.request: Any = ChatCompletionRequest.model_validate(
+            {"model": "m", "messages": messages, "tools": TOOLS}
+        )
 
     @functools.cached_property
     def _tokenizers(self) -> dict[bool, Any]:

@@ -11,6 +11,10 @@ from rollmesh.gateway.object_calls import ObjectCallParser, ObjectFormat
 from rollmesh.gateway.pieces import ToolParser
 from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.tagged_calls import TaggedCallParser, TaggedFormat
+from rollmesh.gateway.whole_calls import WholeCallParser
+
+VLLM = "vllm:"
+"""In front of the name of a parser that vLLM has."""
 
 FORMATS: dict[str, ObjectFormat | TaggedFormat] = {
     "hermes": object_calls.HERMES,
@@ -43,21 +47,25 @@ class AnswerFormat:
     """How a model writes tool calls and reasoning."""
 
     tools: str
-    """A name of `FORMATS`, or "none"."""
+    """A name of `FORMATS`, `vllm:` and a name that vLLM has, or "none"."""
     reasoning: bool
     """Whether answers may begin with `<think>`."""
+    shown: tuple[str, ...] = ()
+    """Special tokens that are text for a parser whose marks are not known."""
 
     @property
     def marks(self) -> tuple[str, ...]:
         """What must be visible in the text, special tokens included."""
-        marks = FORMATS[self.tools].marks if self.tools in FORMATS else ()
+        marks = FORMATS[self.tools].marks if self.tools in FORMATS else self.shown
         return (*marks, OPEN, "</think>") if self.reasoning else marks
 
     def parser(self, frame: Frame) -> ToolParser | None:
         """Returns a parser for one answer; None where there are no tools to call."""
-        if not frame.tools_json or self.tools not in FORMATS:
+        if not frame.tools_json or self.tools == "none":
             return None
         schemas = tool_schemas(frame.tools_json)
+        if self.tools.startswith(VLLM):
+            return WholeCallParser(schemas.keys())
         format_ = FORMATS[self.tools]
         if isinstance(format_, TaggedFormat):
             return TaggedCallParser(format_, schemas)
