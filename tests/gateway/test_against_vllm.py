@@ -96,7 +96,7 @@ class Peer:
         from tokenizers import Tokenizer, models  # noqa: PLC0415
         from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-        made = {}
+        made: dict[bool, Any] = {}
         for new in (False, True):
             rust = Tokenizer(models.BPE())
             # By [ARGS] vLLM tells Mistral's formats apart.
@@ -231,12 +231,6 @@ def _merged(pair: Pair) -> bool:
     return pair.ours.malformed and spread and _whole(pair.ours.calls)
 
 
-def _no_tag(pair: Pair) -> bool:
-    more = _within(pair.ours.calls, pair.theirs.calls) and pair.theirs.calls != pair.ours.calls
-    at = pair.ours.content.find("<function=")
-    return pair.writer == "qwen3_coder" and more and "<tool_call>" not in pair.ours.content[:at]
-
-
 def _marks_around(pair: Pair) -> bool:
     text = pair.text
     for mark in getattr(FORMATS[WRITERS[pair.writer].format], "around", ()):
@@ -359,10 +353,10 @@ CLASSES: dict[str, tuple[Callable[[Pair], bool], str]] = {
         _all_or_nothing,
         "One call is not whole and vLLM gives all as text. The others are whole: they are calls.",
     ),
-    "not closed": (
+    "mark missing or doubled": (
         _unclosed,
-        "The arguments are whole but the closing mark is missing, and vLLM loses the call, from "
-        "the text too. Ours stays a call, flagged, or the next one counts.",
+        "A call is whole but for a closing mark that is missing, or an opening one too many, and "
+        "vLLM loses it, from the text too. Ours is a call, flagged.",
     ),
     "second array": (
         _first_array,
@@ -374,20 +368,15 @@ CLASSES: dict[str, tuple[Callable[[Pair], bool], str]] = {
         "it does not stream; streaming it does as we do: calls stand at the beginning, or behind "
         "`<|python_tag|>`. Other JSON is part of the prose, and has been streamed as such.",
     ),
-    "arguments of two calls": (
-        _merged,
-        "A call lacks its end and vLLM puts the next one's arguments into it. Ours is text, "
-        "flagged, and the next one counts.",
-    ),
-    "no opening tag": (
-        _no_tag,
-        "`<function=` without `<tool_call>` in front. vLLM takes it for a call; for us it is text, "
-        "which has been streamed.",
-    ),
     "completed": (
         _completed,
         "A call breaks off or is spoiled, and vLLM passes on what it found of its arguments, often "
         "`{}`: the agent would run another call than the model wrote. It is text, flagged.",
+    ),
+    "arguments of two calls": (
+        _merged,
+        "A call lacks its end and vLLM puts the next one's arguments into it. Ours is text, "
+        "flagged, and the next one counts.",
     ),
 }
 """Differences in the order in which they are looked for: who it applies to, why ours is right."""

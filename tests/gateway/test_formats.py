@@ -152,6 +152,12 @@ VECTORS: list[Any] = [
     ("qwen3_coder", qwen("g").removesuffix("</tool_call>"), ("", [("g", "{}")], False)),
     ("qwen3_coder", qwen("g").removesuffix("</tool_call>") + qwen("f", ("n", "4")),
      ("", [("g", "{}"), ("f", '{"n": 4}')], True)),
+    ("qwen3_coder", "So: " + qwen("f", ("n", "4")).removeprefix("<tool_call>") + "\n" + qwen("g"),
+     ("So:", [("f", '{"n": 4}'), ("g", "{}")], True)),
+    ("qwen3_coder", "<function=g>\n</function>", ("", [("g", "{}")], True)),
+    ("qwen3_coder", "It is <function=f> that", ("It is <function=f> that", [], True)),
+    ("qwen3_coder", "It is <function=f> and " + qwen("g"),
+     ("It is <function=f> and", [("g", "{}")], True)),
     ("qwen3_coder", "<tool_call>" + qwen("g"), ("<tool_call>", [("g", "{}")], True)),
     ("qwen3_coder", "<tool_call><function=f><parameter=n>4<parameter=s>x</parameter></function>"
      "</tool_call>", ("<tool_call><function=f><parameter=n>4<parameter=s>x</parameter></function>"

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.gateway.pieces import Collector, Piece, possible_start
+from rollmesh.gateway.pieces import Collector, Piece, first_of, possible_start
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(f"{_OPEN}|{_CLOSE}")
@@ -47,6 +47,8 @@ class TaggedFormat:
     """Tags around a value."""
     shows_end: bool
     """Whether a body shows that it is whole, so that the closing tag may be missing."""
+    opens: tuple[str, ...] = (_OPEN,)
+    """What begins a call: the tag, or the beginning of a body where models forget the tag."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -62,6 +64,7 @@ QWEN_CODER = TaggedFormat(
     ),
     value=("<parameter=", "</parameter>"),
     shows_end=True,
+    opens=(_OPEN, "<function="),
 )
 GLM = TaggedFormat(
     body=re.compile(r"\s*(?P<name>[\w.-]+)\s*(?P<arguments>(?:<arg_key>.*)?)", re.DOTALL),
@@ -94,6 +97,7 @@ class TaggedCallParser(Collector):
         self._schemas = schemas
         self._any_name = any_name
         self._inside = False
+        self._opened = ""  # the opening tag, where there was one
         self._held = ""
         self._looked = 0
 
@@ -125,14 +129,15 @@ class TaggedCallParser(Collector):
         return self._step_inside(pieces) if self._inside else self._step_text(pieces)
 
     def _step_text(self, pieces: list[Piece]) -> bool:
-        at = self._held.find(_OPEN)
+        at, mark = first_of(self._held, self._format.opens)
         if at < 0:
-            keep = possible_start(self._held, (_OPEN,))
+            keep = possible_start(self._held, self._format.opens)
             self.emit_text(self._held[: len(self._held) - keep], pieces)
             self._held = self._held[len(self._held) - keep :]
             return False
         self.emit_text(self._held[:at], pieces)
-        self._go_behind(at + len(_OPEN), inside=True)
+        self._opened = mark if mark == _OPEN else ""
+        self._go_behind(at + len(self._opened), inside=True)
         return True
 
     def _step_inside(self, pieces: list[Piece]) -> bool:
@@ -145,6 +150,7 @@ class TaggedCallParser(Collector):
             body = self._held[: tag.start()]
             if (closed or self._format.shows_end) and self._take_call(body, pieces):
                 self.malformed |= not closed
+                self._opened = _OPEN
                 self._go_behind(tag.end(), inside=not closed)
             else:
                 self._refuse(pieces)
@@ -158,6 +164,7 @@ class TaggedCallParser(Collector):
         """Passes a call on; says whether there was a whole one."""
         call = self._read(body)
         if call is not None:
+            self.malformed |= not self._opened
             self.begin_call(call[0], pieces)
             self.emit_arguments(call[1], pieces)
         return call is not None
@@ -168,7 +175,8 @@ class TaggedCallParser(Collector):
         tag = _TAG.search(self._held)
         inside = tag is not None and tag.group() == _OPEN
         size = len(self._held) if tag is None else tag.start() if inside else tag.end()
-        self.emit_text(_OPEN + self._held[:size], pieces)
+        self.emit_text(self._opened + self._held[:size], pieces)
+        self._opened = _OPEN
         self._go_behind(size + len(_OPEN) * inside, inside=inside)
 
     def _read(self, body: str) -> tuple[str, str] | None:

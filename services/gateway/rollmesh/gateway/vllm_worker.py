@@ -26,7 +26,7 @@ def load(name: str, model_path: Path) -> Parse:
     from vllm.tool_parsers import ToolParserManager  # noqa: PLC0415
 
     made = ToolParserManager.get_tool_parser(name)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(model_path / "tokenizer.json"))
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(model_path / "tokenizer.json"))
     made(tokenizer)  # says now what it lacks
 
     def parse(text: str, tools: list[Any]) -> dict[str, Any]:
