@@ -438,9 +438,9 @@ predicate in `tests/gateway/test_against_vllm.py`, which also makes this page.
 In the answers that are whole we find all calls that were meant and no others, but for JSON in
 prose.
 
-The price of knowing what is a string: where a quote is missing inside arguments, the marks behind it
-are taken for text of that string, and the next call becomes part of a broken one, flagged. vLLM ends
-calls at any mark and still finds the next.
+The price of knowing what is a string: where a quote is missing inside arguments, the marks behind
+it are taken for text of that string, and the next call becomes part of a broken one, flagged. vLLM
+ends calls at any mark and still finds the next.
 """
 
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.gateway import object_calls, tagged_calls
+from rollmesh.gateway import object_formats, tagged_calls
 from rollmesh.gateway.messages import Frame
-from rollmesh.gateway.object_calls import ObjectCallParser, ObjectFormat
+from rollmesh.gateway.object_calls import ObjectCallParser
+from rollmesh.gateway.object_formats import ObjectFormat
 from rollmesh.gateway.pieces import ToolParser
 from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.tagged_calls import TaggedCallParser, TaggedFormat
@@ -17,12 +18,12 @@ VLLM = "vllm:"
 """In front of the name of a parser that vLLM has."""
 
 FORMATS: dict[str, ObjectFormat | TaggedFormat] = {
-    "hermes": object_calls.HERMES,
-    "llama3_json": object_calls.LLAMA3,
-    "mistral": object_calls.MISTRAL,
-    "deepseek_v3": object_calls.DEEPSEEK_V3,
-    "deepseek_v31": object_calls.DEEPSEEK_V31,
-    "kimi_k2": object_calls.KIMI_K2,
+    "hermes": object_formats.HERMES,
+    "llama3_json": object_formats.LLAMA3,
+    "mistral": object_formats.MISTRAL,
+    "deepseek_v3": object_formats.DEEPSEEK_V3,
+    "deepseek_v31": object_formats.DEEPSEEK_V31,
+    "kimi_k2": object_formats.KIMI_K2,
     "qwen3_coder": tagged_calls.QWEN_CODER,
     "glm45": tagged_calls.GLM,
 }
