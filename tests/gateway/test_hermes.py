@@ -4,7 +4,8 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.gateway.object_calls import HERMES, ObjectCallParser
+from rollmesh.gateway.object_calls import ObjectCallParser
+from rollmesh.gateway.object_formats import HERMES
 from rollmesh.gateway.pieces import ArgumentsPiece, CallStart, Piece, TextPiece
 
 

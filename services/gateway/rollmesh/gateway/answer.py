@@ -14,6 +14,7 @@ from rollmesh.gateway.pieces import (
 )
 from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.text import IncrementalDecoder, StopStrings
+from rollmesh.gateway.whole_calls import WholeCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +89,26 @@ class Answer:
                 self.stopped_at = self._fed
         return deltas
 
-    def finish(self) -> list[Delta]:
-        """Says that no more ids come; returns the last pieces."""
+    @property
+    def whole(self) -> WholeCallParser | None:
+        """What another parser must read between `end_text` and `finish`; None where none must."""
+        return self._parser if isinstance(self._parser, WholeCallParser) else None
+
+    def end_text(self) -> list[Delta]:
+        """Says that no more ids come; returns what became certain."""
         deltas: list[Delta] = []
         if self.stopped_at is None:
             text, stopped = self._stops.feed(self._decoder.finish())
             deltas += self._split(text if stopped else text + self._stops.finish())
         if self._reasoning is not None:
             deltas += self._thought(*self._reasoning.finish())
-        if self._parser is not None:
-            deltas += [self._delta(piece) for piece in self._parser.finish()]
         return deltas
+
+    def finish(self) -> list[Delta]:
+        """Returns the last pieces; call after `end_text`."""
+        if self._parser is None:
+            return []
+        return [self._delta(piece) for piece in self._parser.finish()]
 
     def message(self) -> Message:
         """Returns the whole message; call after `finish`."""

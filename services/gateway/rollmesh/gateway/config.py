@@ -23,7 +23,9 @@ class GatewayConfig(ServerConfig):
     model: str = "policy"
     """Name of the model, as agents give it."""
     tool_parser: str = "auto"
-    """How the model writes tool calls; auto takes what its chat template shows."""
+    """How the model writes tool calls: auto (as its chat template shows), a name, or vllm:NAME."""
+    tool_parser_timeout_ms: int = 60_000
+    """Longest wait for a parser of vLLM's, its start included, milliseconds."""
     reasoning_parser: str = "auto"
     """Whether answers begin with <think>: think, none, or auto."""
     history: str = "keep"

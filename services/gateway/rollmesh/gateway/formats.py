@@ -5,21 +5,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.gateway import harmony, object_calls, tagged_calls
+from rollmesh.gateway import harmony, object_formats, tagged_calls
 from rollmesh.gateway.messages import Frame
-from rollmesh.gateway.object_calls import ObjectCallParser, ObjectFormat
+from rollmesh.gateway.object_calls import ObjectCallParser
+from rollmesh.gateway.object_formats import ObjectFormat
 from rollmesh.gateway.pieces import ToolParser
 from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.tagged_calls import TaggedCallParser, TaggedFormat
+from rollmesh.gateway.whole_calls import WholeCallParser
+
+VLLM = "vllm:"
+"""In front of the name of a parser that vLLM has."""
 
 HARMONY = "openai"
 FORMATS: dict[str, ObjectFormat | TaggedFormat] = {
-    "hermes": object_calls.HERMES,
-    "llama3_json": object_calls.LLAMA3,
-    "mistral": object_calls.MISTRAL,
-    "deepseek_v3": object_calls.DEEPSEEK_V3,
-    "deepseek_v31": object_calls.DEEPSEEK_V31,
-    "kimi_k2": object_calls.KIMI_K2,
+    "hermes": object_formats.HERMES,
+    "llama3_json": object_formats.LLAMA3,
+    "mistral": object_formats.MISTRAL,
+    "deepseek_v3": object_formats.DEEPSEEK_V3,
+    "deepseek_v31": object_formats.DEEPSEEK_V31,
+    "kimi_k2": object_formats.KIMI_K2,
     "qwen3_coder": tagged_calls.QWEN_CODER,
     "glm45": tagged_calls.GLM,
 }
@@ -45,16 +50,18 @@ class AnswerFormat:
     """How a model writes tool calls and reasoning."""
 
     tools: str
-    """A name of `FORMATS`, `HARMONY`, or "none"."""
+    """A name of `FORMATS`, `HARMONY`, `vllm:` and a name that vLLM has, or "none"."""
     reasoning: bool
     """Whether answers may begin with `<think>`."""
+    shown: tuple[str, ...] = ()
+    """Special tokens that are text for a parser whose marks are not known."""
 
     @property
     def marks(self) -> tuple[str, ...]:
         """What must be visible in the text, special tokens included."""
         if self.tools == HARMONY:
             return harmony.MARKS
-        marks = FORMATS[self.tools].marks if self.tools in FORMATS else ()
+        marks = FORMATS[self.tools].marks if self.tools in FORMATS else self.shown
         return (*marks, OPEN, "</think>") if self.reasoning else marks
 
     def parser(self, frame: Frame, *, calls: bool = True) -> ToolParser | None:
@@ -64,13 +71,13 @@ class AnswerFormat:
             frame: The tools that there are.
             calls: Look for calls; else they are text.
         """
+        schemas = tool_schemas(frame.tools_json) if frame.tools_json and calls else {}
         if self.tools == HARMONY:
-            return harmony.HarmonyParser(
-                tool_schemas(frame.tools_json).keys() if frame.tools_json and calls else set()
-            )
-        if not (frame.tools_json and calls) or self.tools not in FORMATS:
+            return harmony.HarmonyParser(schemas.keys())
+        if not schemas or self.tools == "none":
             return None
-        schemas = tool_schemas(frame.tools_json)
+        if self.tools.startswith(VLLM):
+            return WholeCallParser(schemas.keys())
         format_ = FORMATS[self.tools]
         if isinstance(format_, TaggedFormat):
             return TaggedCallParser(format_, schemas)

@@ -26,6 +26,11 @@ ENGINE_LOSSES = Counter(
 TRAJECTORIES = Counter(
     "rollmesh_gateway_trajectories_total", "Trajectories of closed sessions.", ["lineage"]
 )
+PARSER_FAILURES = Counter(
+    "rollmesh_gateway_vllm_parser_failures_total",
+    "Answers that vLLM's tool parser did not read, which are text: busy, timeout, died, error.",
+    ["reason"],
+)
 OPEN_SESSIONS = Gauge("rollmesh_gateway_open_sessions", "Sessions that take turns.")
 UNDELIVERED = Gauge(
     "rollmesh_gateway_undelivered_sessions", "Closed sessions that the collector has not taken."

@@ -6,109 +6,20 @@ Rules:
 * What never becomes a call (no JSON, no name, an unknown name, arguments that are no object) is
   text, and flagged.
 * A call that breaks off or goes wrong inside its arguments stays a call with what was sampled, and
-  is flagged: its beginning may have been streamed.
+  is flagged: its beginning may have been streamed. The next call's mark ends it, where that stands
+  outside of strings.
 * The joined pieces are the same however the text was cut.
-
-Formats: Hermes and Qwen (a JSON object in tags), Llama 3 (a JSON object behind `<|python_tag|>`, or
-the whole answer), Mistral, DeepSeek V3 and V3.1, Kimi K2 (the name outside of the object).
 """
 
 import json
 import re
 from collections.abc import Set
-from dataclasses import dataclass
 from enum import Enum, auto
 
+from rollmesh.gateway.object_formats import ObjectFormat
 from rollmesh.gateway.pieces import Collector, Piece, first_of, is_object, possible_start
 
-_STRING = r'"(?:[^"\\]|\\.)*"'
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectFormat:
-    """How one family of models writes a call."""
-
-    open: str
-    """Begins a call."""
-    header: re.Pattern[str]
-    """From behind `open` to the `{` of the arguments; groups `name` and, where it has one, `id`."""
-    tail: re.Pattern[str]
-    """What may stand between the arguments and `close`."""
-    close: str
-    """Ends a call; empty where the arguments' last brace does."""
-    around: tuple[str, ...] = ()
-    """Marks around the calls; no part of the text."""
-    keys: tuple[str, ...] = ()
-    """Keys of the arguments, where a call may also be a JSON object with keys in any order."""
-    bare: bool = False
-    """Whether an answer may begin with a call that nothing opens."""
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """What must be visible in the text, special tokens included."""
-        return tuple(filter(None, (self.open, self.close, *self.around)))
-
-
-def _named(keys: str) -> str:
-    return rf'\s*\{{\s*"name"\s*:\s*(?P<name>{_STRING})\s*,\s*"(?:{keys})"\s*:\s*(?=\{{)'
-
-
-HERMES = ObjectFormat(
-    open="<tool_call>",
-    header=re.compile(_named("arguments|parameters"), re.DOTALL),
-    tail=re.compile(r"\s*\}\s*"),
-    close="</tool_call>",
-    keys=("arguments",),
-)
-LLAMA3 = ObjectFormat(
-    open="<|python_tag|>",
-    header=re.compile(_named("parameters|arguments"), re.DOTALL),
-    tail=re.compile(r"\s*"),
-    close="}",
-    keys=("parameters", "arguments"),
-    bare=True,
-)
-MISTRAL = ObjectFormat(
-    open="[TOOL_CALLS]",
-    header=re.compile(
-        r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+))?\s*(?:\[ARGS\])?\s*(?=\{)"
-    ),
-    tail=re.compile(r"\s*"),
-    close="",
-    around=("[CALL_ID]", "[ARGS]"),
-    keys=("arguments", "parameters"),
-)
-DEEPSEEK_V3 = ObjectFormat(
-    open="<\uff5ctool\u2581call\u2581begin\uff5c>",
-    header=re.compile(r"function<\uff5ctool\u2581sep\uff5c>(?P<name>[^\n<]+)\n```json\n\s*(?=\{)"),
-    tail=re.compile(r"\s*```\s*"),
-    close="<\uff5ctool\u2581call\u2581end\uff5c>",
-    around=(
-        "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-        "<\uff5ctool\u2581calls\u2581end\uff5c>",
-        "<\uff5ctool\u2581sep\uff5c>",
-    ),
-)
-DEEPSEEK_V31 = ObjectFormat(
-    open=DEEPSEEK_V3.open,
-    header=re.compile(r"(?P<name>[^\n<]+)<\uff5ctool\u2581sep\uff5c>\s*(?=\{)"),
-    tail=re.compile(r"\s*"),
-    close=DEEPSEEK_V3.close,
-    around=DEEPSEEK_V3.around,
-)
-KIMI_K2 = ObjectFormat(
-    open="<|tool_call_begin|>",
-    header=re.compile(
-        r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+?):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
-    ),
-    tail=re.compile(r"\s*"),
-    close="<|tool_call_end|>",
-    around=(
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-        "<|tool_call_argument_begin|>",
-    ),
-)
+_SEPARATORS = "; \t\r\n"
 
 
 class _State(Enum):
@@ -139,9 +50,10 @@ class ObjectCallParser(Collector):
         self._outside = (format_.open, *format_.around)
         self._state = _State.TEXT
         self._held = ""
-        self._opened = ""  # what stood before a header: text again where it is no call
-        self._unopened = False
-        self._scanner = _ObjectScanner()
+        self._opened = ""  # the mark or the blanks in front of a call
+        self._scanner = _ObjectScanner(format_.open)
+        self._scanned = 0
+        self._between = False  # nothing but separators stands behind the last call
 
     def feed(self, text: str) -> list[Piece]:
         """Takes text; returns the pieces that became certain."""
@@ -158,10 +70,11 @@ class ObjectCallParser(Collector):
             self._end_outside(pieces)
         elif self._state is _State.HEADER:
             self._whole_body(self._held, "", pieces)
-        elif self._state is _State.ARGUMENTS or self._format.close:
-            # Hermes without its closing tag is whole all the same.
-            whole = self._state is _State.TAIL and self._format.tail.fullmatch(self._held)
-            self.malformed |= not (whole and self._held.strip()) or not is_object(self._arguments)
+        elif self._state is _State.ARGUMENTS:
+            self.emit_arguments(self._held, pieces)
+            self.malformed = True
+        else:
+            self._end_tail(pieces)
         self._held = ""
         self.end_text(pieces)
         return pieces
@@ -182,34 +95,50 @@ class ObjectCallParser(Collector):
             case _State.TAIL:
                 return self._step_tail()
 
+    def _open(self, mark: str) -> None:
+        self._state, self._opened = _State.HEADER, mark
+        self._scanner, self._scanned = _ObjectScanner(self._format.open), 0
+
     def _step_bare(self) -> bool:
         """Begins a call that nothing opens: at the start, or behind another and a semicolon."""
         if not self._format.bare or self.content:
             return False
-        lead = self._held.lstrip(" \t\r\n;" if self.calls else " \t\r\n")
-        if not _may_begin_object(lead):
+        lead = self._held.lstrip(_SEPARATORS if self.calls else " \t\r\n")
+        if not self._may_begin_call(lead):
             return False
-        self._opened = self._held[: len(self._held) - len(lead)]
-        self._held, self._state, self._unopened = lead, _State.HEADER, True
+        blanks, self._held = self._held[: len(self._held) - len(lead)], lead
+        self._open(blanks)
         return True
 
     def _step_text(self, pieces: list[Piece]) -> bool:
+        if self._between and not self._skip_separators():
+            return False
         at, mark = first_of(self._held, self._outside)
         if at >= 0:
             self.emit_text(self._held[:at], pieces)
             self._held = self._held[at + len(mark) :]
             if mark == self._format.open:
-                self._state, self._opened, self._unopened = _State.HEADER, mark, False
+                self._open(mark)
             return True
         keep = possible_start(self._held, self._outside)
-        if self._format.bare and not self.content and not self._held.strip("; \t\r\n"):
+        if self._format.bare and not self.content and not self._held.strip(_SEPARATORS):
             keep = len(self._held)  # a call may follow
         self.emit_text(self._held[: len(self._held) - keep], pieces)
         self._held = self._held[len(self._held) - keep :]
         return False
 
+    def _skip_separators(self) -> bool:
+        """Drops what parts two calls; says whether it is certain what follows."""
+        rest = self._held.lstrip(_SEPARATORS)
+        if self._format.open.startswith(rest) and rest != self._format.open:
+            return False
+        if rest.startswith(self._format.open):
+            self._held = rest
+        self._between = False
+        return True
+
     def _end_outside(self, pieces: list[Piece]) -> None:
-        blank = self.calls and not self._held.strip("; \t\r\n")
+        blank = self.calls and not self._held.strip(_SEPARATORS)
         if not (self._format.bare and blank):
             self.emit_text(self._held, pieces)
 
@@ -218,7 +147,7 @@ class ObjectCallParser(Collector):
         header = self._format.header.match(self._held if at < 0 else self._held[:at])
         if header:
             return self._begin(header, pieces)
-        if self._unopened and not _may_begin_object(self._held):
+        if not self._opened.strip(_SEPARATORS) and not self._may_begin_call(self._held):
             # An answer that is JSON but no call.
             self._state = _State.TEXT
             self.emit_text(self._opened + self._held, pieces)
@@ -226,16 +155,33 @@ class ObjectCallParser(Collector):
             return False
         if at < 0:
             return False
-        body, self._held = self._held[:at], self._held[at:].removeprefix(self._format.close)
-        self._whole_body(body, self._format.close, pieces)
+        self._whole_body(*self._take_body(at), pieces)
         self._state = _State.TEXT
         return True
 
+    def _may_begin_call(self, text: str) -> bool:
+        """Says whether text may be the beginning of `{"name": "...` or `{"parameters": {...`."""
+        plain = re.sub(r"\s", "", text[:64])
+        starts = ('{"name":"', *(f'{{"{key}":{{' for key in self._format.keys))
+        return bool(plain) and any(plain.startswith(s) or s.startswith(plain) for s in starts)
+
     def _end_of_body(self) -> int:
         """Returns where a body ends that did not begin as usual; -1 while that is open."""
-        if self._format.bare:
-            return -1
+        body = self._held.lstrip()
+        if body.startswith(self._format.open):
+            return len(self._held) - len(body)  # opened twice
+        if self._format.bare or (not self._format.close and body.startswith(("[", "{"))):
+            if not self._scanner.done:
+                self._scanned += self._scanner.scan(self._held[self._scanned :])
+            return self._scanned if self._scanner.done else -1
         return self._held.find(self._format.close or self._format.open)
+
+    def _take_body(self, at: int) -> tuple[str, str]:
+        """Takes a body and its closing mark from the text."""
+        close = "" if self._format.bare else self._format.close
+        close = close if self._held.startswith(close, at) else ""
+        body, self._held = self._held[:at], self._held[at + len(close) :]
+        return body, close
 
     def _begin(self, header: "re.Match[str]", pieces: list[Piece]) -> bool:
         name = header["name"]
@@ -244,14 +190,13 @@ class ObjectCallParser(Collector):
             at = self._end_of_body()
             if at < 0:
                 return False  # text, once its end is known
-            body, self._held = self._held[:at], self._held[at:].removeprefix(self._format.close)
-            self._refuse(body + self._format.close, pieces)
+            self._refuse("".join(self._take_body(at)), pieces)
             self._state = _State.TEXT
             return True
         groups = header.groupdict()
         self.begin_call(name, pieces, groups.get("id") or "")
         self._held = self._held[header.end() :]
-        self._scanner = _ObjectScanner()
+        self._scanner = _ObjectScanner(self._format.open)
         self._state = _State.ARGUMENTS
         return True
 
@@ -269,14 +214,35 @@ class ObjectCallParser(Collector):
         return True
 
     def _step_tail(self) -> bool:
-        at = self._held.find(self._format.close)
+        at, mark = first_of(self._held, (self._format.close, self._format.open))
         if at < 0:
             return False
-        self.malformed |= not self._format.tail.fullmatch(self._held[:at])
-        self.malformed |= not is_object(self._arguments)
-        self._held = self._held[at + len(self._format.close) :]
-        self._state = _State.TEXT
+        closed = mark == self._format.close
+        whole = closed and self._format.tail.fullmatch(self._held[:at])
+        self.malformed |= not whole or not is_object(self._arguments)
+        # What stands between an unclosed call and the next one is text.
+        self._held = self._held[at + len(mark) if closed else self._size_of_tail() :]
+        self._state, self._between = _State.TEXT, self._format.bare
         return True
+
+    def _end_tail(self, pieces: list[Piece]) -> None:
+        """Ends a call without its closing mark: whole all the same where its last brace is there.
+
+        Text behind it stays text.
+        """
+        size = self._size_of_tail()
+        rest = self._held[size:]
+        whole = self._held[:size].strip() and not rest
+        self.malformed |= not whole or not is_object(self._arguments)
+        if not self._format.close.startswith(rest):
+            self._held, self._state = rest, _State.TEXT
+            while self._step_text(pieces):
+                pass
+            self.emit_text(self._held, pieces)
+
+    def _size_of_tail(self) -> int:
+        tail = self._format.tail.match(self._held)
+        return tail.end() if tail else 0
 
     def _refuse(self, text: str, pieces: list[Piece]) -> None:
         self.malformed = True
@@ -293,13 +259,7 @@ class ObjectCallParser(Collector):
         for name, arguments in calls:
             self.begin_call(name, pieces)
             self.emit_arguments(arguments, pieces)
-        self.malformed |= bool(self._format.close) and not close and not self._format.bare
-
-
-def _may_begin_object(text: str) -> bool:
-    """Says whether text may be the beginning of `{"name": "...`."""
-    plain, wanted = re.sub(r"\s", "", text[:64]), '{"name":"'
-    return bool(plain) and (plain.startswith(wanted) or wanted.startswith(plain))
+        self._between = self._format.bare
 
 
 def _read_calls(body: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -320,6 +280,8 @@ def _read_calls(body: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
         key = next((key for key in keys if key in entry), None)
         if key is not None and not isinstance(entry[key], dict):
             return []
+        if key is None and len(entry) > 1:
+            return []  # they may stand under a misspelled key
         if key is None:
             arguments = "{}"
         elif isinstance(value, list):
@@ -331,10 +293,14 @@ def _read_calls(body: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 class _ObjectScanner:
-    """Finds the end of a JSON object by its braces, strings and escapes."""
+    """Finds the end of a JSON object by its braces, strings and escapes.
 
-    def __init__(self) -> None:
+    A mark outside of strings ends it too: it broke off.
+    """
+
+    def __init__(self, mark: str = "") -> None:
         self.done = False
+        self._mark = "" if mark.startswith("<") else mark
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -351,6 +317,9 @@ class _ObjectScanner:
                     self._in_string = False
             elif char == '"':
                 self._in_string = True
+            elif char == self._mark[:1] and self._mark.startswith(text[at : at + len(self._mark)]):
+                self.done = text.startswith(self._mark, at)
+                return at
             elif char in "{[":
                 self._depth += 1
             elif char in "}]":
@@ -358,7 +327,7 @@ class _ObjectScanner:
                 if self._depth == 0:
                     self.done = True
                     return at + 1
-            elif char == "<":  # never JSON: the object broke off and a mark follows
+            elif char == "<":  # never JSON: any mark
                 self.done = True
                 return at
         return len(text)

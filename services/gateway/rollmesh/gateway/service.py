@@ -9,11 +9,11 @@ import grpc
 
 from rollmesh.client.leases import LeaseClient
 from rollmesh.client.membership import Membership
-from rollmesh.gateway import journal, metrics
+from rollmesh.gateway import journal, metrics, vllm_parser
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.engines import EngineClients
-from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat, detect
+from rollmesh.gateway.formats import FORMATS, HARMONY, VLLM, AnswerFormat, detect
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.servicer import GatewayServicer
@@ -21,6 +21,7 @@ from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.template import load_template
 from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer, read_json
 from rollmesh.gateway.turns import TurnRunner
+from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.database import Database
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
@@ -42,7 +43,7 @@ class GatewayService:
         self._tokenizer = Tokenizer(config.model_path)
         template = load_template(config.model_path, self._tokenizer)
         self._continuation = Continuation(template, self._tokenizer)
-        self._format = _format_of(config, template.source)
+        self._format = _format_of(config, template.source, self._shown())
         if config.history not in {"keep", "rewrite"}:
             raise ConfigError(f"history: there is no {config.history!r}; give keep or rewrite")
         self._max_context_tokens = config.max_context_tokens or _context_of(config)
@@ -78,6 +79,7 @@ class GatewayService:
             outbox = Outbox(database, config.collector, config.max_undelivered_sessions)
             stack.push_async_callback(outbox.close)
             runner = TurnRunner(
+                vllm_parser=self._vllm_parser(stack),
                 tokenizer=self._tokenizer,
                 continuation=self._continuation,
                 answer_format=self._format,
@@ -131,6 +133,23 @@ class GatewayService:
         await asyncio.Event().wait()
         return ""
 
+    def _shown(self) -> tuple[str, ...]:
+        """Special tokens that an answer may contain before its end."""
+        ends = self._continuation.end_ids | self._tokenizer.stop_ids
+        texts = self._tokenizer.special_texts
+        return tuple(text for text in texts if self._tokenizer.special_id(text) not in ends)
+
+    def _vllm_parser(self, stack: AsyncExitStack) -> VllmParser | None:
+        if not self._format.tools.startswith(VLLM):
+            return None
+        parser = VllmParser(
+            self._format.tools.removeprefix(VLLM),
+            self._config.model_path,
+            timeout_ms=self._config.tool_parser_timeout_ms,
+        )
+        stack.push_async_callback(parser.close)
+        return parser
+
     def _hello(self, address: str) -> router_pb2.ReplicaHello:
         return router_pb2.ReplicaHello(
             replica_id=self._config.gateway_id,
@@ -143,21 +162,26 @@ class GatewayService:
         return router_pb2.ReplicaLoad(live_sessions=gateway.live_sessions)
 
 
-def _format_of(config: GatewayConfig, template_source: str) -> AnswerFormat:
+def _format_of(config: GatewayConfig, template_source: str, shown: tuple[str, ...]) -> AnswerFormat:
     """Returns how the model writes calls and reasoning: as set, else as its template shows.
 
     Raises:
-        ConfigError: There is no such parser.
+        ConfigError: There is no such parser, or it cannot be used here.
     """
     found = detect(template_source)
     tools = found.tools if config.tool_parser == "auto" else config.tool_parser
-    if tools not in {*FORMATS, HARMONY, "none"}:
+    if tools.startswith(VLLM):
+        vllm_parser.check(tools.removeprefix(VLLM))
+    elif tools not in {*FORMATS, HARMONY, "none"}:
         known = ", ".join(sorted((*FORMATS, HARMONY)))
-        raise ConfigError(f"tool_parser: there is no {tools!r}; give auto, none, {known}")
+        raise ConfigError(
+            f"tool_parser: there is no {tools!r}; give auto, none, {known}, "
+            "or vllm: and a name that vLLM has"
+        )
     if config.reasoning_parser not in {"auto", "none", "think"}:
         raise ConfigError("reasoning_parser: give auto, none or think")
     reasoning = {"auto": found.reasoning, "think": True, "none": False}[config.reasoning_parser]
-    return AnswerFormat(tools, reasoning)
+    return AnswerFormat(tools, reasoning, shown if tools.startswith(VLLM) else ())
 
 
 def _context_of(config: GatewayConfig) -> int:

@@ -9,7 +9,8 @@
     </tool_call>
 
 Such text carries no types: a value is read as the tool's JSON schema says, and stays text where it
-does not fit. A call is passed on when it is whole; one that is not is text, and flagged.
+does not fit. A call is passed on when it is whole; one that is not is text, and flagged. Tags
+inside a value that is still open are part of it.
 """
 
 import json
@@ -18,9 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.gateway.pieces import Collector, Piece, possible_start
+from rollmesh.gateway.pieces import Collector, Piece, first_of, possible_start
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAG = re.compile(f"{_OPEN}|{_CLOSE}")
 _NAMES: tuple[tuple[type, set[str]], ...] = (
     (bool, {"boolean"}),  # first: it is an int too
     (int, {"integer", "number"}),
@@ -41,6 +43,12 @@ class TaggedFormat:
     """A whole call between its tags; groups `name` and `arguments`."""
     argument: re.Pattern[str]
     """One argument; groups `key` and `value`."""
+    value: tuple[str, str]
+    """Tags around a value."""
+    shows_end: bool
+    """Whether a body shows that it is whole, so that the closing tag may be missing."""
+    opens: tuple[str, ...] = (_OPEN,)
+    """What begins a call: the tag, or the beginning of a body where models forget the tag."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -51,20 +59,30 @@ class TaggedFormat:
 QWEN_CODER = TaggedFormat(
     body=re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<arguments>.*)</function>\s*", re.DOTALL),
     argument=re.compile(
-        r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL
+        r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>\s*",
+        re.DOTALL,
     ),
+    value=("<parameter=", "</parameter>"),
+    shows_end=True,
+    opens=(_OPEN, "<function="),
 )
 GLM = TaggedFormat(
     body=re.compile(r"\s*(?P<name>[\w.-]+)\s*(?P<arguments>(?:<arg_key>.*)?)", re.DOTALL),
     argument=re.compile(
-        r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*",
+        r"\s*<arg_key>(?P<key>(?:(?!<arg_key>).)*?)</arg_key>"
+        r"\s*<arg_value>(?P<value>(?:(?!<arg_value>).)*?)</arg_value>\s*",
         re.DOTALL,
     ),
+    value=("<arg_value>", "</arg_value>"),
+    shows_end=False,
 )
 
 
 class TaggedCallParser(Collector):
-    """One answer's text, cut into pieces. `_held` is text not yet passed on."""
+    """One answer's text, cut into pieces.
+
+    `_held` is text not yet passed on; tags in its first `_looked` characters are part of a value.
+    """
 
     def __init__(self, format_: TaggedFormat, schemas: Schemas, *, any_name: bool = False) -> None:
         """Begins an empty answer.
@@ -79,7 +97,9 @@ class TaggedCallParser(Collector):
         self._schemas = schemas
         self._any_name = any_name
         self._inside = False
+        self._opened = ""  # the opening tag, where there was one
         self._held = ""
+        self._looked = 0
 
     def feed(self, text: str) -> list[Piece]:
         """Takes text; returns the pieces that became certain."""
@@ -92,40 +112,72 @@ class TaggedCallParser(Collector):
     def finish(self) -> list[Piece]:
         """Says that no more text comes; returns the last pieces."""
         pieces: list[Piece] = []
-        if self._inside:
-            self._end_call(self._held, "", pieces)
-        else:
-            self.emit_text(self._held, pieces)
+        while self._inside:
+            if not (self._format.shows_end and self._take_call(self._held, pieces)):
+                self._refuse(pieces)
+                while self._step(pieces):
+                    pass
+            else:
+                self._go_behind(len(self._held), inside=False)
+        self.emit_text(self._held, pieces)
         self._held = ""
         self.end_text(pieces)
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        tag = _CLOSE if self._inside else _OPEN
-        at = self._held.find(tag)
+        """Makes one transition; says whether another may follow."""
+        return self._step_inside(pieces) if self._inside else self._step_text(pieces)
+
+    def _step_text(self, pieces: list[Piece]) -> bool:
+        at, mark = first_of(self._held, self._format.opens)
         if at < 0:
-            if not self._inside:
-                keep = possible_start(self._held, (tag,))
-                self.emit_text(self._held[: len(self._held) - keep], pieces)
-                self._held = self._held[len(self._held) - keep :]
+            keep = possible_start(self._held, self._format.opens)
+            self.emit_text(self._held[: len(self._held) - keep], pieces)
+            self._held = self._held[len(self._held) - keep :]
             return False
-        body, self._held = self._held[:at], self._held[at + len(tag) :]
-        if self._inside:
-            self._end_call(body, _CLOSE, pieces)
-        else:
-            self.emit_text(body, pieces)
-        self._inside = not self._inside
+        self.emit_text(self._held[:at], pieces)
+        self._opened = mark if mark == _OPEN else ""
+        self._go_behind(at + len(self._opened), inside=True)
         return True
 
-    def _end_call(self, body: str, close: str, pieces: list[Piece]) -> None:
-        call = self._read(body) if close else None
-        if call is None:
-            self.malformed = True
-            self.emit_text(_OPEN + body + close, pieces)
-            return
-        name, arguments = call
-        self.begin_call(name, pieces)
-        self.emit_arguments(arguments, pieces)
+    def _step_inside(self, pieces: list[Piece]) -> bool:
+        for tag in _TAG.finditer(self._held, self._looked):
+            begin, end = (self._held.rfind(mark, 0, tag.start()) for mark in self._format.value)
+            if begin > end:
+                self._looked = tag.end()
+                continue
+            closed = tag.group() == _CLOSE
+            body = self._held[: tag.start()]
+            if (closed or self._format.shows_end) and self._take_call(body, pieces):
+                self.malformed |= not closed
+                self._opened = _OPEN
+                self._go_behind(tag.end(), inside=not closed)
+            else:
+                self._refuse(pieces)
+            return True
+        return False
+
+    def _go_behind(self, at: int, *, inside: bool) -> None:
+        self._held, self._looked, self._inside = self._held[at:], 0, inside
+
+    def _take_call(self, body: str, pieces: list[Piece]) -> bool:
+        """Passes a call on; says whether there was a whole one."""
+        call = self._read(body)
+        if call is not None:
+            self.malformed |= not self._opened
+            self.begin_call(call[0], pieces)
+            self.emit_arguments(call[1], pieces)
+        return call is not None
+
+    def _refuse(self, pieces: list[Piece]) -> None:
+        """Makes text of what is held, up to its first tag."""
+        self.malformed = True
+        tag = _TAG.search(self._held)
+        inside = tag is not None and tag.group() == _OPEN
+        size = len(self._held) if tag is None else tag.start() if inside else tag.end()
+        self.emit_text(self._opened + self._held[:size], pieces)
+        self._opened = _OPEN
+        self._go_behind(size + len(_OPEN) * inside, inside=inside)
 
     def _read(self, body: str) -> tuple[str, str] | None:
         """Returns name and arguments; None where the body is no whole call of a known tool."""
@@ -159,9 +211,9 @@ def typed(text: str, schema: object) -> Any:
     except (ValueError, RecursionError):
         spelled = {"true": True, "false": False, "none": None, "null": None}
         word = text.strip().lower()
-        if word in spelled and kinds & {"boolean", "null"}:
-            return spelled[word]
-        return text
+        if word not in spelled:
+            return text
+        value = spelled[word]
     return value if _kind_of(value) & kinds else text
 
 

@@ -29,6 +29,7 @@ from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.text import IncrementalDecoder
 from rollmesh.gateway.tokenizer import Tokenizer
 from rollmesh.gateway.tree import Match, Node, Sample, VersionSpan
+from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.arrays import Logprobs, TokenIds, pack_ids, unpack_ids, unpack_logprobs
 from rollmesh.runtime.database import Database
@@ -90,6 +91,7 @@ class TurnRunner:
         engines: EngineClients,
         database: Database,
         executor: Executor,
+        vllm_parser: VllmParser | None,
         max_context_tokens: int,
         limits: SessionLimits,
         rewrite_history: bool,
@@ -104,6 +106,7 @@ class TurnRunner:
         self._engines = engines
         self._database = database
         self._executor = executor
+        self._vllm_parser = vllm_parser
         self._max_context_tokens = max_context_tokens
         self._limits = limits
         self._rewrite_history = rewrite_history
@@ -123,6 +126,9 @@ class TurnRunner:
         prepared = await self._off_loop(lambda: self._prepare(match, request.frame, units))
         sampling = self._sampling(request, len(prepared.prompt))
         generation = await self._generate_somewhere(session, turn, prepared, sampling)
+        turn.emit(generation.answer.end_text())
+        if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
+            whole.take(await self._vllm_parser.read(whole.text, request.frame.tools_json))
         turn.emit(generation.answer.finish())
         sample = _check(generation, prepared)
         reasons = set(match.reasons)

@@ -1,0 +1,38 @@
+"""What must hold for every answer that models write or spoil."""
+
+import random
+
+import pytest
+
+from rollmesh.gateway.formats import FORMATS
+from tests.gateway.outputs import WRITERS, outputs
+from tests.gateway.test_against_vllm import ours
+from tests.gateway.test_formats import joined, parse
+
+
+def test_every_format_has_a_writer() -> None:
+    assert {writer.format for writer in WRITERS.values()} == FORMATS.keys()
+
+
+@pytest.mark.parametrize("writer", sorted(WRITERS))
+def test_whole_answers_give_the_calls_that_were_meant(writer: str) -> None:
+    for output in outputs(writer, 20):
+        reading = ours(WRITERS[writer].format, output.text)
+        if output.meant is not None and (writer, output.kind) != ("llama3_json", "lead"):
+            assert reading.calls == output.meant, output.text
+            assert not reading.malformed, output.text
+
+
+@pytest.mark.parametrize("writer", sorted(WRITERS))
+def test_answers_are_the_same_however_they_are_cut(writer: str) -> None:
+    rng = random.Random(writer)
+    name = WRITERS[writer].format
+    for output in outputs(writer, 6):
+        text, at = output.text, rng.randrange(len(output.text) + 1)
+        whole, pieces = parse(name, [text])
+        expected = (whole.content, whole.calls, whole.malformed)
+        assert joined(pieces) == expected[:2], text
+        for parts in ([text[:at], text[at:]], list(text)):
+            parser, pieces = parse(name, parts)
+            assert (parser.content, parser.calls, parser.malformed) == expected, parts
+            assert joined(pieces) == expected[:2], parts
