@@ -12,7 +12,7 @@ import re
 from collections.abc import Set
 
 from rollmesh.gateway.pieces import (
-    Collector,
+    Machine,
     Piece,
     ReasoningPiece,
     first_of,
@@ -26,7 +26,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 MARKS = (_MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
 
 
-class HarmonyParser(Collector):
+class HarmonyParser(Machine):
     """One answer's text, cut into pieces. `_held` is text not yet passed on."""
 
     def __init__(self, names: Set[str] | None = None) -> None:
@@ -38,15 +38,6 @@ class HarmonyParser(Collector):
         super().__init__()
         self._names = names
         self._kind = "header"
-        self._held = ""
-
-    def feed(self, text: str) -> list[Piece]:
-        """Takes text; returns the pieces that became certain."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         """Says that no more text comes; returns the last pieces."""

@@ -17,7 +17,7 @@ from collections.abc import Set
 from enum import Enum, auto
 
 from rollmesh.gateway.object_formats import ObjectFormat
-from rollmesh.gateway.pieces import Collector, Piece, first_of, is_object, possible_start
+from rollmesh.gateway.pieces import Machine, Piece, first_of, is_object, possible_start
 
 _SEPARATORS = "; \t\r\n"
 
@@ -29,7 +29,7 @@ class _State(Enum):
     TAIL = auto()
 
 
-class ObjectCallParser(Collector):
+class ObjectCallParser(Machine):
     """One answer's text, cut into pieces.
 
     State: TEXT outside of calls; HEADER between the opening mark and the arguments; ARGUMENTS
@@ -49,19 +49,10 @@ class ObjectCallParser(Collector):
         self._names = names
         self._outside = (format_.open, *format_.around)
         self._state = _State.TEXT
-        self._held = ""
         self._opened = ""  # the mark or the blanks in front of a call
         self._scanner = _ObjectScanner(format_.open)
         self._scanned = 0
         self._between = False  # nothing but separators stands behind the last call
-
-    def feed(self, text: str) -> list[Piece]:
-        """Takes text; returns the pieces that became certain."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         """Says that no more text comes; returns the last pieces."""

@@ -106,6 +106,27 @@ class Collector:
         self._blank = ""
 
 
+class Machine(Collector):
+    """A parser that goes from state to state while it can."""
+
+    def __init__(self) -> None:
+        """Begins an empty answer."""
+        super().__init__()
+        self._held = ""  # text not yet passed on
+
+    def feed(self, text: str) -> list[Piece]:
+        """Takes text; returns the pieces that became certain."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        return pieces
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Makes one transition; says whether another may follow."""
+        raise NotImplementedError
+
+
 def is_object(text: str) -> bool:
     """Says whether a text is a JSON object."""
     try:

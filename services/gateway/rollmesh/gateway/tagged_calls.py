@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.gateway.pieces import Collector, Piece, first_of, possible_start
+from rollmesh.gateway.pieces import Machine, Piece, first_of, possible_start
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(f"{_OPEN}|{_CLOSE}")
@@ -78,7 +78,7 @@ GLM = TaggedFormat(
 )
 
 
-class TaggedCallParser(Collector):
+class TaggedCallParser(Machine):
     """One answer's text, cut into pieces.
 
     `_held` is text not yet passed on; tags in its first `_looked` characters are part of a value.
@@ -98,16 +98,7 @@ class TaggedCallParser(Collector):
         self._any_name = any_name
         self._inside = False
         self._opened = ""  # the opening tag, where there was one
-        self._held = ""
         self._looked = 0
-
-    def feed(self, text: str) -> list[Piece]:
-        """Takes text; returns the pieces that became certain."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
 
     def finish(self) -> list[Piece]:
         """Says that no more text comes; returns the last pieces."""
