@@ -8,10 +8,12 @@ may also be stripped, may lack its reasoning, and may carry mended arguments.
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 
 from rollmesh.gateway.messages import Frame, Message, Unit
 
 _DIGEST_BYTES = 16
+_FRAMES_CACHED = 64
 
 
 def unit_key(unit: Unit) -> bytes:
@@ -64,6 +66,7 @@ def argument_value(text: str) -> tuple[str, str]:
     return "json", _dump(value)
 
 
+@lru_cache(_FRAMES_CACHED)  # agents send the same tools with every request
 def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
     """Returns the frame of a request.
 

@@ -71,6 +71,8 @@ class Node:
     """False for an answer that was cut: the node behind it closes it."""
     end: int = 0
     """Length of the context up to and including this node."""
+    key: bytes = b""
+    """Digest of the unit, set when the node is attached."""
     children: list["Node"] = field(default_factory=list)
     by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
     by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
@@ -139,7 +141,9 @@ class Tree:
             ]
             if not frontier:
                 break
-            best = max(frontier, key=lambda m: (-len(m.reasons), m.node.node_id))
+            best = frontier[0]
+            if len(frontier) > 1:
+                best = max(frontier, key=lambda m: (-len(m.reasons), m.node.node_id))
         return best
 
     def root_reasons(self, frame: Frame) -> frozenset[Fidelity]:
@@ -189,7 +193,8 @@ class Tree:
         node.end = parent.end + len(node.token_ids)
         node.token_ids.flags.writeable = False
         parent.children.append(node)
-        parent.by_key.setdefault(unit_key(node.unit), []).append(node)
+        node.key = unit_key(node.unit)
+        parent.by_key.setdefault(node.key, []).append(node)
         if node.sample is not None:
             parent.by_lenient_key.setdefault(lenient_key(node.unit), []).append(node)
         self.nodes[node.node_id] = node
@@ -205,7 +210,7 @@ class Tree:
             return
         parent = node.parent
         parent.children.remove(node)
-        parent.by_key[unit_key(node.unit)].remove(node)
+        parent.by_key[node.key].remove(node)
         if node.sample is not None:
             parent.by_lenient_key[lenient_key(node.unit)].remove(node)
         del self.nodes[node.node_id]
@@ -239,7 +244,10 @@ def _text_size(unit: Unit) -> int:
 def _children_like(parent: Node, unit: Unit) -> Iterator[tuple[Node, frozenset[Fidelity]]]:
     """Yields the children that a request's unit stands for, with what was overlooked."""
     nothing: frozenset[Fidelity] = frozenset()
-    exact = parent.by_key.get(unit_key(unit), ())
+    newest = parent.children[-1] if parent.children else None
+    # Most requests go on where the last one ended: to compare is quicker than to digest.
+    key = newest.key if newest is not None and newest.unit == unit else unit_key(unit)
+    exact = parent.by_key.get(key, ())
     for node in exact:
         if node.sample is None or not contradicts_reasoning(node.unit[0], unit[0]):
             yield node, nothing

@@ -71,10 +71,11 @@ def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
     role = _ROLES.get(message.role)
     if role is None:
         raise InvalidMessagesError(f"messages[{at}].role", "is not set; name who wrote it")
+    calls = message.tool_calls
     return Message(
         role,
         message.content,
-        tuple(ToolCall(call.id, call.name, call.arguments_json) for call in message.tool_calls),
+        tuple(ToolCall(call.id, call.name, call.arguments_json) for call in calls) if calls else (),
         message.tool_call_id,
         message.reasoning_content,
         message.name,
