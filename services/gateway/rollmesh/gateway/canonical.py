@@ -7,7 +7,6 @@ may also be stripped, may lack its reasoning, and may carry mended arguments.
 
 import hashlib
 import json
-from collections.abc import Sequence
 from functools import lru_cache
 
 from rollmesh.gateway.messages import Frame, Message, Unit
@@ -83,20 +82,17 @@ def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
     return Frame(tools_json if tools else b"", options_json if options else b"", key)
 
 
-def fingerprint(frame: Frame, messages: Sequence[Message], settings: object) -> bytes:
+def fingerprint(frame: Frame, messages: bytes, settings: object) -> bytes:
     """Returns the digest by which a retry is told from a new request.
 
     Args:
         frame: Tools and template options.
-        messages: All messages, reasoning and call ids included.
+        messages: All messages, reasoning and call ids included, in any form that is the same for
+            a retry.
         settings: Whatever else changes the answer, as JSON values.
     """
-    fields = [frame.key.hex(), _dump(settings)]
-    for m in messages:
-        fields += (m.role, m.content, m.reasoning, m.tool_call_id, m.name, str(len(m.tool_calls)))
-        for call in m.tool_calls:
-            fields += (call.id, call.name, call.arguments)
-    return _digest(fields)
+    begin = _digest([frame.key.hex(), _dump(settings)])
+    return hashlib.blake2b(begin + messages, digest_size=_DIGEST_BYTES).digest()
 
 
 def _plain(message: Message, *, strip: bool = False) -> list[str]:

@@ -71,8 +71,6 @@ class Node:
     """False for an answer that was cut: the node behind it closes it."""
     end: int = 0
     """Length of the context up to and including this node."""
-    key: bytes = b""
-    """Digest of the unit, set when the node is attached."""
     children: list["Node"] = field(default_factory=list)
     by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
     by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
@@ -130,10 +128,10 @@ class Tree:
 
         Of equally deep ones it takes one without leniency before one with, then the newest.
         """
-        root = self.root(frame)
-        frontier = [Match(root, 0, frozenset())]
-        best = frontier[0]
-        for depth, unit in enumerate(units):
+        node, shared = _unbranched(self.root(frame), units)
+        best = Match(node, shared, frozenset())
+        frontier = [best]
+        for depth, unit in enumerate(units[shared:], shared):
             frontier = [
                 Match(child, depth + 1, match.reasons | reasons)
                 for match in frontier
@@ -193,8 +191,7 @@ class Tree:
         node.end = parent.end + len(node.token_ids)
         node.token_ids.flags.writeable = False
         parent.children.append(node)
-        node.key = unit_key(node.unit)
-        parent.by_key.setdefault(node.key, []).append(node)
+        parent.by_key.setdefault(unit_key(node.unit), []).append(node)
         if node.sample is not None:
             parent.by_lenient_key.setdefault(lenient_key(node.unit), []).append(node)
         self.nodes[node.node_id] = node
@@ -210,7 +207,7 @@ class Tree:
             return
         parent = node.parent
         parent.children.remove(node)
-        parent.by_key[node.key].remove(node)
+        parent.by_key[unit_key(node.unit)].remove(node)
         if node.sample is not None:
             parent.by_lenient_key[lenient_key(node.unit)].remove(node)
         del self.nodes[node.node_id]
@@ -241,13 +238,26 @@ def _text_size(unit: Unit) -> int:
     )
 
 
+def _unbranched(root: Node, units: list[Unit]) -> tuple[Node, int]:
+    """Follows a request while there is nothing to choose and nothing to overlook.
+
+    Most requests are one long conversation that goes on: comparing is quicker than digesting.
+
+    Returns:
+        The node that was reached and the number of units up to it.
+    """
+    node, depth = root, 0
+    for unit in units:
+        if len(node.children) != 1 or node.children[0].unit != unit:
+            break
+        node, depth = node.children[0], depth + 1
+    return node, depth
+
+
 def _children_like(parent: Node, unit: Unit) -> Iterator[tuple[Node, frozenset[Fidelity]]]:
     """Yields the children that a request's unit stands for, with what was overlooked."""
     nothing: frozenset[Fidelity] = frozenset()
-    newest = parent.children[-1] if parent.children else None
-    # Most requests go on where the last one ended: to compare is quicker than to digest.
-    key = newest.key if newest is not None and newest.unit == unit else unit_key(unit)
-    exact = parent.by_key.get(key, ())
+    exact = parent.by_key.get(unit_key(unit), ())
     for node in exact:
         if node.sample is None or not contradicts_reasoning(node.unit[0], unit[0]):
             yield node, nothing

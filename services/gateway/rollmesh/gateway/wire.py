@@ -52,6 +52,8 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
     settings = [json_format.MessageToJson(sampling), stops, request.choice_index]
+    only_messages = gateway_pb2.ChatRequest(messages=request.messages)
+    content = only_messages.SerializeToString(deterministic=True)
     policy = request.disconnect_policy
     return TurnRequest(
         messages=messages,
@@ -59,7 +61,7 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         sampling=sampling,
         stops=stops,
         stream=request.stream,
-        fingerprint=fingerprint(frame, messages, settings).hex(),
+        fingerprint=fingerprint(frame, content, settings).hex(),
         idempotency_key=request.idempotency_key,
         retry_count=request.retry_count,
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
