@@ -39,7 +39,7 @@ from benchmarks.workload import Shape
 _ROUNDS = 3
 _ALONE_SESSIONS = 4
 _TOGETHER_SESSIONS = 64
-_TOTAL_TIMEOUT_S = 400
+_TOTAL_TIMEOUT_S = 355
 _DIGITS = 3
 
 Base = dict[tuple[str, int], list[Measured]]
