@@ -146,6 +146,7 @@ def _base_summary(rounds: Base) -> dict[str, object]:
         "p50_ms_64": round(middle("ours", 64, lambda one: one.p50_ms), 2),
         "p99_ms_64": round(middle("ours", 64, lambda one: one.p99_ms), 2),
         "cpu_ms_per_turn_by_process": cpu,
+        "peer_turns_per_second_1": round(rate("peer", 1), 1),
         "peer_turns_per_second_64": round(rate("peer", 64), 1),
         "ratio_to_peer_64": round(rate("ours", 64) / rate("peer", 64), 3),
     }
