@@ -63,7 +63,7 @@ test: .venv/.ready .venv-agents/.ready ## Runs all tests
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
 	.venv/bin/python -m pytest -q -m docker tests/docker
 
-bench-turns: .venv/.ready .venv-peer/.ready ## Turns per second, ours and a peer's
+bench-turns: .venv/.ready .venv-peer/.ready ## Turns per second, CPU, stalls, memory: ours and a peer
 	.venv/bin/python -m benchmarks.turns
 
 # --- checks ----------------------------------------------------------------------------------

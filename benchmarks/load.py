@@ -1,8 +1,9 @@
 """The load generator: a process of its own, the same for every measured system.
 
-It reads a plan as JSON from stdin and prints what it saw as JSON. Each session asks turn by turn,
-with the whole conversation in each body, over a kept connection; requests are written by hand
-because a client library would take more time than what is measured.
+The first line of its stdin is a plan as JSON. It has the sessions take their first turns, prints
+`FILLED`, waits for another line, has them take the rest and prints what it saw as JSON. Each
+session asks turn by turn, with the whole conversation in each body, over a kept connection;
+requests are written by hand because a client library would take more time than what is measured.
 """
 
 import asyncio
@@ -11,94 +12,149 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 import uvloop
 
-from benchmarks.workload import TURNS, reply_text, user_text, vocabulary
+from benchmarks.workload import Shape, reply_text, tool_list, user_text, vocabulary
 
 _TURN_TIMEOUT_S = 30
 _LIMIT_BYTES = 1 << 20
+_TRIVIAL_ALONE = 40
 
 
-@dataclass(frozen=True, slots=True)
-class SessionPlan:
-    """One session: where it asks, and what it says."""
+@dataclass(slots=True)
+class Conversation:
+    """One session: where it asks, what it says, and what was said."""
 
     path: str
     key: str
     texts: list[str]
+    begin: bytes
+    """The beginning of every body, up to the messages."""
+    messages: list[bytes] = field(default_factory=list)
+    latencies_ms: list[float] = field(default_factory=list)
+    first_bytes_ns: list[int] = field(default_factory=list)
+    """When the first byte of each streamed answer came, on the monotonic clock."""
+    tokens: int = 0
+    """Prompt and answer of the last turn."""
+
+    def request(self, text: str) -> bytes:
+        """Returns the next request, head and body."""
+        self.messages.append(orjson.dumps({"role": "user", "content": text}))
+        body = self.begin + b",".join(self.messages) + b"]}"
+        head = (
+            f"POST {self.path}/chat/completions HTTP/1.1\r\nHost: bench\r\n"
+            f"Authorization: Bearer {self.key}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
 
 
 @dataclass(slots=True)
+class Connection:
+    """A kept connection and what every answer must be."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    reply: str
+
+    async def turn(self, session: Conversation, text: str, *, stream: bool) -> None:
+        """Takes one turn of a session.
+
+        Raises:
+            ValueError: The answer was not the reply.
+            TimeoutError: It took too long.
+        """
+        data = session.request(text)
+        started = time.perf_counter()
+        self.writer.write(data)
+        async with asyncio.timeout(_TURN_TIMEOUT_S):
+            if stream:
+                content = await self._streamed(session)
+            else:
+                content = await self._whole(session)
+        session.latencies_ms.append((time.perf_counter() - started) * 1000)
+        if content != self.reply:
+            raise ValueError(f"an answer was {content!r}, not the reply of the engine")
+        session.messages.append(orjson.dumps({"role": "assistant", "content": content}))
+
+    async def _whole(self, session: Conversation) -> str:
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        _, found, rest = head.lower().partition(b"content-length:")
+        data = await self.reader.readexactly(int(rest.split(b"\r\n", 1)[0]) if found else 0)
+        if b" 200 " not in head[:16] or not found:
+            raise ValueError(f"an answer was {head[:200]!r} {data[:500]!r}")
+        answer = orjson.loads(data)
+        usage = answer["usage"]
+        session.tokens = usage["prompt_tokens"] + usage["completion_tokens"]
+        return str(answer["choices"][0]["message"]["content"])
+
+    async def _streamed(self, session: Conversation) -> str:
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        data = await self.reader.readexactly(1)
+        session.first_bytes_ns.append(time.monotonic_ns())
+        if b" 200 " not in head[:16]:
+            raise ValueError(f"an answer was {head[:200]!r}")
+        data += await self.reader.readuntil(b"\r\n0\r\n\r\n")
+        events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: {")]
+        deltas = [orjson.loads(event)["choices"][0]["delta"] for event in events]
+        return "".join(delta.get("content", "") for delta in deltas)
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """One measurement."""
 
     host: str
     port: int
+    shape: Shape
     reply: str
-    """What every answer must be."""
-    latencies_ms: list[float] = field(default_factory=list)
 
-    async def run(self, sessions: list[SessionPlan], concurrent: int) -> None:
-        """Runs all sessions, so many at a time.
-
-        Raises:
-            ValueError: An answer was not the reply.
-            TimeoutError: A turn took too long.
-        """
+    async def run(self, sessions: list[Conversation], concurrent: int, turns: slice) -> None:
+        """Has all sessions take some of their turns, so many sessions at a time."""
         waiting = iter(sessions)
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrent):
-                group.create_task(self._agent(waiting))
+                group.create_task(self._agent(waiting, turns))
 
-    async def _agent(self, waiting: Iterator[SessionPlan]) -> None:
+    async def connect(self) -> Connection:
+        """Opens a connection."""
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=_LIMIT_BYTES)
-        try:
-            for session in waiting:
-                await self._session(session, reader, writer)
-        finally:
-            writer.close()
+        return Connection(reader, writer, self.reply)
 
-    async def _session(
-        self, session: SessionPlan, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        head = (
-            f"POST {session.path}/chat/completions HTTP/1.1\r\nHost: {self.host}\r\n"
-            f"Authorization: Bearer {session.key}\r\nContent-Type: application/json\r\n"
-            "Content-Length: "
-        ).encode()
-        messages: list[bytes] = []
-        for text in session.texts:
-            messages.append(orjson.dumps({"role": "user", "content": text}))
-            body = b'{"model":"policy","messages":[' + b",".join(messages) + b"]}"
-            started = time.perf_counter()
-            writer.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
-            async with asyncio.timeout(_TURN_TIMEOUT_S):
-                answer = await _read_answer(reader)
-            self.latencies_ms.append((time.perf_counter() - started) * 1000)
-            content = orjson.loads(answer)["choices"][0]["message"]["content"]
-            if content != self.reply:
-                raise ValueError(f"an answer was {content!r}, not the reply of the engine")
-            messages.append(orjson.dumps({"role": "assistant", "content": content}))
+    async def _agent(self, waiting: Iterable[Conversation], turns: slice) -> None:
+        connection = await self.connect()
+        for session in waiting:
+            for text in session.texts[turns]:
+                await connection.turn(session, text, stream=self.shape.stream)
+        connection.writer.close()
 
 
-async def _read_answer(reader: asyncio.StreamReader) -> bytes:
-    """Returns the body of the next answer.
+async def beside(load: Load, trivial: Conversation, heavy: list[Conversation]) -> dict[str, Any]:
+    """Sends a trivial request again and again, alone and then beside first prompts.
 
-    Raises:
-        ValueError: It is not 200 with a length.
+    Returns:
+        The times of the trivial requests, milliseconds.
     """
-    head = await reader.readuntil(b"\r\n\r\n")
-    _, found, rest = head.lower().partition(b"content-length:")
-    size = int(rest.split(b"\r\n", 1)[0]) if found else 0
-    body = await reader.readexactly(size)
-    if b" 200 " not in head[:16] or not found:
-        raise ValueError(f"an answer was {head[:200]!r} {body[:500]!r}")
-    return body
+    connection = await load.connect()
+
+    async def ask() -> float:
+        trivial.messages.clear()  # each is a first turn
+        await connection.turn(trivial, f"count {len(trivial.latencies_ms)}", stream=False)
+        return trivial.latencies_ms[-1]
+
+    alone = [await ask() for _ in range(_TRIVIAL_ALONE)]
+    async with asyncio.TaskGroup() as group:
+        prompts = group.create_task(load.run(heavy, len(heavy), slice(1)))
+        times: list[float] = []
+        while not prompts.done():
+            times.append(await ask())
+    connection.writer.close()
+    return {"alone_ms": alone[_TRIVIAL_ALONE // 4 :], "beside_ms": times}
 
 
 def _cpu_ms() -> float:
@@ -106,24 +162,51 @@ def _cpu_ms() -> float:
     return (usage.ru_utime + usage.ru_stime) * 1000
 
 
+def _conversations(plan: dict[str, Any], shape: Shape, words: list[str]) -> list[Conversation]:
+    rng = random.Random(plan["seed"])
+    begin: dict[str, Any] = {"model": "policy"}
+    if shape.stream:
+        begin["stream"] = True
+    if shape.tools:
+        begin["tools"] = tool_list(words, shape.tools)
+    sizes = [shape.first_bytes] + [shape.turn_bytes] * (shape.turns - 1)
+    head = orjson.dumps(begin)[:-1] + b',"messages":['
+    return [
+        Conversation(path, key, [user_text(rng, words, size) for size in sizes], head)
+        for path, key in plan["sessions"]
+    ]
+
+
 async def measure(plan: dict[str, Any]) -> dict[str, Any]:
     """Runs a plan; texts are made before the clock starts.
 
     Returns:
-        Seconds, own CPU time in milliseconds, and the latency of each turn in milliseconds.
+        Seconds, own CPU time in milliseconds, and by session the latencies of its turns, when
+        their first bytes came, and its tokens.
     """
-    words, rng = vocabulary(), random.Random(plan["seed"])
-    sessions = [
-        SessionPlan(path, key, [user_text(rng, words) for _ in range(TURNS)])
-        for path, key in plan["sessions"]
-    ]
-    load = Load(plan["host"], plan["port"], reply_text(words))
+    words, shape = vocabulary(), Shape(**plan["shape"])
+    sessions = _conversations(plan, shape, words)
+    load = Load(plan["host"], plan["port"], shape, reply_text(words))
+    if plan.get("stall"):
+        print("FILLED", flush=True)
+        return await beside(load, sessions[0], sessions[1:])
+    await load.run(sessions, plan["concurrent"], slice(shape.fill_turns))
+    for session in sessions:
+        session.latencies_ms.clear()
+    print("FILLED", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
     cpu, started = _cpu_ms(), time.perf_counter()
-    await load.run(sessions, plan["concurrent"])
+    await load.run(sessions, plan["concurrent"], slice(shape.fill_turns, None))
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "cpu_ms": _cpu_ms() - cpu, "latencies_ms": load.latencies_ms}
+    return {
+        "seconds": seconds,
+        "cpu_ms": _cpu_ms() - cpu,
+        "latencies_ms": [session.latencies_ms for session in sessions],
+        "first_bytes_ns": [session.first_bytes_ns for session in sessions],
+        "tokens": sum(session.tokens for session in sessions),
+    }
 
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        print(json.dumps(runner.run(measure(json.load(sys.stdin)))))
+        print(json.dumps(runner.run(measure(json.loads(sys.stdin.readline())))))

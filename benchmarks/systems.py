@@ -1,6 +1,7 @@
 """What is measured: the mesh with a scripted engine, and the peer with a fake one."""
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -12,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.workload import reply_text, user_text, vocabulary
+from benchmarks.workload import reply_text, tool_list, user_text, vocabulary
 from examples.demo.chatml import END, make_tokenizer
 from rollmesh.client import Client, MeshAddresses, Session
+from rollmesh.runtime.mesh import plan_mesh, read_mesh
 from rollmesh.runtime.supervisor import free_ports
 from rollmesh.v1 import gateway_pb2
 
@@ -22,6 +24,8 @@ PEER = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "rllm-model-
 _CONTEXT = 131_072
 _START_TIMEOUT_S = 60
 _STOP_TIMEOUT_S = 30
+_TOOLS, _MOST_TOOLS = 17_000, 200
+_TOKENS_PER_SECOND = 200
 _MESH = """\
 [mesh]
 data_dir = "{folder}/mesh"
@@ -103,6 +107,8 @@ class Model:
     reply_tokens: int
     bytes_per_token: float
     """Bytes of user text per token, from which the fake engine takes the number of its ids."""
+    tools_17k: int
+    """Number of tools whose list has 17,000 tokens."""
 
 
 def make_model(folder: Path) -> Model:
@@ -122,7 +128,11 @@ def make_model(folder: Path) -> Model:
         )
     )
     sample = user_text(rng, words)
-    return Model(reply, len(ids), len(sample) / len(tokenizer.encode(sample).ids))
+    tool_tokens = [
+        len(tokenizer.encode(json.dumps(tool)).ids) + 1 for tool in tool_list(words, _MOST_TOOLS)
+    ]
+    tools = 1 + next(at for at, n in enumerate(itertools.accumulate(tool_tokens)) if n >= _TOOLS)
+    return Model(reply, len(ids), len(sample) / len(tokenizer.encode(sample).ids), tools)
 
 
 @asynccontextmanager
@@ -135,6 +145,36 @@ async def running_mesh(folder: Path) -> AsyncIterator[Mesh]:
         pids = {name.removesuffix("-0"): pid for name, pid in json.loads(text)["pids"].items()}
         async with Client(addresses) as client:
             yield Mesh(client, int(addresses.sidecar.rpartition(":")[2]), pids)
+
+
+@asynccontextmanager
+async def running_timed_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Process]]:
+    """Runs a mesh whose engine streams at a fixed rate and says when each first token was there.
+
+    Yields:
+        The mesh, and its engine; see `timed_engine` for what that prints.
+    """
+    tables = read_mesh(folder / "mesh.toml")
+    tables["mesh"]["data_dir"] = f"{folder}/timed"
+    tables["engine"]["tokens_per_second"] = float(_TOKENS_PER_SECOND)
+    processes: dict[str, Process] = {}
+    with closing(free_ports()) as ports:
+        specs = plan_mesh(tables, lambda: next(ports))
+    async with AsyncExitStack() as stack:
+        for spec in specs:
+            module = "benchmarks.timed_engine" if spec.service == "engine" else None
+            command = ("-m", module or f"rollmesh.{spec.service}", *spec.flags)
+            process = await stack.enter_async_context(
+                _process(folder / f"timed-{spec.name}.log", sys.executable, *command)
+            )
+            await _line(process, "READY", folder)
+            processes[spec.service] = process
+        at = {spec.service: spec.address for spec in specs}
+        addresses = MeshAddresses.from_json(json.dumps(at))
+        async with Client(addresses) as client:
+            port = int(at["sidecar"].rpartition(":")[2])
+            pids = {name: process.pid for name, process in processes.items()}
+            yield Mesh(client, port, pids), processes["engine"]
 
 
 @asynccontextmanager
@@ -222,9 +262,3 @@ async def _until_listening(port: int, process: Process, folder: Path) -> None:
 def logs(folder: Path) -> str:
     """Returns the end of each log, to say why something failed."""
     return "\n".join(f"{log.name}: {log.read_text()[-1000:]}" for log in folder.rglob("*.log"))
-
-
-def cpu_ms(pid: int) -> float:
-    """Returns the CPU time that a process has used, all its threads, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")

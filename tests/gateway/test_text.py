@@ -12,6 +12,12 @@ def test_pieces_joined_are_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert joined == tokenizer.decode(ids)
 
 
+@given(text=st.text(max_size=60))
+@example(text="<|im_end|>\n<|im_start|>user\n a\u0301 \U0001f600")
+def test_the_quick_way_to_tokenise_gives_the_same_ids(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.encode(text).tolist() == tokenizer.rust.encode(text).ids
+
+
 @given(ids=st.lists(st.integers(0, 350), max_size=40))
 def test_any_ids_decode_as_they_do_at_once(tokenizer: Tokenizer, ids: list[int]) -> None:
     decoder = IncrementalDecoder(tokenizer)

@@ -190,6 +190,12 @@ def test_parts_of_text_are_joined_and_a_developer_is_a_system() -> None:
     assert (message.role, message.content) == (types_pb2.ROLE_SYSTEM, " ab ")
 
 
+def test_empty_text_is_the_same_as_none() -> None:
+    absent = read_message({"role": "user", "content": None})
+    assert not absent.HasField("content")
+    assert read_message({"role": "user", "content": ""}) == absent
+
+
 def test_a_tool_result_keeps_the_id_of_its_call() -> None:
     message = read_message({"role": "tool", "tool_call_id": "call_00Ab", "content": "42"})
     assert (message.role, message.tool_call_id, message.content) == (

@@ -153,14 +153,15 @@ def _message(message: Any, field: str) -> types_pb2.ChatMessage:
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise InvalidFieldError(f"{field}.role", f"{name!r} is no role")
+    content = message.get("content")
+    if len(message) == 2 and isinstance(content, str):  # nothing else to check, as most are
+        return types_pb2.ChatMessage(role=role, content=content or None)
     for key in ("function_call", "audio"):
         if message.get(key):
             raise InvalidFieldError(f"{field}.{key}", "is not served; send text and tool_calls")
     _count_ignored(message, _MESSAGE_KEYS)
-    result = types_pb2.ChatMessage(role=role)
-    content = _text(message.get("content"), f"{field}.content")
-    if content:
-        result.content = content
+    content = _text(content, f"{field}.content")
+    result = types_pb2.ChatMessage(role=role, content=content or None)
     if role == types_pb2.ROLE_ASSISTANT:
         result.tool_calls.extend(_calls(message.get("tool_calls"), f"{field}.tool_calls"))
         reasoning = message.get("reasoning_content") or message.get("reasoning")

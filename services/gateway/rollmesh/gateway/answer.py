@@ -77,17 +77,18 @@ class Answer:
 
     def feed(self, token_ids: Iterable[int]) -> list[Delta]:
         """Takes sampled ids; returns what became certain. Ids after a stop string are ignored."""
-        deltas: list[Delta] = []
+        certain: list[str] = []
         for token_id in token_ids:
             if self.stopped_at is not None:
                 break
             self._fed += 1
             text, stopped = self._stops.feed(self._decoder.feed(token_id))
-            if text:
-                deltas += self._split(text)
+            certain.append(text)
             if stopped:
                 self.stopped_at = self._fed
-        return deltas
+        # Split once: what came together also leaves together.
+        text = "".join(certain)
+        return self._split(text) if text else []
 
     @property
     def whole(self) -> WholeCallParser | None:

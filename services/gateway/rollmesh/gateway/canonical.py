@@ -8,11 +8,12 @@ arguments.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from functools import lru_cache
 
 from rollmesh.gateway.messages import Frame, Message, Unit
 
 _DIGEST_BYTES = 16
+_FRAMES_CACHED = 64
 
 
 def unit_key(unit: Unit) -> bytes:
@@ -65,6 +66,7 @@ def argument_value(text: str) -> tuple[str, str]:
     return "json", _dump(value)
 
 
+@lru_cache(_FRAMES_CACHED)  # agents send the same tools with every request
 def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
     """Returns the frame of a request.
 
@@ -81,20 +83,17 @@ def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
     return Frame(tools_json if tools else b"", options_json if options else b"", key)
 
 
-def fingerprint(frame: Frame, messages: Sequence[Message], settings: object) -> bytes:
+def fingerprint(frame: Frame, messages: bytes, settings: object) -> bytes:
     """Returns the digest by which a retry is told from a new request.
 
     Args:
         frame: Tools and template options.
-        messages: All messages, reasoning and call ids included.
+        messages: All messages, reasoning and call ids included, in any form that is the same for
+            a retry.
         settings: Whatever else changes the answer, as JSON values.
     """
-    fields = [frame.key.hex(), _dump(settings)]
-    for m in messages:
-        fields += (m.role, m.content, m.reasoning, m.tool_call_id, m.name, str(len(m.tool_calls)))
-        for call in m.tool_calls:
-            fields += (call.id, call.name, call.arguments)
-    return _digest(fields)
+    begin = _digest([frame.key.hex(), _dump(settings)])
+    return hashlib.blake2b(begin + messages, digest_size=_DIGEST_BYTES).digest()
 
 
 def _plain(message: Message, *, lenient: bool = False) -> list[str]:

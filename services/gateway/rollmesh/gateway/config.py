@@ -50,4 +50,4 @@ class GatewayConfig(ServerConfig):
     turn_timeout_ms: int = 600_000
     """Longest turn, milliseconds."""
     workers: int = 2
-    """Threads that tokenise."""
+    """Threads that tokenise short texts, and as many for long ones."""

@@ -22,6 +22,7 @@ class EngineClients:
     def __init__(self) -> None:
         """Begins without channels."""
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, engine_pb2_grpc.EngineServiceAsyncStub] = {}
 
     async def generate(
         self, address: str, request: engine_pb2.GenerateRequest, timeout_ms: int
@@ -56,9 +57,11 @@ class EngineClients:
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+        self._stubs.clear()
 
     def _stub(self, address: str) -> "engine_pb2_grpc.EngineServiceAsyncStub":
-        channel = self._channels.get(address)
-        if channel is None:
+        stub = self._stubs.get(address)
+        if stub is None:
             channel = self._channels[address] = open_channel(address)
-        return engine_pb2_grpc.EngineServiceStub(channel)
+            stub = self._stubs[address] = engine_pb2_grpc.EngineServiceStub(channel)
+        return stub

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rollmesh.gateway import harmony, object_formats, tagged_calls
@@ -43,6 +44,9 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ('"parameters": ', "<|eot_id|>")),
 )
+
+
+_CACHED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ def detect(template_source: str) -> AnswerFormat:
     return AnswerFormat("hermes", OPEN in template_source)
 
 
-def tool_schemas(tools_json: bytes) -> dict[str, Mapping[str, Any]]:
+@lru_cache(_CACHED)
+def tool_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
     """Returns the JSON schema of each tool's parameters, by the tool's name."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in json.loads(tools_json):

@@ -72,7 +72,10 @@ class GatewayService:
             database = await stack.enter_async_context(
                 Database(config.data_dir / "journal.sqlite", journal.SCHEMA, journal.SCHEMA_VERSION)
             )
-            executor = stack.enter_context(ThreadPoolExecutor(config.workers, "tokenise"))
+            executor, long_executor = (
+                stack.enter_context(ThreadPoolExecutor(config.workers, name))
+                for name in ("tokenise", "tokenise-long")
+            )
             engines = EngineClients()
             stack.push_async_callback(engines.close)
             leases = await stack.enter_async_context(LeaseClient(config.router, config.gateway_id))
@@ -87,6 +90,7 @@ class GatewayService:
                 engines=engines,
                 database=database,
                 executor=executor,
+                long_executor=long_executor,
                 max_context_tokens=self._max_context_tokens,
                 limits=SessionLimits(
                     config.max_session_nodes, config.max_session_tokens, config.max_session_bytes

@@ -48,8 +48,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> TokenIds:
         """Returns the ids of template text, nothing added; dtype uint32, shape [N]."""
-        ids = self.rust.encode(text, add_special_tokens=False).ids
-        return np.asarray(ids, dtype=np.uint32)
+        # The fast one leaves out offsets, which nobody reads: a quarter of the time.
+        (encoding,) = self.rust.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.uint32)
 
     def decode(self, ids: TokenIds) -> str:
         """Returns the text of ids, special tokens left out."""

@@ -128,10 +128,10 @@ class Tree:
 
         Of equally deep ones it takes one without leniency before one with, then the newest.
         """
-        root = self.root(frame)
-        frontier = [Match(root, 0, frozenset())]
-        best = frontier[0]
-        for depth, unit in enumerate(units):
+        node, shared = _unbranched(self.root(frame), units)
+        best = Match(node, shared, frozenset())
+        frontier = [best]
+        for depth, unit in enumerate(units[shared:], shared):
             frontier = [
                 Match(child, depth + 1, match.reasons | reasons)
                 for match in frontier
@@ -139,7 +139,9 @@ class Tree:
             ]
             if not frontier:
                 break
-            best = max(frontier, key=lambda m: (-len(m.reasons), m.node.node_id))
+            best = frontier[0]
+            if len(frontier) > 1:
+                best = max(frontier, key=lambda m: (-len(m.reasons), m.node.node_id))
         return best
 
     def root_reasons(self, frame: Frame) -> frozenset[Fidelity]:
@@ -234,6 +236,22 @@ def _text_size(unit: Unit) -> int:
         + sum(len(call.arguments) for call in message.tool_calls)
         for message in unit
     )
+
+
+def _unbranched(root: Node, units: list[Unit]) -> tuple[Node, int]:
+    """Follows a request while there is nothing to choose and nothing to overlook.
+
+    Most requests are one long conversation that goes on: comparing is quicker than digesting.
+
+    Returns:
+        The node that was reached and the number of units up to it.
+    """
+    node, depth = root, 0
+    for unit in units:
+        if len(node.children) != 1 or node.children[0].unit != unit:
+            break
+        node, depth = node.children[0], depth + 1
+    return node, depth
 
 
 def _children_like(parent: Node, unit: Unit) -> Iterator[tuple[Node, frozenset[Fidelity]]]:

@@ -46,6 +46,7 @@ from rollmesh.v1 import engine_pb2, types_pb2
 
 _STREAMED_CHUNK = 16
 _INLINE_IDS = 32  # more ids than these are decoded off the event loop
+_SHORT_CHARS = 16_384  # tokenised in about 3 ms; more text than this has threads of its own
 _ATTEMPTS = 3
 _ID_CHARS, _ID_SIZE = string.ascii_letters + string.digits, 9
 
@@ -92,13 +93,17 @@ class TurnRunner:
         database: Database,
         executor: Executor,
         vllm_parser: VllmParser | None,
+        long_executor: Executor,
         max_context_tokens: int,
         limits: SessionLimits,
         rewrite_history: bool,
         lease_timeout_ms: int,
         turn_timeout_ms: int,
     ) -> None:
-        """Takes what a turn needs."""
+        """Takes what a turn needs.
+
+        Long texts are tokenised in `long_executor`, so that no short one waits behind them.
+        """
         self._tokenizer = tokenizer
         self._continuation = continuation
         self._format = answer_format
@@ -107,6 +112,7 @@ class TurnRunner:
         self._database = database
         self._executor = executor
         self._vllm_parser = vllm_parser
+        self._long_executor = long_executor
         self._max_context_tokens = max_context_tokens
         self._limits = limits
         self._rewrite_history = rewrite_history
@@ -123,7 +129,10 @@ class TurnRunner:
         units = units_of(request.messages)
         self._limits.check(session)
         match = self._match(session, request.frame, units)
-        prepared = await self._off_loop(lambda: self._prepare(match, request.frame, units))
+        prepared = await self._off_loop(
+            lambda: self._prepare(match, request.frame, units),
+            is_long=_new_chars(match, request.frame, units) > _SHORT_CHARS,
+        )
         sampling = self._sampling(request, len(prepared.prompt))
         generation = await self._generate_somewhere(session, turn, prepared, sampling)
         turn.emit(generation.answer.end_text())
@@ -318,13 +327,20 @@ class TurnRunner:
         session.answered(answered)
         return answered
 
-    async def _off_loop(self, work: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    async def _off_loop(self, work: Callable[[], _Result], *, is_long: bool = False) -> _Result:
+        executor = self._long_executor if is_long else self._executor
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
 
 
 def new_call_id() -> str:
     """Returns an id for a tool call: nine letters and digits, which every template takes."""
     return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_SIZE))
+
+
+def _new_chars(match: Match, frame: Frame, units: list[Unit]) -> int:
+    """Returns the size of the text that the tree does not hold, about."""
+    fresh = sum(len(message.content) for unit in units[match.depth :] for message in unit)
+    return fresh if match.depth else fresh + len(frame.tools_json)
 
 
 def _check(generation: Generation, prepared: Prepared) -> Sample:

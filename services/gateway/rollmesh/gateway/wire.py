@@ -56,6 +56,8 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         request.choice_index,
         request.tool_choice,
     ]
+    only_messages = gateway_pb2.ChatRequest(messages=request.messages)
+    content = only_messages.SerializeToString(deterministic=True)
     policy = request.disconnect_policy
     return TurnRequest(
         messages=messages,
@@ -64,7 +66,7 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         stops=stops,
         parse_calls=request.tool_choice != gateway_pb2.TOOL_CHOICE_NONE,
         stream=request.stream,
-        fingerprint=fingerprint(frame, messages, settings).hex(),
+        fingerprint=fingerprint(frame, content, settings).hex(),
         idempotency_key=request.idempotency_key,
         retry_count=request.retry_count,
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
@@ -76,10 +78,11 @@ def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
     role = _ROLES.get(message.role)
     if role is None:
         raise InvalidMessagesError(f"messages[{at}].role", "is not set; name who wrote it")
+    calls = message.tool_calls
     return Message(
         role,
         message.content,
-        tuple(ToolCall(call.id, call.name, call.arguments_json) for call in message.tool_calls),
+        tuple(ToolCall(call.id, call.name, call.arguments_json) for call in calls) if calls else (),
         message.tool_call_id,
         message.reasoning_content,
         message.name,

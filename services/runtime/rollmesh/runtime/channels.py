@@ -13,8 +13,15 @@ from rollmesh.runtime.logs import current_request_id
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Largest message that a rollmesh server or client takes, bytes."""
 
+WINDOW_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.http2.lookahead_bytes", 1024 * 1024),
+    ("grpc.http2.max_frame_size", 1024 * 1024),
+]
+"""For both ends: a long conversation crosses at once, not in windows of 64 KB each way."""
+
 _DRAIN_S = 30.0
 _OPTIONS: list[tuple[str, int]] = [
+    *WINDOW_OPTIONS,
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),

@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollmesh.runtime.channels import MAX_MESSAGE_BYTES
+from rollmesh.runtime.channels import MAX_MESSAGE_BYTES, WINDOW_OPTIONS
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.runtime.logs import fields
@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.2
 _MOST_PORT = 65_535
 _OPTIONS: list[tuple[str, int]] = [
+    *WINDOW_OPTIONS,
     ("grpc.so_reuseport", 0),  # else a second server binds the same port without an error
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

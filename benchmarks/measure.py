@@ -1,0 +1,166 @@
+"""One measurement: a load on a system, and the CPU time and memory of the system's processes."""
+
+import asyncio
+import json
+import math
+import os
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.systems import System
+from benchmarks.workload import Shape
+
+_LOAD_TIMEOUT_S = 90
+_SETTLE_STEP_S = 0.25
+_SETTLE_MS = 20.0
+_SETTLE_TIMEOUT_S = 10
+FOUR = ("sidecar", "gateway", "router", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One system under one load."""
+
+    turns_per_second: float
+    p50_ms: float
+    p99_ms: float
+    cpu_ms_per_turn: dict[str, float]
+    """By process, the load generator's too."""
+    latencies_ms: list[list[float]]
+    """By session, turn by turn."""
+    first_bytes_ns: list[list[int]]
+    tokens: int
+    """Ids that the sessions hold."""
+
+    @property
+    def cpu_ms(self) -> float:
+        """CPU time per turn of all that serves one, the load generator left out."""
+        used = self.cpu_ms_per_turn
+        return sum(ms for name, ms in used.items() if name in FOUR or name.startswith("peer"))
+
+
+async def measure(
+    system: System,
+    shape: Shape,
+    sessions: int,
+    concurrent: int,
+    seed: int,
+    *,
+    close: bool = True,
+) -> Measured:
+    """Runs the load generator once, and waits until the system rests.
+
+    Args:
+        system: What is loaded.
+        shape: What the sessions say.
+        sessions: How many there are.
+        concurrent: How many of them at a time.
+        seed: Of their texts.
+        close: Whether to close them within the measured CPU time; they stay open otherwise.
+    """
+    plan = {
+        "host": "127.0.0.1",
+        "port": system.port,
+        "sessions": await system.open(sessions),
+        "concurrent": concurrent,
+        "seed": seed,
+        "shape": shape.plan(),
+    }
+    async with _generator(plan) as process:
+        await settled(system)
+        before = {name: cpu_ms(pid) for name, pid in system.pids.items()}
+        result = await _result(process)
+    if close:
+        await system.close()
+    await settled(system)
+    turns = sessions * (shape.turns - shape.fill_turns)
+    latencies = sorted(ms for session in result["latencies_ms"] for ms in session)
+    used = {name: cpu_ms(pid) - before[name] for name, pid in system.pids.items()}
+    used["load"] = result["cpu_ms"]
+    return Measured(
+        turns / result["seconds"],
+        _percentile(latencies, 0.5),
+        _percentile(latencies, 0.99),
+        {name: spent / turns for name, spent in used.items()},
+        result["latencies_ms"],
+        result["first_bytes_ns"],
+        result["tokens"],
+    )
+
+
+async def measure_stall(system: System, shape: Shape, heavy: int, seed: int) -> dict[str, Any]:
+    """Returns the times of a trivial request alone and beside so many first prompts."""
+    plan = {
+        "host": "127.0.0.1",
+        "port": system.port,
+        "sessions": await system.open(heavy + 1),
+        "seed": seed,
+        "shape": shape.plan(),
+        "stall": True,
+    }
+    async with _generator(plan) as process:
+        result = await _result(process)
+    await system.close()
+    await settled(system)
+    return result
+
+
+@asynccontextmanager
+async def _generator(plan: dict[str, object]) -> AsyncIterator[Process]:
+    """Runs the load generator up to the point where the clock starts."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.load", stdin=PIPE, stdout=PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(plan).encode() + b"\n")
+        async with asyncio.timeout(_LOAD_TIMEOUT_S):
+            if await process.stdout.readline() != b"FILLED\n":
+                raise RuntimeError("the load generator failed; see above")
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _result(process: Process) -> dict[str, Any]:
+    async with asyncio.timeout(_LOAD_TIMEOUT_S):
+        output, _ = await process.communicate(b"\n")
+    if process.returncode:
+        raise RuntimeError("the load generator failed; see above")
+    result: dict[str, Any] = json.loads(output)
+    return result
+
+
+async def settled(system: System) -> None:
+    """Waits until a system rests, so that its afterwork neither hides nor burdens the next."""
+    last, deadline = math.inf, time.monotonic() + _SETTLE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        now = sum(cpu_ms(pid) for pid in system.pids.values())
+        if now - last <= _SETTLE_MS and math.isfinite(last):
+            return
+        last = now
+        await asyncio.sleep(_SETTLE_STEP_S)
+
+
+def cpu_ms(pid: int) -> float:
+    """Returns the CPU time that a process has used, all its threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
+
+
+def rss_bytes(pid: int) -> int:
+    """Returns the memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _percentile(ordered: list[float], part: float) -> float:
+    return ordered[min(int(len(ordered) * part), len(ordered) - 1)]

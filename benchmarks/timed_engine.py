@@ -1,0 +1,35 @@
+"""The engine with a scripted backend that says when each answer's first token left the model.
+
+It is the engine of `python -m rollmesh.engine`, flags included; the benchmark wraps the backend
+from outside, so that the product needs no hook. For each answer it prints `FIRST <ns>`, on the
+monotonic clock, which all processes of a machine share.
+"""
+
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from rollmesh.engine.backend import GenerateInput, Output
+from rollmesh.engine.config import EngineConfig
+from rollmesh.engine.scripted_backend import ScriptedBackend
+from rollmesh.engine.service import EngineService
+from rollmesh.runtime.process import run_service
+
+_generate = ScriptedBackend.generate
+
+
+async def _timed(self: ScriptedBackend, request: GenerateInput) -> AsyncGenerator[Output, None]:
+    first = True
+    async with aclosing(_generate(self, request)) as outputs:
+        async for output in outputs:
+            if first:
+                first = False
+                print("FIRST", time.monotonic_ns(), flush=True)
+            yield output
+
+
+if __name__ == "__main__":
+    ScriptedBackend.generate = _timed  # type: ignore[method-assign]
+    sys.exit(run_service("engine", EngineConfig, EngineService, sys.argv[1:], os.environ))

@@ -1,0 +1,18 @@
+from rollmesh.gateway.canonical import fingerprint, make_frame
+from rollmesh.gateway.formats import tool_schemas
+
+TOOLS = '[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
+
+
+def test_tools_that_come_with_every_request_are_read_once() -> None:
+    # Two objects that are equal, as two requests give them.
+    first, second = TOOLS.encode(), TOOLS.encode()
+    assert make_frame(first, b"") is make_frame(second, b"")
+    assert tool_schemas(first) is tool_schemas(second)
+
+
+def test_a_fingerprint_tells_requests_apart_by_each_of_its_parts() -> None:
+    bare, tools = make_frame(b"", b""), make_frame(TOOLS.encode(), b"")
+    parts = [(bare, b"m", [1]), (tools, b"m", [1]), (bare, b"n", [1]), (bare, b"m", [2])]
+    assert len({fingerprint(*part) for part in parts}) == len(parts)
+    assert fingerprint(*parts[0]) == fingerprint(bare, b"m", [1])
