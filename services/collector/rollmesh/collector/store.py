@@ -76,26 +76,26 @@ class Store(Protocol):
 
     async def ingest(self, record: types_pb2.SessionRecord) -> Ingested:
         """Stores a session; a repeat changes nothing."""
-        raise NotImplementedError
+        ...
 
     async def consumers(self) -> list[tuple[str, int]]:
         """Returns name and kind of every known consumer."""
-        raise NotImplementedError
+        ...
 
     async def open_consumer(self, name: str, kind: int) -> Progress:
         """Makes a consumer known; returns where it stands."""
-        raise NotImplementedError
+        ...
 
     async def load(self, consumer: str, unit: Unit) -> tuple[int, list[types_pb2.SessionRecord]]:
         """Counts an attempt to deliver; returns its number and the unit's sessions."""
-        raise NotImplementedError
+        ...
 
     async def acknowledge(self, consumer: str, units: list[Unit]) -> None:
         """Keeps that units are safe with a consumer."""
 
     async def counts(self) -> Counts:
         """Counts what is stored."""
-        raise NotImplementedError
+        ...
 
 
 class SqliteStore:
