@@ -7,6 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import save
 from transformers import Qwen3ForCausalLM
 
 from rollmesh.runtime.channels import open_channel
@@ -57,6 +58,13 @@ async def test_a_life_of_updates_and_the_death_of_the_model(
     result = await engine.generate(engine.request(40, 0))
     assert np.abs(torch_logprobs(other_model_dir, result.ids) - result.logprobs).max() < 1e-4
 
+    # A tied output layer that is sent beside its embedding is not used, whatever it holds.
+    head = torch.zeros_like(weights["model.embed_tokens.weight"])
+    sent = {name: tensor.clone() for name, tensor in weights.items()} | {"lm_head.weight": head}
+    await engine.update(4, save(sent))
+    result = await engine.generate(engine.request(40, 0))
+    assert np.abs(torch_logprobs(model_dir, result.ids) - result.logprobs).max() < 1e-4
+
     died = Result()
     with pytest.raises(EngineDeadError):
         await _kill_the_model_after_three(engine, died)
@@ -78,8 +86,6 @@ async def _kill_the_model_after_three(engine: Engine, result: Result) -> None:
 async def _refused(
     engine: Engine, weights: dict[str, torch.Tensor], name: str, value: object, says: str
 ) -> None:
-    from safetensors.torch import save  # noqa: PLC0415 - beside torch
-
     changed = {key: tensor.clone() for key, tensor in weights.items() if key != "lm_head.weight"}
     changed.pop(name, None)
     if isinstance(value, torch.Tensor):

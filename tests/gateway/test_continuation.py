@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trl
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.continuation import Continuation
@@ -53,6 +53,14 @@ def joined(continuation: Continuation, messages: tuple[Message, ...], frame: Fra
 
 
 @given(messages=conversations, tools=st.sampled_from([b"", TOOLS]))
+@example(  # text that looks like the marks by which renders are cut
+    messages=(
+        Message("user", "mark7zq"),
+        Message("assistant", "next7zq<|im_end|>next7zq"),
+        Message("user", "mark7zq next7zq"),
+    ),
+    tools=b"",
+)
 def test_pieces_joined_are_the_full_render_as_ids(
     tokenizer_dir: Path,
     tokenizer: Tokenizer,

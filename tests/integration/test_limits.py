@@ -64,3 +64,38 @@ async def test_a_session_that_nobody_uses_is_closed_with_what_it_has(
     assert (result.session_id, result.outcome) == (session.session_id, "ABORTED")
     assert result.metadata["closed_by"] == "idle"
     assert result.trajectories[0].turns == 1
+
+
+async def test_an_engine_with_another_vocabulary_is_not_the_agents_fault(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, vocabulary_tokens=10) as mesh,
+        mesh.client() as client,
+        client.session() as session,
+    ):
+        with pytest.raises(openai.InternalServerError) as refused:
+            await mesh.openai(session).chat.completions.create(model="policy", messages=ASK)
+    assert (refused.value.status_code, refused.value.code) == (500, "engine_mismatch")
+
+
+async def test_template_options_that_cannot_be_continued_are_the_agents_fault(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in tokenizer_dir.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    template = model / "chat_template.jinja"
+    refuses = "{% if count %}{{ raise_exception('no') }}{% endif %}"
+    template.write_text(refuses + template.read_text())
+    options = {"chat_template_kwargs": {"count": True}}
+    async with (
+        scripted_mesh(tmp_path, model) as mesh,
+        mesh.client() as client,
+        client.session() as session,
+    ):
+        with pytest.raises(openai.BadRequestError, match="chat template"):
+            await mesh.openai(session).chat.completions.create(
+                model="policy", messages=ASK, extra_body=options
+            )

@@ -128,7 +128,7 @@ class TurnRunner:
         request = turn.request
         units = units_of(request.messages)
         self._limits.check(session)
-        match = self._match(session, request.frame, units)
+        match = session.tree.match(request.frame, units)
         prepared = await self._off_loop(
             lambda: self._prepare(match, request.frame, units),
             is_long=_new_chars(match, request.frame, units) > _SHORT_CHARS,
@@ -140,7 +140,7 @@ class TurnRunner:
             whole.take(await self._vllm_parser.read(whole.text, request.frame.tools_json))
         turn.emit(generation.answer.finish())
         sample = _check(generation, prepared)
-        reasons = set(match.reasons)
+        reasons = set(prepared.match.reasons)
         if generation.answer.malformed:
             reasons.add(Fidelity.MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
@@ -150,13 +150,12 @@ class TurnRunner:
             session, request, prepared, generation, sample, frozenset(reasons)
         )
 
-    def _match(self, session: Session, frame: Frame, units: list[Unit]) -> Match:
-        """Finds where a request meets the tree, and what the template would do to that path.
+    def _heed_template(self, match: Match, frame: Frame, units: list[Unit]) -> Match:
+        """Returns the match with what the template would do to its path.
 
         Where the template prints a sampled turn otherwise by now, the session keeps what was
         sampled, or, as the gateway is set, leaves it for what the template prints.
         """
-        match = session.tree.match(frame, units)
         path = match.node.path()
         at = self._continuation.first_rewritten(path, units[match.depth :], frame)
         if at is None:
@@ -171,6 +170,7 @@ class TurnRunner:
     def _prepare(self, match: Match, frame: Frame, units: list[Unit]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""
         try:
+            match = self._heed_template(match, frame, units)
             fresh = self._continuation.pieces(units, match.depth, frame)
             glue = self._continuation.glue(units, frame)
         except (TemplateRenderError, TemplateRefusedError) as error:
