@@ -1,5 +1,6 @@
 """Between protos and the gateway's plain types."""
 
+import json
 from collections.abc import Iterable
 
 from google.protobuf import json_format
@@ -8,9 +9,11 @@ from rollmesh.gateway.answer import Delta, ReasoningDelta
 from rollmesh.gateway.canonical import fingerprint, make_frame
 from rollmesh.gateway.export import Trajectory
 from rollmesh.gateway.fidelity import Fidelity, Lineage
+from rollmesh.gateway.forced import Calls, Wanted
+from rollmesh.gateway.formats import tool_schemas
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.lineage import lineages
-from rollmesh.gateway.messages import Message, RoleName, ToolCall
+from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall
 from rollmesh.gateway.session import Answered, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, pack_mask
@@ -24,7 +27,15 @@ _ROLES: dict[int, RoleName] = {
     types_pb2.ROLE_TOOL: "tool",
 }
 _ROLE_NUMBERS = {name: number for number, name in _ROLES.items()}
+_CALLS: dict[int, Calls] = {
+    gateway_pb2.TOOL_CHOICE_UNSPECIFIED: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_NONE: Calls.NONE,
+    gateway_pb2.TOOL_CHOICE_AUTO: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_REQUIRED: Calls.REQUIRED,
+    gateway_pb2.TOOL_CHOICE_NAMED: Calls.NAMED,
+}
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
+_MAX_SCHEMA_BYTES = 64 * 1024
 
 
 def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnRequest:
@@ -50,11 +61,15 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
     sampling.MergeFrom(request.sampling)
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
+    wanted = _read_wanted(request, frame)
     settings = [
         json_format.MessageToJson(sampling),
         stops,
         request.choice_index,
         request.tool_choice,
+        request.tool_name,
+        wanted.one_call,
+        None if wanted.json_schema is None else [wanted.json_schema.decode(), wanted.strict],
     ]
     only_messages = gateway_pb2.ChatRequest(messages=request.messages)
     content = only_messages.SerializeToString(deterministic=True)
@@ -64,7 +79,7 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         frame=frame,
         sampling=sampling,
         stops=stops,
-        parse_calls=request.tool_choice != gateway_pb2.TOOL_CHOICE_NONE,
+        wanted=wanted,
         stream=request.stream,
         fingerprint=fingerprint(frame, content, settings).hex(),
         idempotency_key=request.idempotency_key,
@@ -72,6 +87,40 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
         or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
     )
+
+
+def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
+    calls = _CALLS.get(request.tool_choice)
+    if calls is None:
+        raise InvalidFieldError("tool_choice", f"there is no {request.tool_choice}")
+    if calls in {Calls.REQUIRED, Calls.NAMED} and not frame.tools_json:
+        raise InvalidFieldError("tool_choice", "wants a call, but there are no tools; send some")
+    named = calls is Calls.NAMED
+    if named and request.tool_name not in tool_schemas(frame.tools_json):
+        raise InvalidFieldError("tool_choice", f"names {request.tool_name!r}, which is no tool")
+    schema = request.json_format.schema_json if request.HasField("json_format") else None
+    if schema:
+        _check_schema(schema)
+    return Wanted(
+        calls,
+        request.tool_name if named else "",
+        request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
+        schema,
+        request.json_format.strict,
+    )
+
+
+def _check_schema(schema: bytes) -> None:
+    if len(schema) > _MAX_SCHEMA_BYTES:
+        raise InvalidFieldError(
+            "json_format", f"its schema has {len(schema)} bytes; give at most {_MAX_SCHEMA_BYTES}"
+        )
+    try:
+        value = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError("json_format", f"its schema is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidFieldError("json_format", "its schema is not an object")
 
 
 def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
