@@ -190,7 +190,7 @@ class ChatEndpoint:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._one(choice, request_id)) for choice in choices]
-            body = whole_answer([task.result() for task in tasks], model)
+            body = whole_answer([task.result() for task in tasks], model, named=_named(choices))
         except (ExceptionGroup, RollmeshError) as error:
             await _error_response(_typed(error), request_id)(scope, receive, send)
             return
@@ -221,7 +221,8 @@ class ChatEndpoint:
         include_usage: bool,
     ) -> None:
         """Streams all choices at the same time."""
-        writer = ChunkWriter(f"chatcmpl-{request_id}", clock.unix_ms() // 1000, model)
+        created = clock.unix_ms() // 1000
+        writer = ChunkWriter(f"chatcmpl-{request_id}", created, model, named=_named(choices))
         reply = StreamReply(send, request_id, writer, len(choices))
         try:
             async with asyncio.TaskGroup() as group:
@@ -253,6 +254,10 @@ class ChatEndpoint:
                     return response.done
                 await reply.delta(choice.choice_index, response.delta)
         raise RollmeshError("the gateway ended its answer without an end")
+
+
+def _named(choices: list[gateway_pb2.ChatRequest]) -> bool:
+    return choices[0].tool_choice == gateway_pb2.TOOL_CHOICE_NAMED
 
 
 def _typed(error: Exception) -> RollmeshError:
