@@ -111,6 +111,7 @@ async def test_the_limit_cuts_a_constrained_answer_too(engine: Engine) -> None:
     assert (len(result.ids), result.finish.reason) == (3, types_pb2.FINISH_REASON_LENGTH)
 
 
+BOUND = {"type": "string", "minLength": 2, "maxLength": 5}
 LONG = {"type": "array", "items": {"type": "integer"}, "minItems": 900}
 
 
@@ -192,6 +193,10 @@ async def test_a_strict_schema_is_refused_where_a_part_of_it_would_not_hold(engi
     assert (await engine.generate(request(engine, tag(loose)))).ids
     with pytest.raises(InvalidConstraintError, match="multipleOf"):
         await engine.generate(request(engine, tag(loose), strict=True))
+    tags = tag({"type": "object", "properties": {"a": BOUND}}, style="qwen_xml")
+    with pytest.raises(InvalidConstraintError, match="lengths of strings"):
+        await engine.generate(request(engine, tags, strict=True))
+    assert (await engine.generate(request(engine, tag(BOUND), strict=True))).ids
 
 
 @pytest.mark.parametrize(

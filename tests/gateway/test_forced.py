@@ -258,6 +258,9 @@ def test_json_is_the_value_and_where_tools_are_may_be_calls(compiler: Compiler) 
     assert not compiler.accepts(tag, '{"n": "x"}')
     alone = tag_of(Wanted(Calls.NONE, json_schema=schema), form)
     assert not compiler.accepts(alone, WRITTEN["hermes"])
+    # What looks like a call is none where it stands in a value: it is not let through.
+    assert not compiler.accepts(tag_of(Wanted(json_schema=b""), form), '{"a": "<tool_call>"}')
+    assert compiler.accepts(tag_of(Wanted(Calls.NONE, json_schema=b""), form), '{"a": "<tool_call>"}')
     forced = tag_of(Wanted(Calls.REQUIRED, json_schema=schema), form)
     assert not compiler.accepts(forced, '{"n": 4}')
 

@@ -30,17 +30,17 @@ def compilable(constraint: Constraint) -> str:
             a part of a JSON schema.
     """
     tag = json.loads(constraint.structural_tag)
-    for schema, is_json in _schemas(tag):
+    for schema, takes_patterns in _schemas(tag):
         bounds = list(_bounded_strings(schema))
         unsupported = has_xgrammar_unsupported_json_features(schema)
-        if constraint.strict and (unsupported or (bounds and not is_json)):
+        if constraint.strict and (unsupported or (bounds and not takes_patterns)):
             raise InvalidConstraintError(
                 _FIELD,
                 "has a JSON schema of which a part cannot be enforced (multipleOf, uniqueItems, "
-                "contains, allOf of several, unusual formats, lengths in arguments that are tags, "
-                "...); leave it out, or strict",
+                "contains, allOf of several, unusual formats, lengths of strings that may not hold "
+                "the format's marks, ...); leave it out, or strict",
             )
-        for string in bounds if is_json else ():
+        for string in bounds if takes_patterns else ():
             _bound_by_pattern(string)
     text = json.dumps(tag, ensure_ascii=False)
     try:
@@ -51,13 +51,16 @@ def compilable(constraint: Constraint) -> str:
 
 
 def _schemas(value: Any) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yields the JSON schemas in a structural tag, and whether their values are JSON or tags."""
+    """Yields the JSON schemas in a structural tag, and whether a pattern can bound a string.
+
+    It cannot in tags, nor where text is excluded: xgrammar does not exclude it from patterns.
+    """
     if isinstance(value, list):
         for one in value:
             yield from _schemas(one)
     elif isinstance(value, dict) and value.get("type") == "json_schema":
         if isinstance(schema := value.get("json_schema"), dict):
-            yield schema, value.get("style", "json") == "json"
+            yield schema, value.get("style", "json") == "json" and not value.get("excludes")
     elif isinstance(value, dict):
         for one in value.values():
             yield from _schemas(one)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from rollmesh.gateway import object_formats
-from rollmesh.gateway.formats import HARMONY, AnswerFormat, tool_schemas
+from rollmesh.gateway import harmony, object_formats
+from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat, tool_schemas
 from rollmesh.gateway.messages import Frame
 from rollmesh.gateway.reasoning import CLOSE, OPEN
 from rollmesh.runtime.errors import InvalidFieldError
@@ -68,7 +68,7 @@ class _Syntax:
     style: str = "json"
     """How arguments are written."""
     excluded: tuple[str, ...] = ()
-    """Text that no argument may hold, because it would end it."""
+    """Text that no string may hold, because parsers would not know it for a part of the string."""
     many: bool = True
     """Whether an answer may hold several calls."""
 
@@ -116,7 +116,10 @@ _SYNTAXES: dict[str, _Syntax] = {
     ),
     # The end token is `<|call|>`, which no constraint can hold: it stands behind the end of one.
     HARMONY: _Syntax(
-        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", many=False
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        "",
+        excluded=harmony.MARKS,
+        many=False,
     ),
 }
 FORCED_FORMATS = frozenset(_SYNTAXES) - {"mistral_args"}
@@ -143,7 +146,7 @@ def constraint_of(
         strict |= _any_strict(frame, schemas)
         forms += _calls(_syntax(format_), schemas, one=wanted.one_call or _is_named(wanted))
     if wanted.json_schema is not None and wanted.calls not in {Calls.REQUIRED, Calls.NAMED}:
-        forms.append(_json(wanted.json_schema, format_))
+        forms.append(_json(wanted.json_schema, format_, beside_calls=callable_))
     if not forms:
         return None
     reasoning = _reasoning(format_, inside=inside_reasoning)
@@ -198,16 +201,16 @@ def _calls(
 def _call(syntax: _Syntax, name: str, schema: Mapping[str, Any]) -> _Format:
     pattern, behind = syntax.id
     id_ = [{"type": "regex", "pattern": pattern}, _text(behind)] if pattern else []
-    arguments = _schema({**schema, "type": "object"}) | {"style": syntax.style}
-    if syntax.excluded:
-        arguments["excludes"] = list(syntax.excluded)
+    arguments = _schema({**schema, "type": "object"}, syntax.excluded) | {"style": syntax.style}
     return _sequence(_text(syntax.begin.replace("NAME", name)), *id_, arguments, _text(syntax.end))
 
 
-def _json(schema: bytes, format_: AnswerFormat) -> _Format:
-    value = _schema(json.loads(schema) if schema else {"type": "object"})
-    final = "<|channel|>final<|message|>" if format_.tools == HARMONY else ""
-    return _sequence(_text(final), value)
+def _json(schema: bytes, format_: AnswerFormat, *, beside_calls: bool) -> _Format:
+    value = json.loads(schema) if schema else {"type": "object"}
+    if format_.tools == HARMONY:
+        return _sequence(_text("<|channel|>final<|message|>"), _schema(value, harmony.MARKS))
+    calls = FORMATS.get(format_.tools) if beside_calls else None
+    return _schema(value, () if calls is None else calls.opens)
 
 
 def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
@@ -226,8 +229,9 @@ def _free(begin: str, end: str) -> _Format:
     return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
 
 
-def _schema(schema: Any) -> _Format:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_BLANKS}
+def _schema(schema: Any, excluded: tuple[str, ...]) -> _Format:
+    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_BLANKS}
+    return form | {"excludes": list(excluded)} if excluded else form
 
 
 def _text(value: str) -> _Format:
