@@ -57,6 +57,7 @@ MARKS = sorted(
     {mark for form in FORMATS.values() for mark in form.marks if len(mark) > 1}
     | {*harmony.MARKS, "<think>", "</think>"}
 )
+END = "<|im_end|>"
 ARGS = AnswerFormat("mistral", reasoning=False, args_mark=True)
 ALL = [
     *(
@@ -78,13 +79,11 @@ class Compiler:
         if special:
             tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
         self._xgrammar = xgrammar
-        self.tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<|im_end|>"
-        )
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
         info = xgrammar.TokenizerInfo.from_huggingface(
-            self.tokenizer, stop_token_ids=[tokenizer.token_to_id("<|im_end|>")]
+            self.tokenizer, stop_token_ids=[tokenizer.token_to_id(END)]
         )
-        self.stop = tokenizer.token_to_id("<|im_end|>")
+        self.stop = tokenizer.token_to_id(END)
         self._compiler = xgrammar.GrammarCompiler(info)
         self._size = info.vocab_size
         texts = self.tokenizer.batch_decode([[id_] for id_ in range(self._size)])
@@ -156,9 +155,7 @@ REQUIRED, ONE = Wanted(Calls.REQUIRED), Wanted(Calls.REQUIRED, one_call=True)
 
 
 @pytest.mark.parametrize("format_", ALL)
-def test_what_is_sampled_is_read_as_whole_calls(
-    compiler: Compiler, format_: AnswerFormat
-) -> None:
+def test_what_is_sampled_is_read_as_whole_calls(compiler: Compiler, format_: AnswerFormat) -> None:
     ended = several = 0
     for seed in range(12):
         text = compiler.sample(tag_of(REQUIRED, format_), seed, begin_of(format_))
@@ -185,23 +182,31 @@ def test_one_call_is_one_call(compiler: Compiler, format_: AnswerFormat) -> None
         assert [name for name, _ in read(format_, text).calls] == ["stop-now"]
 
 
+_DS = [
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in (
+        "calls\u2581begin",
+        "call\u2581begin",
+        "sep",
+        "call\u2581end",
+        "calls\u2581end",
+    )
+]
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 4, "b": 2}}\n</tool_call>',
     "llama3_json": '{"name": "add", "parameters": {"a": 4, "b": 2}}',
     "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 4, "b": 2}}]',
     "mistral args": '[TOOL_CALLS]add[ARGS]{"a": 4, "b": 2}',
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-    '{"a": 4, "b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
-    '{"a": 4, "b": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v3": f"{_DS[0]}{_DS[1]}function{_DS[2]}add\n```json\n"
+    f'{{"a": 4, "b": 2}}\n```{_DS[3]}{_DS[4]}',
+    "deepseek_v31": f'{_DS[0]}{_DS[1]}add{_DS[2]}{{"a": 4, "b": 2}}{_DS[3]}{_DS[4]}',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
     '<|tool_call_argument_begin|>{"a": 4, "b": 2}<|tool_call_end|><|tool_calls_section_end|>',
     "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n4\n</parameter>\n<parameter=b>\n2\n"
     "</parameter>\n</function>\n</tool_call>",
-    "glm45": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>4</arg_value>\n<arg_key>b</arg_key>\n"
-    "<arg_value>2</arg_value>\n</tool_call>",
-    "openai": "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
-    '{"a": 4, "b": 2}',
+    "glm45": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>4</arg_value>\n"
+    "<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "openai": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 4, "b": 2}',
 }
 
 
@@ -246,7 +251,7 @@ def test_harmony_thinks_in_its_channel(compiler: Compiler) -> None:
     assert compiler.accepts(tag_of(REQUIRED, form), thought + WRITTEN["openai"])
     value = Wanted(Calls.NONE, json_schema=b"")
     assert compiler.accepts(tag_of(value, form), thought + '<|channel|>final<|message|>{"a": 1}')
-    assert not compiler.accepts(tag_of(value, form), thought + '<|channel|>final<|message|>one')
+    assert not compiler.accepts(tag_of(value, form), thought + "<|channel|>final<|message|>one")
 
 
 def test_json_is_the_value_and_where_tools_are_may_be_calls(compiler: Compiler) -> None:
@@ -260,7 +265,9 @@ def test_json_is_the_value_and_where_tools_are_may_be_calls(compiler: Compiler) 
     assert not compiler.accepts(alone, WRITTEN["hermes"])
     # What looks like a call is none where it stands in a value: it is not let through.
     assert not compiler.accepts(tag_of(Wanted(json_schema=b""), form), '{"a": "<tool_call>"}')
-    assert compiler.accepts(tag_of(Wanted(Calls.NONE, json_schema=b""), form), '{"a": "<tool_call>"}')
+    assert compiler.accepts(
+        tag_of(Wanted(Calls.NONE, json_schema=b""), form), '{"a": "<tool_call>"}'
+    )
     forced = tag_of(Wanted(Calls.REQUIRED, json_schema=schema), form)
     assert not compiler.accepts(forced, '{"n": 4}')
 

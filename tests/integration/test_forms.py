@@ -5,7 +5,7 @@ the scripted engine, whose script keeps them, and through one with the real mode
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import openai
 import pytest
@@ -179,9 +179,7 @@ class Point(BaseModel):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def real(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: Path
-) -> AsyncIterator[Mesh]:
+async def real(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> AsyncIterator[Mesh]:
     """A mesh around the real model; one for all tests, because it starts slowly."""
     folder = tmp_path_factory.mktemp("mesh")
     flags: dict[str, Any] = {"backend": "vllm", "dtype": "float32", "enforce_eager": True}
@@ -190,13 +188,14 @@ async def real(
         yield running
 
 
-on_the_model = [pytest.mark.vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
-
-
 class TestOnTheRealModel:
     """Random weights at temperature 1: what keeps its form here was made to."""
 
-    pytestmark = on_the_model
+    pytestmark: ClassVar[list[Any]] = [
+        pytest.mark.vllm,
+        pytest.mark.timeout(400),
+        pytest.mark.asyncio(loop_scope="module"),
+    ]
 
     async def test_pydantic_models_are_parsed(self, real: Mesh) -> None:
         async with real.client() as client, client.session() as session:
@@ -217,9 +216,7 @@ class TestOnTheRealModel:
             agent = real.openai(session)
             for seed in range(4):
                 for choice in ("required", NAMED):
-                    answer = await ask(
-                        agent, user("Go"), tool_choice=choice, seed=seed, **fields
-                    )
+                    answer = await ask(agent, user("Go"), tool_choice=choice, seed=seed, **fields)
                     message = answer.choices[0].message
                     (only,) = message.tool_calls
                     value = json.loads(only.function.arguments)

@@ -45,7 +45,7 @@ def compilable(constraint: Constraint) -> str:
     text = json.dumps(tag, ensure_ascii=False)
     try:
         xgrammar.Grammar.from_structural_tag(text)
-    except Exception as error:  # noqa: BLE001 - the library's errors have no common class
+    except Exception as error:
         raise InvalidConstraintError(_FIELD, f"cannot be compiled: {_reason(error)}") from error
     return text
 

@@ -229,7 +229,9 @@ class TurnRunner:
                         session, turn, prepared, sampling, grant.address, grant.engine_id
                     )
                 except InvalidConstraintError as error:  # named as the agent knows it
-                    raise InvalidConstraintError(turn.request.wanted.field, error.message) from error
+                    raise InvalidConstraintError(
+                        turn.request.wanted.field, error.message
+                    ) from error
                 except (EngineDeadError, RemoteError) as error:
                     metrics.ENGINE_LOSSES.inc()
                     lost.append(grant.engine_id)
