@@ -1,6 +1,6 @@
 """One answer in the making: sampled ids in, text, reasoning and tool calls out."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollmesh.gateway.messages import Message, ToolCall
@@ -75,8 +75,12 @@ class Answer:
         """Whether something looked like a tool call and was not a whole one."""
         return self._parser is not None and self._parser.malformed
 
-    def feed(self, token_ids: Iterable[int]) -> list[Delta]:
+    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
         """Takes sampled ids; returns what became certain. Ids after a stop string are ignored."""
+        if not self._stops.wanted:
+            self._fed += len(token_ids)
+            text = self._decoder.feed_all(token_ids)
+            return self._split(text) if text else []
         certain: list[str] = []
         for token_id in token_ids:
             if self.stopped_at is not None:

@@ -45,7 +45,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.v1 import engine_pb2, types_pb2
 
 _STREAMED_CHUNK = 16
-_INLINE_IDS = 32  # more ids than these are decoded off the event loop
+_INLINE_IDS = 128  # more ids than these are decoded off the event loop
 _SHORT_CHARS = 16_384  # tokenised in about 3 ms; more text than this has threads of its own
 _ATTEMPTS = 3
 _ID_CHARS, _ID_SIZE = string.ascii_letters + string.digits, 9
@@ -62,8 +62,12 @@ class Prepared:
     """Units the tree does not hold, each with the ids it adds."""
     glue: TokenIds
     """What stands between the last unit and the sampled ids."""
-    prompt: TokenIds
-    """The whole prompt."""
+    prompt: bytes
+    """The whole prompt, packed as it goes to the engine."""
+    prompt_tokens: int
+    """Number of its ids."""
+    prompt_crc32: int
+    """What the engine must say it received."""
     inside_reasoning: bool
     """Whether the generation prompt has opened the reasoning."""
 
@@ -133,7 +137,7 @@ class TurnRunner:
             lambda: self._prepare(match, request.frame, units),
             is_long=_new_chars(match, request.frame, units) > _SHORT_CHARS,
         )
-        sampling = self._sampling(request, len(prepared.prompt))
+        sampling = self._sampling(request, prepared.prompt_tokens)
         generation = await self._generate_somewhere(session, turn, prepared, sampling)
         turn.emit(generation.answer.end_text())
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
@@ -184,7 +188,8 @@ class TurnRunner:
         pieces = list(zip(units[match.depth :], fresh, strict=True))
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
         inside = self._format.reasoning and self._continuation.opens_reasoning(units, frame)
-        return Prepared(match, pieces, glue, prompt, inside)
+        packed = pack_ids(prompt)
+        return Prepared(match, pieces, glue, packed, len(prompt), zlib.crc32(packed), inside)
 
     def _sampling(self, request: TurnRequest, prompt_tokens: int) -> types_pb2.SamplingParams:
         room = self._max_context_tokens - prompt_tokens
@@ -260,7 +265,7 @@ class TurnRunner:
         message = engine_pb2.GenerateRequest(
             request_id=uuid.uuid4().hex,
             session_id=session.spec.session_id,
-            token_ids_u32le=pack_ids(prepared.prompt),
+            token_ids_u32le=prepared.prompt,
             sampling=sampling,
             max_chunk_tokens=_STREAMED_CHUNK if request.stream or request.stops else 0,
         )
@@ -355,7 +360,7 @@ def _check(generation: Generation, prepared: Prepared) -> Sample:
     ids, logprobs = np.concatenate(generation.ids), np.concatenate(generation.logprobs)
     if len(ids) != len(logprobs):
         raise RollmeshError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} tokens")
-    if finish.prompt_crc32 != zlib.crc32(pack_ids(prepared.prompt)):
+    if finish.prompt_crc32 != prepared.prompt_crc32:
         raise RollmeshError("the engine received other prompt ids than the session recorded")
     cut = generation.answer.stopped_at
     if cut is None and finish.reason == types_pb2.FINISH_REASON_ABORT:
@@ -374,7 +379,7 @@ def _check(generation: Generation, prepared: Prepared) -> Sample:
         spans=spans,
         finish=Finish.STOP if cut is not None else Finish(finish.reason),
         engine_id=generation.engine_id,
-        prompt_tokens=len(prepared.prompt),
+        prompt_tokens=prepared.prompt_tokens,
         cached_tokens=finish.cached_tokens,
         prompt_crc32=finish.prompt_crc32,
     )
