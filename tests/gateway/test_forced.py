@@ -3,7 +3,6 @@ what our parsers read as the wanted calls, and nothing else is let through."""
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -308,8 +307,11 @@ def test_a_strict_tool_makes_the_constraint_strict() -> None:
     strict = {"type": "function", "function": {"name": "f", "strict": True}}
     frame = make_frame(json.dumps([*TOOLS, strict]).encode(), b"")
     form = AnswerFormat("hermes", reasoning=False)
-    named: Callable[[str], Any] = lambda name: constraint_of(  # noqa: E731
-        Wanted(Calls.NAMED, name), form, frame, inside_reasoning=False
-    )
-    assert named("f").strict
-    assert not named("add").strict
+
+    def is_strict(name: str) -> bool:
+        wanted = Wanted(Calls.NAMED, name)
+        constraint = constraint_of(wanted, form, frame, inside_reasoning=False)
+        return constraint is not None and constraint.strict
+
+    assert is_strict("f")
+    assert not is_strict("add")

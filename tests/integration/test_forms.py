@@ -233,11 +233,9 @@ class TestOnTheRealModel:
                 )
                 assert answer.choices[0].finish_reason == "length"
                 session_id = session.session_id
-            async with client.subscribe("limit", unit="session") as sessions:
-                async for delivery in sessions:
-                    await sessions.acknowledge(delivery)
-                    if (record := delivery.sessions[0]).session_id == session_id:
-                        break
+            record = await delivered(client)
+            while record.session_id != session_id:  # those of the tests before come first
+                record = await delivered(client)
         (trajectory,) = record.trajectories
         assert {"CONSTRAINED", "LENGTH_CUT"} <= set(trajectory.reasons)
 

@@ -1,6 +1,6 @@
 """One answer in the making: sampled ids in, text, reasoning and tool calls out."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollmesh.gateway.messages import Message, ToolCall
@@ -81,8 +81,12 @@ class Answer:
         """Whether something looked like a tool call and was not a whole one."""
         return self._parser is not None and self._parser.malformed
 
-    def feed(self, token_ids: Iterable[int]) -> list[Delta]:
+    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
         """Takes sampled ids; returns what became certain. Ids after a stop are ignored."""
+        if not (self._stops.wanted or self._one_call):
+            self._fed += len(token_ids)
+            text = self._decoder.feed_all(token_ids)
+            return self._split(text) if text else []
         certain: list[str] = []
         deltas: list[Delta] = []
         for token_id in token_ids:

@@ -83,17 +83,16 @@ def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
     return Frame(tools_json if tools else b"", options_json if options else b"", key)
 
 
-def fingerprint(frame: Frame, messages: bytes, settings: object) -> bytes:
+def fingerprint(frame: Frame, messages_digest: bytes, settings: object) -> bytes:
     """Returns the digest by which a retry is told from a new request.
 
     Args:
         frame: Tools and template options.
-        messages: All messages, reasoning and call ids included, in any form that is the same for
-            a retry.
+        messages_digest: Of all messages, reasoning and call ids included.
         settings: Whatever else changes the answer, as JSON values.
     """
     begin = _digest([frame.key.hex(), _dump(settings)])
-    return hashlib.blake2b(begin + messages, digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(begin + messages_digest, digest_size=_DIGEST_BYTES).digest()
 
 
 def _plain(message: Message, *, lenient: bool = False) -> list[str]:

@@ -16,7 +16,7 @@ from rollmesh.gateway import harmony, object_formats
 from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat, tool_schemas
 from rollmesh.gateway.messages import Frame
 from rollmesh.gateway.reasoning import CLOSE, OPEN
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2
 
 _MOST_BLANKS = 32  # in a row; without a limit some models never end them
@@ -48,10 +48,10 @@ class Wanted:
     strict: bool = False
     """Whether a schema is refused of which a part cannot be enforced."""
 
-    @property
-    def field(self) -> str:
-        """The field of `ChatRequest` that a constraint comes from."""
-        return "json_format" if self.json_schema is not None else "tools_json"
+    def refused(self, error: InvalidConstraintError) -> InvalidConstraintError:
+        """Returns an engine's error under the field of `ChatRequest` that the constraint is of."""
+        field = "json_format" if self.json_schema is not None else "tools_json"
+        return InvalidConstraintError(field, error.message)
 
 
 @dataclass(frozen=True, slots=True)

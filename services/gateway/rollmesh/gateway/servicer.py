@@ -48,7 +48,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncIterator[gateway_pb2.ChatResponse]:
         session = self.gateway.session(request.session_id)
         self.gateway.authorise(session, request.session_key)
-        turn_request = read_chat(request, session.spec)
+        turn_request = read_chat(request, session)
         async with aclosing(self.gateway.chat(session, turn_request)) as events:
             async for event in events:
                 yield write_event(event)

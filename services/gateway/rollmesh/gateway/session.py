@@ -13,6 +13,7 @@ from rollmesh.gateway.answer import Delta
 from rollmesh.gateway.forced import Wanted
 from rollmesh.gateway.journal import AnswerRecord, SessionSpec
 from rollmesh.gateway.messages import Frame, Message
+from rollmesh.gateway.reading import MessageReader
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError, SessionLimitError
@@ -151,6 +152,8 @@ class Session:
     """Node ids of answers that left whole."""
     in_flight: dict[str, Turn] = field(default_factory=dict)
     """By fingerprint."""
+    reader: MessageReader = field(default_factory=MessageReader)
+    """Reads its requests."""
     closing: bool = False
     used_ms: int = field(default_factory=clock.monotonic_ms)
     """When it was last used, on the monotonic clock."""

@@ -24,18 +24,35 @@ class IncrementalDecoder:
         self._rust = tokenizer.rust
         self._hidden = tokenizer.special_ids - {tokenizer.special_id(text) for text in shown}
         self._stream = DecodeStream(skip_special_tokens=False)
+        self._fresh = True
         self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
         """Takes one id; returns the text that became certain, often empty."""
         if token_id in self._hidden:
             return ""
+        self._fresh = False
         piece = self._stream.step(self._rust, token_id)
         if piece is None:
             self._pending.append(token_id)
             return ""
         self._pending.clear()
         return str(piece)
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        """Takes ids; returns the text that became certain.
+
+        The first ids, which may be the whole answer, are decoded at once where they end with a
+        whole character: a tenth of the time.
+        """
+        if self._fresh:
+            shown = [id_ for id_ in token_ids if id_ not in self._hidden]
+            stream = DecodeStream(skip_special_tokens=False)
+            piece = stream.step(self._rust, shown) if shown else None
+            if piece is not None:
+                self._stream, self._fresh = stream, False
+                return str(piece)
+        return "".join(map(self.feed, token_ids))
 
     def finish(self) -> str:
         """Returns what is left: bytes that never became a character, as U+FFFD."""
@@ -52,6 +69,11 @@ class StopStrings:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is any stop string."""
+        return bool(self._stops)
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Takes text; returns the text that is certain and whether a stop string was completed."""

@@ -41,6 +41,9 @@ class Tokenizer:
             id_ for id_, added in self.rust.get_added_tokens_decoder().items() if added.special
         )
         added = self.rust.get_added_tokens_decoder().values()
+        self._added_ids = {
+            one.content: id_ for id_, one in self.rust.get_added_tokens_decoder().items()
+        }
         self.special_texts = tuple(one.content for one in added if one.special and one.content)
         self.added_texts = tuple(one.content for one in added if one.content)
         """Text that is one token wherever it stands."""
@@ -58,9 +61,7 @@ class Tokenizer:
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of a token that is never split; None where `text` is no such token."""
-        id_ = self.rust.token_to_id(text)
-        added = self.rust.get_added_tokens_decoder()
-        return id_ if id_ is not None and id_ in added else None
+        return self._added_ids.get(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:

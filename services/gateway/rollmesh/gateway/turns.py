@@ -47,7 +47,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.v1 import engine_pb2, types_pb2
 
 _STREAMED_CHUNK = 16
-_INLINE_IDS = 32  # more ids than these are decoded off the event loop
+_INLINE_IDS = 128  # more ids than these are decoded off the event loop
 _SHORT_CHARS = 16_384  # tokenised in about 3 ms; more text than this has threads of its own
 _ATTEMPTS = 3
 _ID_CHARS, _ID_SIZE = string.ascii_letters + string.digits, 9
@@ -64,8 +64,12 @@ class Prepared:
     """Units the tree does not hold, each with the ids it adds."""
     glue: TokenIds
     """What stands between the last unit and the sampled ids."""
-    prompt: TokenIds
-    """The whole prompt."""
+    prompt: bytes
+    """The whole prompt, packed as it goes to the engine."""
+    prompt_tokens: int
+    """Number of its ids."""
+    prompt_crc32: int
+    """What the engine must say it received."""
     inside_reasoning: bool
     """Whether the generation prompt has opened the reasoning."""
     constraint: engine_pb2.Constraint | None
@@ -137,7 +141,7 @@ class TurnRunner:
             lambda: self._prepare(match, request, units),
             is_long=_new_chars(match, request.frame, units) > _SHORT_CHARS,
         )
-        sampling = self._sampling(request, len(prepared.prompt))
+        sampling = self._sampling(request, prepared.prompt_tokens)
         generation = await self._generate_somewhere(session, turn, prepared, sampling)
         turn.emit(generation.answer.end_text())
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
@@ -192,7 +196,9 @@ class TurnRunner:
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
         inside = self._format.reasoning and self._continuation.opens_reasoning(units, frame)
         constraint = constraint_of(request.wanted, self._format, frame, inside_reasoning=inside)
-        return Prepared(match, pieces, glue, prompt, inside, constraint)
+        packed = pack_ids(prompt)
+        crc32 = zlib.crc32(packed)
+        return Prepared(match, pieces, glue, packed, len(prompt), crc32, inside, constraint)
 
     def _sampling(self, request: TurnRequest, prompt_tokens: int) -> types_pb2.SamplingParams:
         room = self._max_context_tokens - prompt_tokens
@@ -228,10 +234,8 @@ class TurnRunner:
                     return await self._generate(
                         session, turn, prepared, sampling, grant.address, grant.engine_id
                     )
-                except InvalidConstraintError as error:  # named as the agent knows it
-                    raise InvalidConstraintError(
-                        turn.request.wanted.field, error.message
-                    ) from error
+                except InvalidConstraintError as error:
+                    raise turn.request.wanted.refused(error) from error
                 except (EngineDeadError, RemoteError) as error:
                     metrics.ENGINE_LOSSES.inc()
                     lost.append(grant.engine_id)
@@ -275,7 +279,7 @@ class TurnRunner:
         message = engine_pb2.GenerateRequest(
             request_id=uuid.uuid4().hex,
             session_id=session.spec.session_id,
-            token_ids_u32le=pack_ids(prepared.prompt),
+            token_ids_u32le=prepared.prompt,
             sampling=sampling,
             max_chunk_tokens=_STREAMED_CHUNK if request.may_stop_early else 0,
             constraint=prepared.constraint,
@@ -371,7 +375,7 @@ def _check(generation: Generation, prepared: Prepared) -> Sample:
     ids, logprobs = np.concatenate(generation.ids), np.concatenate(generation.logprobs)
     if len(ids) != len(logprobs):
         raise RollmeshError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} tokens")
-    if finish.prompt_crc32 != zlib.crc32(pack_ids(prepared.prompt)):
+    if finish.prompt_crc32 != prepared.prompt_crc32:
         raise RollmeshError("the engine received other prompt ids than the session recorded")
     cut = generation.answer.stopped_at
     if cut is None and finish.reason == types_pb2.FINISH_REASON_ABORT:
@@ -390,7 +394,7 @@ def _check(generation: Generation, prepared: Prepared) -> Sample:
         spans=spans,
         finish=Finish.STOP if cut is not None else Finish(finish.reason),
         engine_id=generation.engine_id,
-        prompt_tokens=len(prepared.prompt),
+        prompt_tokens=prepared.prompt_tokens,
         cached_tokens=finish.cached_tokens,
         prompt_crc32=finish.prompt_crc32,
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 
 from google.protobuf import json_format
 
@@ -11,22 +12,16 @@ from rollmesh.gateway.export import Trajectory
 from rollmesh.gateway.fidelity import Fidelity, Lineage
 from rollmesh.gateway.forced import Calls, Wanted
 from rollmesh.gateway.formats import tool_schemas
-from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.lineage import lineages
-from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall
-from rollmesh.gateway.session import Answered, TurnRequest
+from rollmesh.gateway.messages import Frame, Message
+from rollmesh.gateway.reading import ROLES
+from rollmesh.gateway.session import Answered, Session, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, pack_mask
-from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
-_ROLES: dict[int, RoleName] = {
-    types_pb2.ROLE_SYSTEM: "system",
-    types_pb2.ROLE_USER: "user",
-    types_pb2.ROLE_ASSISTANT: "assistant",
-    types_pb2.ROLE_TOOL: "tool",
-}
-_ROLE_NUMBERS = {name: number for number, name in _ROLES.items()}
+_ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
 _CALLS: dict[int, Calls] = {
     gateway_pb2.TOOL_CHOICE_UNSPECIFIED: Calls.AUTO,
     gateway_pb2.TOOL_CHOICE_NONE: Calls.NONE,
@@ -36,17 +31,17 @@ _CALLS: dict[int, Calls] = {
 }
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
 _MAX_SCHEMA_BYTES = 64 * 1024
+_DEFAULTS_CACHED = 256
 
 
-def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnRequest:
+def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest:
     """Checks a chat request and fills in the session's defaults.
 
     Raises:
         InvalidFieldError: Names the field.
     """
-    messages = tuple(_read_message(at, message) for at, message in enumerate(request.messages))
-    if not messages:
-        raise InvalidMessagesError("messages", "is empty; send at least one message")
+    spec = session.spec
+    messages, digest = session.reader.read(request)
     stops = tuple(request.stop)
     if len(stops) > _MAX_STOPS or any(not 0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
         raise InvalidFieldError(
@@ -57,13 +52,14 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
     except ValueError as error:
         field = "template_options_json" if "options" in str(error) else "tools_json"
         raise InvalidFieldError(field, str(error)) from error
-    sampling = json_format.Parse(spec.sampling, types_pb2.SamplingParams())
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(_defaults(spec.sampling))
     sampling.MergeFrom(request.sampling)
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
     wanted = _read_wanted(request, frame)
     settings = [
-        json_format.MessageToJson(sampling),
+        sampling.SerializeToString(deterministic=True).hex(),
         stops,
         request.choice_index,
         request.tool_choice,
@@ -71,8 +67,6 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         wanted.one_call,
         None if wanted.json_schema is None else [wanted.json_schema.decode(), wanted.strict],
     ]
-    only_messages = gateway_pb2.ChatRequest(messages=request.messages)
-    content = only_messages.SerializeToString(deterministic=True)
     policy = request.disconnect_policy
     return TurnRequest(
         messages=messages,
@@ -81,7 +75,7 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         stops=stops,
         wanted=wanted,
         stream=request.stream,
-        fingerprint=fingerprint(frame, content, settings).hex(),
+        fingerprint=fingerprint(frame, digest, settings).hex(),
         idempotency_key=request.idempotency_key,
         retry_count=request.retry_count,
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
@@ -123,19 +117,9 @@ def _check_schema(schema: bytes) -> None:
         raise InvalidFieldError("json_format", "its schema is not an object")
 
 
-def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise InvalidMessagesError(f"messages[{at}].role", "is not set; name who wrote it")
-    calls = message.tool_calls
-    return Message(
-        role,
-        message.content,
-        tuple(ToolCall(call.id, call.name, call.arguments_json) for call in calls) if calls else (),
-        message.tool_call_id,
-        message.reasoning_content,
-        message.name,
-    )
+@lru_cache(_DEFAULTS_CACHED)
+def _defaults(sampling_json: str) -> types_pb2.SamplingParams:
+    return json_format.Parse(sampling_json, types_pb2.SamplingParams())
 
 
 def write_message(message: Message) -> types_pb2.ChatMessage:

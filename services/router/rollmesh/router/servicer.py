@@ -115,6 +115,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def _acquire(
         self, stream_id: str, acquire: router_pb2.AcquireLease
     ) -> router_pb2.DispatchResponse:
+        for lease_id in acquire.released_lease_ids:
+            self._table.release(stream_id, lease_id)
         result = self._table.acquire(
             stream_id,
             acquire.lease_id,

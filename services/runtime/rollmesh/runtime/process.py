@@ -1,6 +1,7 @@
 """The edge of a service process: flags in, one READY line out, an exit code."""
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from rollmesh.runtime.serving import (
 )
 
 _Config = TypeVar("_Config", bound=ServerConfig)
+_GARBAGE_THRESHOLD = 20_000  # messages and conversations are no cycles: seldom is enough
 
 
 def run_service(
@@ -61,6 +63,9 @@ async def _serve(build: Callable[[_Config], Service], config: _Config) -> str | 
 
 
 def print_ready(bound: Bound) -> None:
-    """Prints the line that tests and the supervisor wait for."""
+    """Prints the line that tests and the supervisor wait for; what is loaded by now stays."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GARBAGE_THRESHOLD, *gc.get_threshold()[1:])
     line = {"port": bound.port, "metrics_port": bound.metrics_port}
     print("READY", json.dumps(line), flush=True)  # noqa: T201 - the edge
