@@ -230,6 +230,38 @@ def test_calls_as_templates_print_them_are_let_through_and_nothing_else(
     assert not compiler.accepts(tag_of(Wanted(Calls.NAMED, "move"), format_), text)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param(
+            "qwen3_coder",
+            "<tool_call>\n<function=say>\n<parameter=text>\nVALUE\n</parameter>\n</function>\n"
+            "</tool_call>",
+            id="qwen3_coder",
+        ),
+        pytest.param(
+            "glm45",
+            "<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+            id="glm45",
+        ),
+    ],
+)
+def test_a_value_in_tags_holds_no_tag_that_would_end_it(
+    compiler: Compiler, name: str, text: str
+) -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    tool = {"type": "function", "function": {"name": "say", "parameters": schema}}
+    frame, form = make_frame(json.dumps([tool]).encode(), b""), AnswerFormat(name, reasoning=False)
+    constraint = constraint_of(REQUIRED, form, frame, inside_reasoning=False)
+    assert constraint is not None
+    assert compiler.accepts(constraint.structural_tag, text.replace("VALUE", "a <b> c"))
+    for mark in ("<parameter=text>", "<arg_value>"):
+        marked = text.replace("VALUE", f"a {mark} c")
+        whole = read(form, marked, frame)
+        is_read = whole.calls == [("say", json.dumps({"text": f"a {mark} c"}))]
+        assert compiler.accepts(constraint.structural_tag, marked) is is_read
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["opened by the prompt", "not opened"])
 @pytest.mark.parametrize(
     "wanted", [REQUIRED, Wanted(Calls.NONE, json_schema=b"")], ids=["calls", "JSON"]
