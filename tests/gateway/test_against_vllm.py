@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from rollmesh.gateway.forced import FORCED_FORMATS
 from rollmesh.gateway.formats import FORMATS, AnswerFormat
 from tests.gateway.outputs import KINDS, TAGS, WRITERS, Output, outputs
 from tests.gateway.test_formats import FRAME, TOOLS
@@ -421,6 +422,7 @@ def document() -> str:
         lines.append(f"| {name} | " + " | ".join(numbers) + " |")
     lines += ["", "## Why ours is right", ""]
     lines += [f"- **{name}**: {why}" for name, (_, why) in CLASSES.items()]
+    lines += ["", _FORCED]
     return "\n".join(lines) + "\n"
 
 
@@ -442,6 +444,16 @@ The price of knowing what is a string: where a quote is missing inside arguments
 it are taken for text of that string, and the next call becomes part of a broken one, flagged. vLLM
 ends calls at any mark and still finds the next.
 """
+
+
+_FORCED = f"""\
+## Calls that are forced
+
+`tool_choice` required or named, and `response_format` beside tools, are served with
+{", ".join(f"`{name}`" for name in sorted(FORCED_FORMATS))}. Calls are then as the format's template
+prints them, their arguments JSON values of the tool's schema with the keys in its order. Strings
+may not hold marks that our parsers would not know for a part of them. `parallel_tool_calls: false`
+is served with all of these too. With parsers of vLLM's none of this is."""
 
 
 async def test_every_difference_from_vllm_has_a_name_and_the_page_counts_them() -> None:

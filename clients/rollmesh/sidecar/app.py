@@ -217,7 +217,7 @@ class ChatEndpoint:
                         for choice in choices
                     ]
                 answers = [task.result() for task in tasks]
-            body = whole_answer(answers, model)
+            body = whole_answer(answers, model, named=_named(choices))
         except (ExceptionGroup, RollmeshError) as error:
             await _error_response(_typed(error), request_id)(scope, receive, send)
             return
@@ -239,7 +239,8 @@ class ChatEndpoint:
         include_usage: bool,
     ) -> None:
         """Streams all choices at the same time."""
-        writer = ChunkWriter(f"chatcmpl-{request_id}", clock.unix_ms() // 1000, model)
+        created = clock.unix_ms() // 1000
+        writer = ChunkWriter(f"chatcmpl-{request_id}", created, model, named=_named(choices))
         reply = StreamReply(send, request_id, writer, len(choices))
         try:
             async with asyncio.TaskGroup() as group:
@@ -271,6 +272,10 @@ class ChatEndpoint:
                     return response.done
                 await reply.delta(choice.choice_index, response.delta)
         raise RollmeshError("the gateway ended its answer without an end")
+
+
+def _named(choices: list[gateway_pb2.ChatRequest]) -> bool:
+    return choices[0].tool_choice == gateway_pb2.TOOL_CHOICE_NAMED
 
 
 def _typed(error: Exception) -> RollmeshError:

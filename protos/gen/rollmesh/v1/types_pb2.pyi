@@ -114,7 +114,15 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     FIDELITY_REASON_SHARED_PREFIX: _FidelityReason.ValueType  # 13
     """The tokens are trained in another trajectory of the same session."""
     FIDELITY_REASON_STOP_STRING: _FidelityReason.ValueType  # 14
-    """A stop string cut the text; tokens after it were not kept."""
+    """A stop string, or a second call where one was allowed, cut the text; tokens from there on were
+    not kept.
+    """
+    FIDELITY_REASON_CONSTRAINED: _FidelityReason.ValueType  # 15
+    """The turn was sampled under a constraint. Each of its log-probabilities is that of the tokens
+    that were allowed, renormalised: 0.0 where one was left, and never below what the model alone
+    gives. A ratio to a trainer's own log-probabilities is no importance ratio, unless the trainer
+    masks the same tokens.
+    """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
     """Why a trajectory, or a part of it, is not simply the trained output of one policy version."""
@@ -148,7 +156,15 @@ FIDELITY_REASON_ORPHANED: FidelityReason.ValueType  # 12
 FIDELITY_REASON_SHARED_PREFIX: FidelityReason.ValueType  # 13
 """The tokens are trained in another trajectory of the same session."""
 FIDELITY_REASON_STOP_STRING: FidelityReason.ValueType  # 14
-"""A stop string cut the text; tokens after it were not kept."""
+"""A stop string, or a second call where one was allowed, cut the text; tokens from there on were
+not kept.
+"""
+FIDELITY_REASON_CONSTRAINED: FidelityReason.ValueType  # 15
+"""The turn was sampled under a constraint. Each of its log-probabilities is that of the tokens
+that were allowed, renormalised: 0.0 where one was left, and never below what the model alone
+gives. A ratio to a trainer's own log-probabilities is no importance ratio, unless the trainer
+masks the same tokens.
+"""
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 
 class _Lineage:

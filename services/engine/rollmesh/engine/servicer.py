@@ -19,6 +19,7 @@ from rollmesh.engine.backend import (
     Sampling,
     check_prompt,
 )
+from rollmesh.engine.constraint import read_constraint
 from rollmesh.engine.sampling import read_sampling
 from rollmesh.runtime import faults
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids
@@ -174,7 +175,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
         room = max(limits.max_context_tokens - len(token_ids), 1)
         sampling: Sampling = read_sampling(request.sampling, room, limits.vocabulary_tokens)
-        result = GenerateInput(request.request_id, token_ids, sampling, request.max_chunk_tokens)
+        constraint = read_constraint(request, sampling)
+        result = GenerateInput(
+            request.request_id, token_ids, sampling, request.max_chunk_tokens, constraint
+        )
         check_prompt(result, limits)
         return result
 

@@ -20,6 +20,7 @@ class Fidelity(IntEnum):
     ORPHANED = 12
     SHARED_PREFIX = 13
     STOP_STRING = 14
+    CONSTRAINED = 15
 
 
 class Lineage(IntEnum):

@@ -59,6 +59,8 @@ class AnswerFormat:
     """Whether answers may begin with `<think>`."""
     shown: tuple[str, ...] = ()
     """Special tokens that are text for a parser whose marks are not known."""
+    args_mark: bool = False
+    """Whether the template prints `[ARGS]` between a call's name and its arguments."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -92,7 +94,8 @@ def detect(template_source: str) -> AnswerFormat:
     """Returns the format that a template's marks speak for; Hermes where none do."""
     for name, signs in _SIGNS:
         if all(sign in template_source for sign in signs):
-            return AnswerFormat(name, OPEN in template_source and name != HARMONY)
+            reasoning = OPEN in template_source and name != HARMONY
+            return AnswerFormat(name, reasoning, args_mark="[ARGS]" in template_source)
     return AnswerFormat("hermes", OPEN in template_source)
 
 

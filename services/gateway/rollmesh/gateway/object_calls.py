@@ -71,6 +71,11 @@ class ObjectCallParser(Machine):
         return pieces
 
     @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        return self._state is _State.TEXT and not self._held
+
+    @property
     def _arguments(self) -> str:
         return self.calls[-1][1]
 

@@ -32,6 +32,11 @@ class ObjectFormat:
     """Whether an answer may begin with a call that nothing opens."""
 
     @property
+    def opens(self) -> tuple[str, ...]:
+        """What begins a call."""
+        return (self.open,)
+
+    @property
     def marks(self) -> tuple[str, ...]:
         """What must be visible in the text, special tokens included."""
         return tuple(filter(None, (self.open, self.close, *self.around, *self.inside)))

@@ -185,7 +185,7 @@ def _format_of(config: GatewayConfig, template_source: str, shown: tuple[str, ..
     if config.reasoning_parser not in {"auto", "none", "think"}:
         raise ConfigError("reasoning_parser: give auto, none or think")
     reasoning = {"auto": found.reasoning, "think": True, "none": False}[config.reasoning_parser]
-    return AnswerFormat(tools, reasoning, shown if tools.startswith(VLLM) else ())
+    return AnswerFormat(tools, reasoning, shown if tools.startswith(VLLM) else (), found.args_mark)
 
 
 def _context_of(config: GatewayConfig) -> int:

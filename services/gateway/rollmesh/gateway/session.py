@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from rollmesh.gateway.answer import Delta
+from rollmesh.gateway.forced import Wanted
 from rollmesh.gateway.journal import AnswerRecord, SessionSpec
 from rollmesh.gateway.messages import Frame, Message
 from rollmesh.gateway.reading import MessageReader
@@ -27,13 +28,18 @@ class TurnRequest:
     frame: Frame
     sampling: types_pb2.SamplingParams
     stops: tuple[str, ...]
-    parse_calls: bool
+    wanted: Wanted
     stream: bool
     fingerprint: str
     """Digest of all that makes the answer; equal for a retry."""
     idempotency_key: str = ""
     retry_count: int = 0
     finish_on_disconnect: bool = False
+
+    @property
+    def may_stop_early(self) -> bool:
+        """Whether pieces of the answer are needed before its end."""
+        return self.stream or bool(self.stops) or self.wanted.one_call
 
 
 @dataclass(frozen=True, slots=True)

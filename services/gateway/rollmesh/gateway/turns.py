@@ -21,6 +21,7 @@ from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.cutter import TemplateRefusedError
 from rollmesh.gateway.engines import EngineClients
 from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.forced import Calls, constraint_of
 from rollmesh.gateway.formats import AnswerFormat
 from rollmesh.gateway.messages import Frame, Unit, units_of
 from rollmesh.gateway.reasoning import ReasoningSplitter
@@ -38,6 +39,7 @@ from rollmesh.runtime.errors import (
     EngineDeadError,
     EngineLostError,
     GenerationAbortedError,
+    InvalidConstraintError,
     InvalidMessagesError,
     RemoteError,
     RollmeshError,
@@ -70,6 +72,8 @@ class Prepared:
     """What the engine must say it received."""
     inside_reasoning: bool
     """Whether the generation prompt has opened the reasoning."""
+    constraint: engine_pb2.Constraint | None
+    """What the answer must be."""
 
 
 @dataclass(slots=True)
@@ -134,7 +138,7 @@ class TurnRunner:
         self._limits.check(session)
         match = session.tree.match(request.frame, units)
         prepared = await self._off_loop(
-            lambda: self._prepare(match, request.frame, units),
+            lambda: self._prepare(match, request, units),
             is_long=_new_chars(match, request.frame, units) > _SHORT_CHARS,
         )
         sampling = self._sampling(request, prepared.prompt_tokens)
@@ -149,6 +153,8 @@ class TurnRunner:
             reasons.add(Fidelity.MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
             reasons.add(Fidelity.STOP_STRING)
+        if prepared.constraint is not None:
+            reasons.add(Fidelity.CONSTRAINED)
         turn.committing = True
         return await self._commit(
             session, request, prepared, generation, sample, frozenset(reasons)
@@ -171,8 +177,9 @@ class TurnRunner:
         assert parent is not None
         return Match(parent, at, reasons)
 
-    def _prepare(self, match: Match, frame: Frame, units: list[Unit]) -> Prepared:
+    def _prepare(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""
+        frame = request.frame
         try:
             match = self._heed_template(match, frame, units)
             fresh = self._continuation.pieces(units, match.depth, frame)
@@ -188,8 +195,10 @@ class TurnRunner:
         pieces = list(zip(units[match.depth :], fresh, strict=True))
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
         inside = self._format.reasoning and self._continuation.opens_reasoning(units, frame)
+        constraint = constraint_of(request.wanted, self._format, frame, inside_reasoning=inside)
         packed = pack_ids(prompt)
-        return Prepared(match, pieces, glue, packed, len(prompt), zlib.crc32(packed), inside)
+        crc32 = zlib.crc32(packed)
+        return Prepared(match, pieces, glue, packed, len(prompt), crc32, inside, constraint)
 
     def _sampling(self, request: TurnRequest, prompt_tokens: int) -> types_pb2.SamplingParams:
         room = self._max_context_tokens - prompt_tokens
@@ -225,6 +234,8 @@ class TurnRunner:
                     return await self._generate(
                         session, turn, prepared, sampling, grant.address, grant.engine_id
                     )
+                except InvalidConstraintError as error:
+                    raise turn.request.wanted.refused(error) from error
                 except (EngineDeadError, RemoteError) as error:
                     metrics.ENGINE_LOSSES.inc()
                     lost.append(grant.engine_id)
@@ -252,13 +263,16 @@ class TurnRunner:
             Answer(
                 IncrementalDecoder(self._tokenizer, self._format.marks),
                 request.stops,
-                parser=self._format.parser(request.frame, calls=request.parse_calls),
+                parser=self._format.parser(
+                    request.frame, calls=request.wanted.calls is not Calls.NONE
+                ),
                 reasoning=(
                     ReasoningSplitter(inside=prepared.inside_reasoning)
                     if self._format.reasoning
                     else None
                 ),
                 new_call_id=new_call_id,
+                one_call=request.wanted.one_call,
             ),
             engine_id,
         )
@@ -267,7 +281,8 @@ class TurnRunner:
             session_id=session.spec.session_id,
             token_ids_u32le=prepared.prompt,
             sampling=sampling,
-            max_chunk_tokens=_STREAMED_CHUNK if request.stream or request.stops else 0,
+            max_chunk_tokens=_STREAMED_CHUNK if request.may_stop_early else 0,
+            constraint=prepared.constraint,
         )
         stream = self._engines.generate(address, message, self._turn_timeout_ms)
         aborted = False

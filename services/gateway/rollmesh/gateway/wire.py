@@ -1,5 +1,6 @@
 """Between protos and the gateway's plain types."""
 
+import json
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -9,8 +10,10 @@ from rollmesh.gateway.answer import Delta, ReasoningDelta
 from rollmesh.gateway.canonical import fingerprint, make_frame
 from rollmesh.gateway.export import Trajectory
 from rollmesh.gateway.fidelity import Fidelity, Lineage
+from rollmesh.gateway.forced import Calls, Wanted
+from rollmesh.gateway.formats import tool_schemas
 from rollmesh.gateway.lineage import lineages
-from rollmesh.gateway.messages import Message
+from rollmesh.gateway.messages import Frame, Message
 from rollmesh.gateway.reading import ROLES
 from rollmesh.gateway.session import Answered, Session, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
@@ -19,7 +22,15 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
+_CALLS: dict[int, Calls] = {
+    gateway_pb2.TOOL_CHOICE_UNSPECIFIED: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_NONE: Calls.NONE,
+    gateway_pb2.TOOL_CHOICE_AUTO: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_REQUIRED: Calls.REQUIRED,
+    gateway_pb2.TOOL_CHOICE_NAMED: Calls.NAMED,
+}
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
+_MAX_SCHEMA_BYTES = 64 * 1024
 _DEFAULTS_CACHED = 256
 
 
@@ -46,11 +57,15 @@ def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest
     sampling.MergeFrom(request.sampling)
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
+    wanted = _read_wanted(request, frame)
     settings = [
         sampling.SerializeToString(deterministic=True).hex(),
         stops,
         request.choice_index,
         request.tool_choice,
+        request.tool_name,
+        wanted.one_call,
+        None if wanted.json_schema is None else [wanted.json_schema.decode(), wanted.strict],
     ]
     policy = request.disconnect_policy
     return TurnRequest(
@@ -58,7 +73,7 @@ def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest
         frame=frame,
         sampling=sampling,
         stops=stops,
-        parse_calls=request.tool_choice != gateway_pb2.TOOL_CHOICE_NONE,
+        wanted=wanted,
         stream=request.stream,
         fingerprint=fingerprint(frame, digest, settings).hex(),
         idempotency_key=request.idempotency_key,
@@ -66,6 +81,40 @@ def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
         or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
     )
+
+
+def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
+    calls = _CALLS.get(request.tool_choice)
+    if calls is None:
+        raise InvalidFieldError("tool_choice", f"there is no {request.tool_choice}")
+    if calls in {Calls.REQUIRED, Calls.NAMED} and not frame.tools_json:
+        raise InvalidFieldError("tool_choice", "wants a call, but there are no tools; send some")
+    named = calls is Calls.NAMED
+    if named and request.tool_name not in tool_schemas(frame.tools_json):
+        raise InvalidFieldError("tool_choice", f"names {request.tool_name!r}, which is no tool")
+    schema = request.json_format.schema_json if request.HasField("json_format") else None
+    if schema:
+        _check_schema(schema)
+    return Wanted(
+        calls,
+        request.tool_name if named else "",
+        request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
+        schema,
+        request.json_format.strict,
+    )
+
+
+def _check_schema(schema: bytes) -> None:
+    if len(schema) > _MAX_SCHEMA_BYTES:
+        raise InvalidFieldError(
+            "json_format", f"its schema has {len(schema)} bytes; give at most {_MAX_SCHEMA_BYTES}"
+        )
+    try:
+        value = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError("json_format", f"its schema is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidFieldError("json_format", "its schema is not an object")
 
 
 @lru_cache(_DEFAULTS_CACHED)

@@ -75,6 +75,12 @@ class InvalidSamplingError(InvalidFieldError):
     reason = "INVALID_SAMPLING"
 
 
+class InvalidConstraintError(InvalidFieldError):
+    """A constraint cannot be enforced: it is malformed, too large, or the model's files lack it."""
+
+    reason = "INVALID_CONSTRAINT"
+
+
 class InvalidWeightsError(InvalidFieldError):
     """New weights do not fit the model; the old ones stay."""
 
