@@ -13,13 +13,13 @@ from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
-from rollmesh.gateway.export import export_tree, export_turns
+from rollmesh.gateway.fidelity import ExportMode
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.outbox import Outbox
+from rollmesh.gateway.record import exported_lineages, write_record
 from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Tree
 from rollmesh.gateway.turns import TurnRunner
-from rollmesh.gateway.wire import write_trajectory
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
@@ -152,7 +152,7 @@ class Gateway:
             sampling=json_format.MessageToJson(request.sampling, indent=None),
             metadata=dict(request.metadata),
             finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
-            export_turns=request.export_mode == gateway_pb2.EXPORT_MODE_TURNS,
+            export_mode=request.export_mode or ExportMode.LEAVES,
         )
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
@@ -223,7 +223,7 @@ class Gateway:
             for turn in session.in_flight.values():
                 if turn.task is not None:
                     turn.task.cancel()
-            record = await asyncio.to_thread(_record, session, request, clock.unix_ms())
+            record = await asyncio.to_thread(write_record, session, request, clock.unix_ms())
             ids = [trajectory.trajectory_id for trajectory in record.trajectories]
             data = record.SerializeToString()
             session_id = request.session_id
@@ -231,9 +231,8 @@ class Gateway:
         except BaseException:
             session.closing = False
             raise
-        for trajectory in record.trajectories:
-            name = types_pb2.Lineage.Name(trajectory.lineage).removeprefix("LINEAGE_").lower()
-            metrics.TRAJECTORIES.labels(name).inc()
+        for lineage in exported_lineages(record):
+            metrics.TRAJECTORIES.labels(lineage).inc()
         self._closed[session_id] = ids
         del self._sessions[session_id]
         self._by_request_id.pop(session.spec.request_id, None)
@@ -315,30 +314,6 @@ def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:
         for index, call in enumerate(message.tool_calls)
     ]
     return pieces
-
-
-def _record(
-    session: Session, request: gateway_pb2.CloseSessionRequest, closed_unix_ms: int
-) -> types_pb2.SessionRecord:
-    spec = session.spec
-    record = types_pb2.SessionRecord(
-        session_id=spec.session_id,
-        group_id=spec.group_id,
-        sample_index=spec.sample_index,
-        group_size=spec.group_size,
-        outcome=request.outcome,
-        metadata={**spec.metadata, **request.metadata},
-        trajectories=[
-            write_trajectory(spec.session_id, trajectory)
-            for trajectory in (export_turns if spec.export_turns else export_tree)(session.tree)
-        ],
-        opened_unix_ms=spec.opened_unix_ms,
-        closed_unix_ms=closed_unix_ms,
-        turns=session.tree.turns,
-    )
-    if request.HasField("reward"):
-        record.reward = request.reward
-    return record
 
 
 def _digest(key: str) -> bytes:

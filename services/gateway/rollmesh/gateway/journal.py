@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish
 from rollmesh.gateway.messages import Message, ToolCall
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
-SCHEMA_VERSION = 1  # counts up with every change of what is below
+SCHEMA_VERSION = 2  # counts up with every change of what is below
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL, trajectory_ids TEXT);
@@ -46,8 +46,8 @@ class SessionSpec:
     """Default sampling parameters: the JSON form of `SamplingParams`."""
     metadata: dict[str, str] = field(default_factory=dict)
     finish_on_disconnect: bool = False
-    export_turns: bool = False
-    """One trajectory for each turn, instead of each leaf."""
+    export_mode: int = ExportMode.LEAVES
+    """In which form the tree is exported: an `ExportMode`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidFieldError(
                 "sample_index", f"is {request.sample_index}; give one below group_size"
             )
+        if request.export_mode not in gateway_pb2.ExportMode.values():
+            raise InvalidFieldError(
+                "export_mode", f"is {request.export_mode}; give one of ExportMode"
+            )
         size = sum(len(key) + len(value) for key, value in request.metadata.items())
         if size > _MAX_METADATA_BYTES:
             raise InvalidFieldError(
