@@ -186,3 +186,17 @@ def test_a_detached_turn_leaves_no_trace() -> None:
         world.seen.pop(one.node_id, None)
     assert repr(world.tree) == before
     world.check()
+
+
+def test_a_turn_whose_beginning_was_taken_back_meanwhile_puts_it_back() -> None:
+    world = World()
+    failed = world.turn((user("q"),), said("A"))
+    asked = failed.parent
+    assert asked is not None
+    for one in (failed, asked):
+        world.tree.detach(one)
+    world.seen.clear()
+    world.tree.reattach(asked)
+    again = world.turn((user("q"),), said("B"))
+    assert again.parent is asked
+    world.check()

@@ -230,7 +230,9 @@ class ChatRequest(_message.Message):
     choice_index: _builtins.int
     """Which of the n choices of one HTTP request this is; different choices are different samples."""
     idempotency_key: _builtins.str
-    """Names the sample: a repeat with the same key and body gives the same answer. May be empty."""
+    """Names the sample within the session: a repeat with the same key and body gives the same answer,
+    another body is refused (IDEMPOTENCY_KEY_REUSED). May be empty.
+    """
     retry_count: _builtins.int
     """How many times the client's SDK says it has tried before."""
     template_options_json: _builtins.bytes

@@ -23,7 +23,6 @@ from rollmesh.gateway.turns import TurnRunner
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
-    DeadlineError,
     GenerationAbortedError,
     RollmeshError,
     SessionClosedError,
@@ -53,7 +52,6 @@ class Gateway:
         outbox: Outbox,
         tasks: asyncio.TaskGroup,
         max_sessions: int,
-        turn_timeout_ms: int,
     ) -> None:
         """Begins without sessions; `restore` brings back those of the journal."""
         self._end_ids = end_ids
@@ -62,7 +60,6 @@ class Gateway:
         self._outbox = outbox
         self._tasks = tasks
         self._max_sessions = max_sessions
-        self._turn_timeout_ms = turn_timeout_ms
         self._sessions: dict[str, Session] = {}
         self._by_request_id: dict[str, SessionSpec] = {}
         self._closed: dict[str, list[str]] = {}
@@ -181,6 +178,7 @@ class Gateway:
         """Yields the pieces of an answer and then its end, durable by then.
 
         Raises:
+            IdempotencyKeyReusedError: The key names the sample of another request.
             RollmeshError: There is no answer and nothing was kept.
         """
         session.used_ms = clock.monotonic_ms()
@@ -194,10 +192,10 @@ class Gateway:
             return
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
-        turn = session.in_flight.get(request.fingerprint)
+        turn = session.find_turn(request)
         if turn is None:
             turn = Turn(request)
-            session.in_flight[request.fingerprint] = turn
+            session.in_flight[request.identity] = turn
             turn.task = self._tasks.create_task(self._run(session, turn))
         async with _subscribed(turn):
             async for event in turn.events():
@@ -220,9 +218,7 @@ class Gateway:
         session = self.session(request.session_id)
         session.closing = True
         try:
-            for turn in session.in_flight.values():
-                if turn.task is not None:
-                    turn.task.cancel()
+            await _end_turns(session)
             record = await asyncio.to_thread(write_record, session, request, clock.unix_ms())
             ids = [trajectory.trajectory_id for trajectory in record.trajectories]
             data = record.SerializeToString()
@@ -268,15 +264,12 @@ class Gateway:
     async def _run(self, session: Session, turn: Turn) -> None:
         """Owns one turn: whatever happens becomes its end."""
         try:
-            async with asyncio.timeout(self._turn_timeout_ms / 1000):
-                answered = await self._runner.run(session, turn)
+            answered = await self._runner.run(session, turn)
             metrics.committed(answered.node)
             turn.end(answered)
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
             turn.end(error)
-        except TimeoutError:
-            turn.end(DeadlineError(f"the turn took longer than {self._turn_timeout_ms} ms"))
         except asyncio.CancelledError:
             turn.end(GenerationAbortedError("the turn was cancelled; nothing was kept"))
             raise
@@ -285,8 +278,8 @@ class Gateway:
             turn.end(RollmeshError(f"unexpected {type(error).__name__}; the log has it"))
         finally:
             session.used_ms = clock.monotonic_ms()
-            if session.in_flight.get(turn.request.fingerprint) is turn:
-                del session.in_flight[turn.request.fingerprint]
+            if session.in_flight.get(turn.request.identity) is turn:
+                del session.in_flight[turn.request.identity]
 
 
 @asynccontextmanager
@@ -299,7 +292,22 @@ async def _subscribed(turn: Turn) -> AsyncIterator[None]:
         turn.subscribers -= 1
         abandoned = turn.subscribers == 0 and not (turn.ended or turn.committing)
         if abandoned and not turn.request.finish_on_disconnect and turn.task is not None:
+            turn.abandoned = True
             turn.task.cancel()
+
+
+async def _end_turns(session: Session) -> None:
+    """Ends what is being sampled; waits for what is on its way to the journal."""
+    committing: list[asyncio.Task[None]] = []
+    for turn in session.in_flight.values():
+        if turn.task is None:
+            continue
+        if turn.committing:
+            committing.append(turn.task)
+        else:
+            turn.task.cancel()
+    if committing:
+        await asyncio.wait(committing)
 
 
 def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:

@@ -81,7 +81,7 @@ def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:
 def insert_turn(
     db: sqlite3.Connection, session_id: str, nodes: list[Node], answer: AnswerRecord
 ) -> None:
-    """Stores the nodes that a turn added; the last is the sampled one."""
+    """Stores the nodes of a turn that may not be stored yet; the last is the sampled one."""
     frame = nodes[-1].frame
     db.execute(
         "INSERT OR IGNORE INTO frames VALUES (?, ?, ?)",
@@ -90,7 +90,7 @@ def insert_turn(
     for node in nodes:
         text = json.dumps(dataclasses.asdict(answer)) if node is nodes[-1] else None
         row = (session_id, *_node_row(node), text)
-        db.execute("INSERT INTO nodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", row)
+        db.execute("INSERT OR IGNORE INTO nodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", row)
 
 
 def close_session(
@@ -197,6 +197,7 @@ def _attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Any]) -> No
             glue,
             sample=_sample(sample, token_ids[glue:], logprobs) if sample else None,
             reasons=frozenset(map(Fidelity, json.loads(reasons))),
+            stored=True,
         )
     )
     if answer:

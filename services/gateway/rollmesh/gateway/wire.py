@@ -66,11 +66,17 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
         parse_calls=request.tool_choice != gateway_pb2.TOOL_CHOICE_NONE,
         stream=request.stream,
         fingerprint=fingerprint(frame, content, settings).hex(),
-        idempotency_key=request.idempotency_key,
+        idempotency_key=_sample_key(request),
         retry_count=request.retry_count,
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
         or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
     )
+
+
+def _sample_key(request: gateway_pb2.ChatRequest) -> str:
+    """Returns the name of one choice's sample: the choices of a request share its key."""
+    key = request.idempotency_key
+    return f"{request.choice_index} {key}" if key else ""
 
 
 def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
