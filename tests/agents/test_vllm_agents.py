@@ -40,10 +40,15 @@ async def vllm_mesh(
     tmp_path_factory: pytest.TempPathFactory, model_dir: Path
 ) -> AsyncIterator[Mesh]:
     """One for all, because a start takes half a minute."""
-    flags = {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
     folder = tmp_path_factory.mktemp("vllm-mesh")
     async with scripted_mesh(
-        folder, model_dir, backend="vllm", max_context_tokens=2048, **flags
+        folder,
+        model_dir,
+        backend="vllm",
+        max_context_tokens=2048,
+        model_path=model_dir,
+        dtype="float32",
+        enforce_eager=True,
     ) as running:
         yield running
 
