@@ -399,3 +399,14 @@ def test_reasoning_is_the_same_however_it_is_cut(
 )
 def test_a_template_shows_its_format(template: str, expected: AnswerFormat) -> None:
     assert detect((TEMPLATES / f"{template}.jinja").read_text()) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("You should only return [func_name1(params_name1=params_value1)]", "pythonic"),
+        ("{{ '<|python_start|>' + call + '<|python_end|>' }}", "llama4_pythonic"),
+    ],
+)
+def test_a_template_of_python_calls_shows_its_format(source: str, name: str) -> None:
+    assert detect(source) == AnswerFormat(name, reasoning=False)
