@@ -10,6 +10,7 @@ from rollmesh.client.rollout import (
     rollout,
 )
 from rollmesh.client.trajectories import Delivery, SessionResult, Trajectory
+from rollmesh.client.trees import TrajectoryTree
 from rollmesh.client.weights import WeightsPushError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "SessionResult",
     "Subscription",
     "Trajectory",
+    "TrajectoryTree",
     "WeightsPushError",
     "register_runner",
     "rollout",

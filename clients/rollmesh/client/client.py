@@ -28,6 +28,8 @@ from rollmesh.v1 import (
 
 Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED"]
 """How a session ended."""
+ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
+"""In which form a session's conversation tree goes to the trainer."""
 _TIMEOUT_S = 60.0
 
 
@@ -93,7 +95,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         group_size: int = 1,
         sampling: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
-        export: Literal["leaves", "turns"] = "leaves",
+        export: ExportForm = "leaves",
         request_id: str = "",
     ) -> AsyncIterator[Session]:
         """Holds a session open; leaving closes it with `session.reward`.
@@ -106,7 +108,8 @@ class Client(AbstractAsyncContextManager["Client"]):
             group_size: Number of sessions in the group.
             sampling: Defaults of all turns, by the names of `SamplingParams`.
             metadata: Carried to the trainer.
-            export: One trajectory for each leaf of the conversation tree, or for each turn.
+            export: One trajectory for each leaf of the conversation tree, or for each turn; or
+                the tree itself, each token once, as `SessionResult.tree`.
             request_id: Makes opening repeatable.
 
         Raises:

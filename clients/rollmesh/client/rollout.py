@@ -6,10 +6,12 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
-from rollmesh.client.client import Client, Session
+from rollmesh.client.client import Client, ExportForm, Session
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.logs import fields
 
@@ -71,6 +73,7 @@ async def rollout(  # noqa: PLR0913 - all but two are keywords with defaults
     concurrency: int = 64,
     timeout_s: float = 600.0,
     sampling: Mapping[str, Any] | None = None,
+    export: ExportForm = "leaves",
     on_sample: Callable[[SampleOutcome], None] | None = None,
 ) -> RolloutSummary:
     """Runs every prompt `n` times, as one group each; waits for all.
@@ -83,6 +86,7 @@ async def rollout(  # noqa: PLR0913 - all but two are keywords with defaults
         concurrency: Most sessions at once.
         timeout_s: Longest run of one agent, seconds.
         sampling: Defaults of all turns.
+        export: In which form the sessions are delivered.
         on_sample: Called with each outcome as it comes, for progress.
 
     Returns:
@@ -97,9 +101,12 @@ async def rollout(  # noqa: PLR0913 - all but two are keywords with defaults
     places, summary = asyncio.Semaphore(concurrency), RolloutSummary()
 
     async def sample(prompt: Any, group_id: str, index: int) -> None:
+        session = client.session(
+            group_id=group_id, sample_index=index, group_size=n, sampling=sampling, export=export
+        )
         async with places:
             outcome = await _run_sample(
-                client, run, prompt, timeout_s, sampling, (group_id, index, n)
+                client, session, partial(run, prompt), timeout_s, (group_id, index)
             )
         summary.samples.append(outcome)
         if on_sample is not None:
@@ -115,21 +122,18 @@ async def rollout(  # noqa: PLR0913 - all but two are keywords with defaults
 
 async def _run_sample(
     client: Client,
-    run: AgentRunner,
-    prompt: Any,
+    opening: AbstractAsyncContextManager[Session],
+    run: Callable[[Session], Awaitable[float | None]],
     timeout_s: float,
-    sampling: Mapping[str, Any] | None,
-    place: tuple[str, int, int],
+    place: tuple[str, int],
 ) -> SampleOutcome:
-    group_id, index, size = place
+    group_id, index = place
     try:
-        async with client.session(
-            group_id=group_id, sample_index=index, group_size=size, sampling=sampling
-        ) as session:
+        async with opening as session:
             limit = asyncio.timeout(timeout_s)
             try:
                 async with limit:
-                    session.reward = await run(prompt, session)
+                    session.reward = await run(session)
             except TimeoutError:
                 if not limit.expired():
                     raise  # the agent's own: it failed

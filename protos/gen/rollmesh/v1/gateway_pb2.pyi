@@ -56,9 +56,11 @@ class _ExportModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExportMode
     """One trajectory for each leaf, from the root; each sampled token is trained in one of them."""
     EXPORT_MODE_TURNS: _ExportMode.ValueType  # 2
     """One trajectory for each sampled turn, from the root; only that turn is trained in it."""
+    EXPORT_MODE_TREE: _ExportMode.ValueType  # 3
+    """The tree itself, for tree training: each token once, nodes with their parents."""
 
 class ExportMode(_ExportMode, metaclass=_ExportModeEnumTypeWrapper):
-    """How a session's tree is cut into trajectories."""
+    """In which form a session's tree goes to the trainer."""
 
 EXPORT_MODE_UNSPECIFIED: ExportMode.ValueType  # 0
 """Takes LEAVES."""
@@ -66,6 +68,8 @@ EXPORT_MODE_LEAVES: ExportMode.ValueType  # 1
 """One trajectory for each leaf, from the root; each sampled token is trained in one of them."""
 EXPORT_MODE_TURNS: ExportMode.ValueType  # 2
 """One trajectory for each sampled turn, from the root; only that turn is trained in it."""
+EXPORT_MODE_TREE: ExportMode.ValueType  # 3
+"""The tree itself, for tree training: each token once, nodes with their parents."""
 Global___ExportMode: _TypeAlias = ExportMode  # noqa: Y015
 
 class _ToolChoice:
@@ -147,7 +151,7 @@ class CreateSessionRequest(_message.Message):
     disconnect_policy: Global___DisconnectPolicy.ValueType
     """For generations whose client leaves."""
     export_mode: Global___ExportMode.ValueType
-    """How the tree is cut into trajectories at the close."""
+    """In which form the tree goes to the trainer at the close."""
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """Defaults for all turns; a chat request's own values win."""
@@ -263,7 +267,9 @@ class ChatRequest(_message.Message):
     choice_index: _builtins.int
     """Which of the n choices of one HTTP request this is; different choices are different samples."""
     idempotency_key: _builtins.str
-    """Names the sample: a repeat with the same key and body gives the same answer. May be empty."""
+    """Names the sample within the session: a repeat with the same key and body gives the same answer,
+    another body is refused (IDEMPOTENCY_KEY_REUSED). May be empty.
+    """
     retry_count: _builtins.int
     """How many times the client's SDK says it has tried before."""
     template_options_json: _builtins.bytes
@@ -552,7 +558,7 @@ class CloseSessionResponse(_message.Message):
     TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of its trajectories."""
+        """Ids of its trajectories; none where the tree itself is exported."""
 
     def __init__(
         self,

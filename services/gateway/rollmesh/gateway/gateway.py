@@ -13,17 +13,16 @@ from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
-from rollmesh.gateway.export import export_tree, export_turns
+from rollmesh.gateway.fidelity import ExportMode
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.outbox import Outbox
+from rollmesh.gateway.record import exported_lineages, write_record
 from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Tree
 from rollmesh.gateway.turns import TurnRunner
-from rollmesh.gateway.wire import write_trajectory
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
-    DeadlineError,
     GenerationAbortedError,
     RollmeshError,
     SessionClosedError,
@@ -53,7 +52,6 @@ class Gateway:
         outbox: Outbox,
         tasks: asyncio.TaskGroup,
         max_sessions: int,
-        turn_timeout_ms: int,
     ) -> None:
         """Begins without sessions; `restore` brings back those of the journal."""
         self._end_ids = end_ids
@@ -62,7 +60,6 @@ class Gateway:
         self._outbox = outbox
         self._tasks = tasks
         self._max_sessions = max_sessions
-        self._turn_timeout_ms = turn_timeout_ms
         self._sessions: dict[str, Session] = {}
         self._by_request_id: dict[str, SessionSpec] = {}
         self._closed: dict[str, list[str]] = {}
@@ -152,7 +149,7 @@ class Gateway:
             sampling=json_format.MessageToJson(request.sampling, indent=None),
             metadata=dict(request.metadata),
             finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
-            export_turns=request.export_mode == gateway_pb2.EXPORT_MODE_TURNS,
+            export_mode=request.export_mode or ExportMode.LEAVES,
         )
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
@@ -181,6 +178,7 @@ class Gateway:
         """Yields the pieces of an answer and then its end, durable by then.
 
         Raises:
+            IdempotencyKeyReusedError: The key names the sample of another request.
             RollmeshError: There is no answer and nothing was kept.
         """
         session.used_ms = clock.monotonic_ms()
@@ -194,10 +192,10 @@ class Gateway:
             return
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
-        turn = session.in_flight.get(request.fingerprint)
+        turn = session.find_turn(request)
         if turn is None:
             turn = Turn(request)
-            session.in_flight[request.fingerprint] = turn
+            session.in_flight[request.identity] = turn
             turn.task = self._tasks.create_task(self._run(session, turn))
         async with _subscribed(turn):
             async for event in turn.events():
@@ -220,10 +218,8 @@ class Gateway:
         session = self.session(request.session_id)
         session.closing = True
         try:
-            for turn in session.in_flight.values():
-                if turn.task is not None:
-                    turn.task.cancel()
-            record = await asyncio.to_thread(_record, session, request, clock.unix_ms())
+            await _end_turns(session)
+            record = await asyncio.to_thread(write_record, session, request, clock.unix_ms())
             ids = [trajectory.trajectory_id for trajectory in record.trajectories]
             data = record.SerializeToString()
             session_id = request.session_id
@@ -231,9 +227,8 @@ class Gateway:
         except BaseException:
             session.closing = False
             raise
-        for trajectory in record.trajectories:
-            name = types_pb2.Lineage.Name(trajectory.lineage).removeprefix("LINEAGE_").lower()
-            metrics.TRAJECTORIES.labels(name).inc()
+        for lineage in exported_lineages(record):
+            metrics.TRAJECTORIES.labels(lineage).inc()
         self._closed[session_id] = ids
         del self._sessions[session_id]
         self._by_request_id.pop(session.spec.request_id, None)
@@ -269,15 +264,12 @@ class Gateway:
     async def _run(self, session: Session, turn: Turn) -> None:
         """Owns one turn: whatever happens becomes its end."""
         try:
-            async with asyncio.timeout(self._turn_timeout_ms / 1000):
-                answered = await self._runner.run(session, turn)
+            answered = await self._runner.run(session, turn)
             metrics.committed(answered.node)
             turn.end(answered)
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
             turn.end(error)
-        except TimeoutError:
-            turn.end(DeadlineError(f"the turn took longer than {self._turn_timeout_ms} ms"))
         except asyncio.CancelledError:
             turn.end(GenerationAbortedError("the turn was cancelled; nothing was kept"))
             raise
@@ -286,8 +278,8 @@ class Gateway:
             turn.end(RollmeshError(f"unexpected {type(error).__name__}; the log has it"))
         finally:
             session.used_ms = clock.monotonic_ms()
-            if session.in_flight.get(turn.request.fingerprint) is turn:
-                del session.in_flight[turn.request.fingerprint]
+            if session.in_flight.get(turn.request.identity) is turn:
+                del session.in_flight[turn.request.identity]
 
 
 @asynccontextmanager
@@ -300,7 +292,22 @@ async def _subscribed(turn: Turn) -> AsyncIterator[None]:
         turn.subscribers -= 1
         abandoned = turn.subscribers == 0 and not (turn.ended or turn.committing)
         if abandoned and not turn.request.finish_on_disconnect and turn.task is not None:
+            turn.abandoned = True
             turn.task.cancel()
+
+
+async def _end_turns(session: Session) -> None:
+    """Ends what is being sampled; waits for what is on its way to the journal."""
+    committing: list[asyncio.Task[None]] = []
+    for turn in session.in_flight.values():
+        if turn.task is None:
+            continue
+        if turn.committing:
+            committing.append(turn.task)
+        else:
+            turn.task.cancel()
+    if committing:
+        await asyncio.wait(committing)
 
 
 def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:
@@ -315,30 +322,6 @@ def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:
         for index, call in enumerate(message.tool_calls)
     ]
     return pieces
-
-
-def _record(
-    session: Session, request: gateway_pb2.CloseSessionRequest, closed_unix_ms: int
-) -> types_pb2.SessionRecord:
-    spec = session.spec
-    record = types_pb2.SessionRecord(
-        session_id=spec.session_id,
-        group_id=spec.group_id,
-        sample_index=spec.sample_index,
-        group_size=spec.group_size,
-        outcome=request.outcome,
-        metadata={**spec.metadata, **request.metadata},
-        trajectories=[
-            write_trajectory(spec.session_id, trajectory)
-            for trajectory in (export_turns if spec.export_turns else export_tree)(session.tree)
-        ],
-        opened_unix_ms=spec.opened_unix_ms,
-        closed_unix_ms=closed_unix_ms,
-        turns=session.tree.turns,
-    )
-    if request.HasField("reward"):
-        record.reward = request.reward
-    return record
 
 
 def _digest(key: str) -> bytes:

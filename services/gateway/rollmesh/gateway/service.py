@@ -107,7 +107,6 @@ class GatewayService:
                     outbox=outbox,
                     tasks=tasks,
                     max_sessions=config.max_sessions,
-                    turn_timeout_ms=config.turn_timeout_ms,
                 )
                 gateway.forgotten = leases.forget
                 await gateway.restore()

@@ -67,6 +67,8 @@ class Node:
     """Number of leading ids that were not sampled; all of them where `sample` is None."""
     sample: Sample | None = None
     reasons: frozenset[Fidelity] = frozenset()
+    stored: bool = False
+    """Whether the journal has it."""
     ends_turn: bool = True
     """False for an answer that was cut: the node behind it closes it."""
     end: int = 0
@@ -201,9 +203,9 @@ class Tree:
         return node
 
     def detach(self, node: Node) -> None:
-        """Takes back a node without children: what made it could not be stored."""
+        """Takes back a node that could not be stored, unless another has gone on from it."""
         assert node.parent is not None
-        if node.children:
+        if node.children or node.stored:
             return
         parent = node.parent
         parent.children.remove(node)
@@ -213,6 +215,12 @@ class Tree:
         del self.nodes[node.node_id]
         self.tokens -= len(node.token_ids)
         self.text_bytes -= _text_size(node.unit)
+
+    def reattach(self, node: Node) -> None:
+        """Puts a path back that was taken back while another turn was made to go on from it."""
+        for one in node.path():
+            if one.node_id not in self.nodes:
+                self.attach(one)
 
     def leaves(self) -> Iterator[Node]:
         """Yields the nodes without children, oldest first."""

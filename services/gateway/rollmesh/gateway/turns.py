@@ -23,19 +23,20 @@ from rollmesh.gateway.engines import EngineClients
 from rollmesh.gateway.fidelity import Fidelity, Finish
 from rollmesh.gateway.forced import Calls, constraint_of
 from rollmesh.gateway.formats import AnswerFormat
-from rollmesh.gateway.messages import Frame, Unit, units_of
+from rollmesh.gateway.messages import Frame, Message, Unit, units_of
 from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.session import Answered, Session, SessionLimits, Turn, TurnRequest
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.text import IncrementalDecoder
 from rollmesh.gateway.tokenizer import Tokenizer
-from rollmesh.gateway.tree import Match, Node, Sample, VersionSpan
+from rollmesh.gateway.tree import Match, Sample, VersionSpan
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.arrays import Logprobs, TokenIds, pack_ids, unpack_ids, unpack_logprobs
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
     ContextLengthExceededError,
+    DeadlineError,
     EngineDeadError,
     EngineLostError,
     GenerationAbortedError,
@@ -128,11 +129,23 @@ class TurnRunner:
         self._turn_timeout_ms = turn_timeout_ms
 
     async def run(self, session: Session, turn: Turn) -> Answered:
-        """Samples and commits one turn.
+        """Samples and commits one turn; what is on its way to the journal is not cut short.
 
         Raises:
             RollmeshError: Nothing was committed.
         """
+        try:
+            async with asyncio.timeout(self._turn_timeout_ms / 1000):
+                sampled = await self._sample(session, turn)
+        except TimeoutError as error:
+            message = f"the turn took longer than {self._turn_timeout_ms} ms"
+            raise DeadlineError(message) from error
+        turn.committing = True
+        return await self._commit(session, turn.request, *sampled)
+
+    async def _sample(
+        self, session: Session, turn: Turn
+    ) -> tuple[Prepared, Message, Sample, frozenset[Fidelity]]:
         request = turn.request
         units = units_of(request.messages)
         self._limits.check(session)
@@ -155,10 +168,7 @@ class TurnRunner:
             reasons.add(Fidelity.STOP_STRING)
         if prepared.constraint is not None:
             reasons.add(Fidelity.CONSTRAINED)
-        turn.committing = True
-        return await self._commit(
-            session, request, prepared, generation, sample, frozenset(reasons)
-        )
+        return prepared, generation.answer.message(), sample, frozenset(reasons)
 
     def _heed_template(self, match: Match, frame: Frame, units: list[Unit]) -> Match:
         """Returns the match with what the template would do to its path.
@@ -316,19 +326,18 @@ class TurnRunner:
         session: Session,
         request: TurnRequest,
         prepared: Prepared,
-        generation: Generation,
+        message: Message,
         sample: Sample,
         reasons: frozenset[Fidelity],
     ) -> Answered:
         """Attaches the turn, and takes it back where the journal cannot keep it."""
         tree, parent = session.tree, prepared.match.node
-        added: list[Node] = []
+        tree.reattach(parent)
         for unit, ids in prepared.new_units:
-            before = len(tree.nodes)
             parent = tree.add_unit(parent, unit, ids)
-            added += [parent] if len(tree.nodes) > before else []
-        node = tree.add_sample(parent, generation.answer.message(), prepared.glue, sample, reasons)
-        added.append(node)
+        node = tree.add_sample(parent, message, prepared.glue, sample, reasons)
+        # Another turn that shares a unit with this one may not have stored it, or may fail to.
+        added = [one for one in node.path() if not one.stored]
         record = journal.AnswerRecord(
             answer_id=f"chatcmpl-{session.spec.session_id}-{node.node_id}",
             fingerprint=request.fingerprint,
@@ -342,6 +351,8 @@ class TurnRunner:
             for one in reversed(added):
                 tree.detach(one)
             raise
+        for one in added:
+            one.stored = True
         await faults.reach("gateway-after-commit")
         answered = Answered(node, record)
         session.answered(answered)

@@ -8,7 +8,6 @@ from google.protobuf import json_format
 
 from rollmesh.gateway.answer import Delta, ReasoningDelta
 from rollmesh.gateway.canonical import fingerprint, make_frame
-from rollmesh.gateway.export import Trajectory
 from rollmesh.gateway.fidelity import Fidelity, Lineage
 from rollmesh.gateway.forced import Calls, Wanted
 from rollmesh.gateway.formats import tool_schemas
@@ -17,7 +16,7 @@ from rollmesh.gateway.messages import Frame, Message
 from rollmesh.gateway.reading import ROLES
 from rollmesh.gateway.session import Answered, Session, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
-from rollmesh.runtime.arrays import pack_ids, pack_logprobs, pack_mask
+from rollmesh.runtime.arrays import pack_ids
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
@@ -76,7 +75,7 @@ def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest
         wanted=wanted,
         stream=request.stream,
         fingerprint=fingerprint(frame, digest, settings).hex(),
-        idempotency_key=request.idempotency_key,
+        idempotency_key=_sample_key(request),
         retry_count=request.retry_count,
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
         or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
@@ -104,6 +103,12 @@ def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
     )
 
 
+def _sample_key(request: gateway_pb2.ChatRequest) -> str:
+    """Returns the name of one choice's sample: the choices of a request share its key."""
+    key = request.idempotency_key
+    return f"{request.choice_index} {key}" if key else ""
+
+
 def _check_schema(schema: bytes) -> None:
     if len(schema) > _MAX_SCHEMA_BYTES:
         raise InvalidFieldError(
@@ -125,7 +130,7 @@ def _defaults(sampling_json: str) -> types_pb2.SamplingParams:
 def write_message(message: Message) -> types_pb2.ChatMessage:
     """Returns the proto of a message; content is absent where it is empty."""
     return types_pb2.ChatMessage(
-        role=types_pb2.Role.ValueType(_ROLE_NUMBERS[message.role]),
+        role=write_role(message.role),
         content=message.content or None,
         tool_calls=[
             types_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
@@ -159,7 +164,7 @@ def _write_done(answered: Answered) -> gateway_pb2.ChatDone:
         completion_tokens=len(sample.token_ids),
         cached_tokens=sample.cached_tokens,
         node_id=node.node_id,
-        reasons=_reasons(node.reasons),
+        reasons=write_reasons(node.reasons),
         answer_id=answered.record.answer_id,
         created_unix_ms=answered.record.created_unix_ms,
     )
@@ -177,54 +182,23 @@ def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
     result = gateway_pb2.SessionNode(
         node_id=node.node_id,
         parent_node_id=node.parent.node_id,
-        role=types_pb2.Role.ValueType(_ROLE_NUMBERS[node.unit[0].role]),
+        role=write_role(node.unit[0].role),
         token_ids_u32le=pack_ids(node.token_ids),
         glue_tokens=node.glue,
         sampled=node.sample is not None,
         lineage=types_pb2.Lineage.ValueType(lineage),
-        reasons=_reasons(node.reasons),
+        reasons=write_reasons(node.reasons),
     )
     if node.sample is not None:
         result.finish_reason = types_pb2.FinishReason.ValueType(node.sample.finish)
     return result
 
 
-def write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Trajectory:
-    """Returns the proto of an exported trajectory."""
-    return types_pb2.Trajectory(
-        trajectory_id=f"{session_id}-{trajectory.leaf_node_id}",
-        session_id=session_id,
-        leaf_node_id=trajectory.leaf_node_id,
-        lineage=types_pb2.Lineage.ValueType(trajectory.lineage),
-        token_ids_u32le=pack_ids(trajectory.token_ids),
-        logprobs_f32le=pack_logprobs(trajectory.logprobs),
-        loss_mask_u8=pack_mask(trajectory.loss_mask),
-        prompt_tokens=trajectory.prompt_tokens,
-        version_spans=[
-            types_pb2.VersionSpan(policy_version=version, start=start, end=end)
-            for version, start, end in trajectory.spans
-        ],
-        segments=[
-            types_pb2.TrajectorySegment(
-                start=segment.start,
-                end=segment.end,
-                node_id=segment.node_id,
-                role=types_pb2.Role.ValueType(_ROLE_NUMBERS[segment.role]),
-                sampled=segment.sampled,
-                trained=segment.trained,
-                reasons=_reasons(segment.reasons),
-                finish_reason=(
-                    types_pb2.FinishReason.ValueType(segment.finish) if segment.finish else None
-                ),
-                engine_id=segment.engine_id,
-                prompt_crc32=segment.prompt_crc32,
-            )
-            for segment in trajectory.segments
-        ],
-        reasons=_reasons(trajectory.reasons),
-        turns=trajectory.turns,
-    )
+def write_role(role: RoleName) -> types_pb2.Role.ValueType:
+    """Returns the proto of a role."""
+    return types_pb2.Role.ValueType(_ROLE_NUMBERS[role])
 
 
-def _reasons(reasons: Iterable[Fidelity]) -> list[types_pb2.FidelityReason.ValueType]:
+def write_reasons(reasons: Iterable[Fidelity]) -> list[types_pb2.FidelityReason.ValueType]:
+    """Returns the protos of reasons, sorted."""
     return [types_pb2.FidelityReason.ValueType(reason) for reason in sorted(reasons)]

@@ -99,6 +99,12 @@ class ContextLengthExceededError(InvalidFieldError):
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
+class IdempotencyKeyReusedError(InvalidFieldError):
+    """The idempotency key names the sample of another request."""
+
+    reason = "IDEMPOTENCY_KEY_REUSED"
+
+
 class RequestIdInUseError(RollmeshError):
     """A request with this id is running."""
 
@@ -208,6 +214,13 @@ class StoreError(RollmeshError):
     """The store failed; nothing of the request was kept."""
 
     reason = "STORE_FAILED"
+
+
+class StartingError(RollmeshError):
+    """The service listens and cannot answer yet: it is reading its store."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "STARTING"
 
 
 class ShuttingDownError(RollmeshError):
