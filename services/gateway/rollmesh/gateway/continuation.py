@@ -25,19 +25,19 @@ from rollmesh.gateway.cutter import TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Unit
 from rollmesh.gateway.probe import Probed, probe
 from rollmesh.gateway.reasoning import OPEN
-from rollmesh.gateway.template import ChatTemplate
-from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.template import ModelTemplate
+from rollmesh.gateway.tokenizer import ModelTokenizer
 from rollmesh.gateway.tree import Node
 from rollmesh.runtime.arrays import TokenIds
 
 _CACHED = 64
-_ALL_ANSWERS = {Finding.ANSWERS_OTHERWISE, Finding.SYSTEM_OTHERWISE, Finding.REPEATS_TOOLS}
+_ALL_ANSWERS = {Finding.ANSWERS_OTHERWISE, Finding.SYSTEM_OTHERWISE}
 
 
 class Continuation:
     """Gives the ids that new messages add."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer) -> None:
         """Probes the template without options.
 
         Raises:
@@ -118,6 +118,8 @@ class Continuation:
             message = node.unit[0]
             if (
                 findings & _ALL_ANSWERS
+                or (Finding.REPEATS_TOOLS in findings and frame.tools_json)
+                or (Finding.MOVES_SYSTEM in findings and asked and path[0].unit[0].role == "system")
                 or (Finding.CALLS_OTHERWISE in findings and message.tool_calls)
                 or (Finding.DROPS_REASONING in findings and message.reasoning and asked)
             ):

@@ -22,6 +22,7 @@ class Finding(StrEnum):
     ANSWERS_OTHERWISE = "prints earlier answers otherwise than behind the generation prompt"
     CALLS_OTHERWISE = "prints earlier tool calls otherwise"
     SYSTEM_OTHERWISE = "moves or merges a system message inside the conversation"
+    MOVES_SYSTEM = "prints the first system message in the last user turn"
     SYSTEM_IN_USER = "prints the first system message together with the first user turn"
     REPEATS_TOOLS = "prints the tools again behind the conversation"
     IGNORES_TOOLS = "does not print tools"
@@ -35,10 +36,13 @@ REWRITING = frozenset(
         Finding.ANSWERS_OTHERWISE,
         Finding.CALLS_OTHERWISE,
         Finding.SYSTEM_OTHERWISE,
+        Finding.MOVES_SYSTEM,
         Finding.REPEATS_TOOLS,
     }
 )
 """What prints earlier turns otherwise than a session keeps them."""
+MOVING = frozenset({Finding.MOVES_SYSTEM, Finding.REPEATS_TOOLS})
+"""What prints more than answers otherwise: going on from it would need the whole conversation."""
 
 
 @dataclass(frozen=True, slots=True)

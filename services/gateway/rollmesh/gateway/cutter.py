@@ -5,8 +5,8 @@ from typing import Literal, TypeAlias
 
 from rollmesh.gateway.canonical import unit_key
 from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit
-from rollmesh.gateway.template import ChatTemplate, TemplateRenderError
-from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
+from rollmesh.gateway.tokenizer import ModelTokenizer
 
 Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
 """What a unit stands behind: templates treat a system message that begins otherwise."""
@@ -60,7 +60,7 @@ class TemplateRefusedError(Exception):
 class Cutter:
     """Cuts renders of one template under one set of options into pieces, as text."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, options: Frame) -> None:
+    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer, options: Frame) -> None:
         """Finds out how the messages of each role end.
 
         Raises:
@@ -71,6 +71,8 @@ class Cutter:
         self._options = options
         self.repeats_tools = False
         """Whether the tools are printed again behind the conversation."""
+        self.moves_system = False
+        """Whether the first system message is printed in the last user turn."""
         self.joins_system = {False: False, True: False}
         """Whether the first system message is printed with the user turn behind it: without
         tools, with tools."""
@@ -84,6 +86,8 @@ class Cutter:
         self._leads: dict[Place, str] = {}
         self._closings: dict[Place, str] = {}
         self._glue: dict[Place, str] = {}
+        self._ends: dict[Place, str] = {}
+        self._beside_calls = self._find_beside_calls()
         self._renders: dict[bytes, str] = {}
         for where in _WINDOWS:
             self._learn(where)
@@ -129,15 +133,16 @@ class Cutter:
 
     def find_joined_system(self, frame: Frame) -> bool:
         """Says whether a first system message is printed only with the user turn behind it."""
-        system, user = Message("system", "s"), Message("user", "u")
+        units: list[Unit] = [(Message("system", "s"),), (Message("user", "u"),)]
         try:
-            both = self._template.render((system, user), frame)
+            both = self._template.render((*units[0], *units[1]), frame)
         except TemplateRenderError:
             return False
         try:
-            return not both.startswith(self._head(((system,),), frame))
+            apart = self._head(units[:1], frame) + self._delta(units, 1, frame)
         except TemplateRenderError:
             return True
+        return not both.startswith(apart)
 
     def _find_end(self) -> str:
         window = (*_WINDOWS["assistant"], _FOLLOWERS["assistant"])
@@ -179,6 +184,16 @@ class Cutter:
         }
         return min(stops, key=between.find, default=self.end_text)
 
+    def _find_beside_calls(self) -> str:
+        """Returns a text that the template takes beside calls: some take none."""
+        said = Message("assistant", MARK, (CALL,))
+        result = Message("tool", "c", tool_call_id=CALL.id, name=CALL.name)
+        try:
+            self._template.render((_ASKED, said, result), self._options)
+        except TemplateRenderError:
+            return ""
+        return MARK
+
     def _end_of(self, answer: Message) -> str:
         return self.call_end_text if answer.tool_calls else self.end_text
 
@@ -206,9 +221,15 @@ class Cutter:
                 longer = self._template.render((*_WINDOWS[where], follower), self._options)
             except TemplateRenderError:
                 continue
-            shared = _common_prefix(shared, longer.partition(MARK)[2])
-        lead = self._through_first_special(shared)
+            common = _common_prefix(shared, longer.partition(MARK)[2])
+            # One that is printed into the message itself cannot follow: it is refused later.
+            shared = (
+                common if self._first_special(common) or not self._first_special(tail) else shared
+            )
+        special = self._first_special(shared)
+        lead = shared.partition(special)[0] + special if special else ""
         self._leads[where], self._closings[where] = lead, tail[len(lead) :]
+        self._ends[where] = special + self._closings[where]
 
     def _head(self, units: Sequence[Unit], frame: Frame) -> str:
         messages = tuple(message for unit in units for message in unit)
@@ -220,7 +241,10 @@ class Cutter:
         before, previous, unit = place(units, at), units[at - 1], units[at]
         window = _WINDOWS[before] if before != "start" else ()
         if before == "assistant":
-            window = (_ASKED, Message("assistant", MARK, previous[0].tool_calls))
+            calls = previous[0].tool_calls
+            window = (_ASKED, Message("assistant", self._beside_calls if calls else MARK, calls))
+        if self.moves_system and at > 1 and unit[0].role == "user" and units[0][0].role == "system":
+            window = (*units[0], *window)
         text = self._template.render((*window, *unit, *_follower(unit)), options)
         if before == "assistant":
             behind = self._behind_answer(window, text, options)
@@ -271,7 +295,7 @@ class Cutter:
             if at < 0:
                 raise TemplateRenderError("an answer in the history does not end")
             return text[: at + len(end)]
-        if not text.endswith(self._leads[where] + closing):
+        if not text.endswith(self._ends[where]):
             raise TemplateRenderError(f"a {where} message does not end as others of its kind")
         return text[: len(text) - len(closing)]
 
@@ -279,12 +303,14 @@ class Cutter:
         fitting = [name for name in self._tokenizer.special_texts if text.startswith(name)]
         return max(fitting, key=len, default=None)
 
-    def _through_first_special(self, text: str) -> str:
-        """Returns the text up to and with its first unmergeable token; nothing without one."""
+    def _first_special(self, text: str) -> str:
+        """Returns the unmergeable token that ends first in a text; nothing without one."""
         ends = [
-            at + len(name) for name in self._tokenizer.added_texts if (at := text.find(name)) >= 0
+            (at + len(name), name)
+            for name in self._tokenizer.added_texts
+            if (at := text.find(name)) >= 0
         ]
-        return text[: min(ends, default=0)]
+        return min(ends, default=(0, ""))[1]
 
 
 def _common_prefix(one: str, other: str) -> str:

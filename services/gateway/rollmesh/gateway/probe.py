@@ -16,8 +16,8 @@ from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.contract import REWRITING, Contract, Finding, Kind
 from rollmesh.gateway.cutter import CALL, Cutter, Place, TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit, units_of
-from rollmesh.gateway.template import ChatTemplate, TemplateRenderError
-from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
+from rollmesh.gateway.tokenizer import ModelTokenizer
 
 _TOOLS = (
     b'[{"type": "function", "function": {"name": "look_up", "description": "Looks up.",'
@@ -76,7 +76,7 @@ class Probed:
     cutter: Cutter
 
 
-def probe(template: ChatTemplate, tokenizer: Tokenizer, options_json: bytes) -> Probed:
+def probe(template: ModelTemplate, tokenizer: ModelTokenizer, options_json: bytes) -> Probed:
     """Probes a template.
 
     Args:
@@ -97,7 +97,7 @@ def probe(template: ChatTemplate, tokenizer: Tokenizer, options_json: bytes) -> 
 
 class _Probe:
     def __init__(
-        self, template: ChatTemplate, tokenizer: Tokenizer, cutter: Cutter, options: Frame
+        self, template: ModelTemplate, tokenizer: ModelTokenizer, cutter: Cutter, options: Frame
     ) -> None:
         self._template = template
         self._tokenizer = tokenizer
@@ -121,7 +121,7 @@ class _Probe:
         kind = Kind.EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
         return Contract(
             kind if plain else Kind.REWRITES,
-            self._cutter.end_text,
+            self._tokenizer.shown(self._cutter.end_text),
             frozenset(findings),
             {f"{before}, {role}": why for (before, role), why in self._cutter.refused.items()}
             | {f"{last}, answer": why for last, why in self._cutter.refused_glue.items()},
@@ -132,11 +132,6 @@ class _Probe:
     def _find_system_and_tools(self) -> set[Finding]:
         """Looks at the head of a conversation, and lets the cutter know."""
         findings: set[Finding] = set()
-        for frame in self._frames:
-            joined = self._cutter.find_joined_system(frame)
-            self._cutter.joins_system[bool(frame.tools_json)] = joined
-            if joined:
-                findings.add(Finding.SYSTEM_IN_USER)
         if self._ignores_tools():
             findings.add(Finding.IGNORES_TOOLS)
             self._cutter.ignores_tools = True
@@ -144,6 +139,14 @@ class _Probe:
         elif self._repeats_tools():
             findings.add(Finding.REPEATS_TOOLS)
             self._cutter.repeats_tools = True
+        if self._moves_system():
+            findings.add(Finding.MOVES_SYSTEM)
+            self._cutter.moves_system = True
+        for frame in self._frames:
+            joined = self._cutter.find_joined_system(frame)
+            self._cutter.joins_system[bool(frame.tools_json)] = joined
+            if joined:
+                findings.add(Finding.SYSTEM_IN_USER)
         return findings
 
     def _find_rewrites(self, *, plain: bool) -> set[Finding]:
@@ -170,8 +173,14 @@ class _Probe:
             for frame in self._frames:
                 outcome = self._try(units, frame)
                 self._counts[outcome] += 1
-                exact = exact and outcome is not _Outcome.KEPT
+                if outcome is _Outcome.KEPT and not self._is_explained(messages, frame):
+                    exact = False
         return exact
+
+    def _is_explained(self, messages: tuple[Message, ...], frame: Frame) -> bool:
+        """Says whether what is printed otherwise stands in a finding: tools or system message."""
+        moved = self._cutter.moves_system and messages[0].role == "system"
+        return moved or (self._cutter.repeats_tools and bool(frame.tools_json))
 
     def _try(self, units: list[Unit], frame: Frame) -> _Outcome:
         """Compares ever longer beginnings, so that what fails is known by its last role.
@@ -191,11 +200,25 @@ class _Probe:
                 if whole:
                     self._cutter.refused_glue["assistant"] = why
             elif why:
+                before, role = self._culprit(units[:size], frame)
                 if (before, role) in _ESSENTIAL:
                     raise TemplateRefusedError(f"{role} after {before}: {why}")
                 self._cutter.refused[before, role] = why
                 return outcome
         return outcome
+
+    def _culprit(self, units: list[Unit], frame: Frame) -> tuple[Place, RoleName]:
+        """Returns the first pair of roles that cannot be cut and may be missing, else the last."""
+        pairs: list[tuple[Place, RoleName]] = [
+            (place(units, at), units[at][0].role) for at in range(len(units))
+        ]
+        for at, pair in enumerate(pairs):
+            try:
+                self._cutter.pieces(units[: at + 1], at, frame)
+            except TemplateRenderError:
+                if pair not in _ESSENTIAL:
+                    return pair
+        return pairs[-1]
 
     def _judge(self, units: list[Unit], frame: Frame, *, whole: bool) -> tuple[_Outcome, str]:
         """Returns what came of a comparison, and why it failed.
@@ -240,6 +263,14 @@ class _Probe:
         later = (_USER, _PLAIN, _USER, _PLAIN, _USER)
         whole = self._render(later, self._tools)
         return first > 0 and '"look_up"' in whole.rpartition(self._cutter.end_text)[2]
+
+    def _moves_system(self) -> bool:
+        """Says whether a later user turn shows the first system message."""
+        try:
+            whole = self._render((_SYSTEM, _USER, _PLAIN, _USER), self._bare)
+        except TemplateRenderError:
+            return False
+        return _SYSTEM.content.strip() in whole.rpartition(self._cutter.end_text)[2]
 
     def _glue_begins_answers(self) -> bool:
         asked = self._template.render((_USER,), self._bare, generation_prompt=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.contract import REWRITING, Contract
 from rollmesh.gateway.cutter import TemplateRefusedError
-from rollmesh.gateway.template import TemplateRenderError, load_template
-from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer
+from rollmesh.gateway.model_files import load_model
+from rollmesh.gateway.template import TemplateRenderError
+from rollmesh.gateway.tokenizer import ModelFilesError
 
 
 def report(contract: Contract) -> str:
@@ -34,8 +35,7 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="folder with tokenizer.json and chat template")
     model: Path = parser.parse_args().model
     try:
-        tokenizer = Tokenizer(model)
-        found = Continuation(load_template(model, tokenizer), tokenizer).contract
+        found = Continuation(*load_model(model)).contract
     except ModelFilesError as error:
         print(f"rollmesh template check: {error}", file=sys.stderr)
         return 2

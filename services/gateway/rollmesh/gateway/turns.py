@@ -27,7 +27,7 @@ from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.session import Answered, Session, SessionLimits, Turn, TurnRequest
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.text import IncrementalDecoder
-from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.tokenizer import ModelTokenizer
 from rollmesh.gateway.tree import Match, Node, Sample, VersionSpan
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime import clock, faults
@@ -85,7 +85,7 @@ class TurnRunner:
     def __init__(  # noqa: PLR0913 - keywords, given once
         self,
         *,
-        tokenizer: Tokenizer,
+        tokenizer: ModelTokenizer,
         continuation: Continuation,
         answer_format: AnswerFormat,
         leases: LeaseClient,
