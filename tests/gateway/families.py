@@ -65,13 +65,20 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Family:
+    with tempfile.TemporaryDirectory() as folder:
+        source, variables = write(name, Path(folder))
+        tokenizer = Tokenizer(Path(folder))
+    return Family(name, source, ChatTemplate(source, variables), tokenizer, variables)
+
+
+def write(name: str, folder: Path) -> tuple[str, dict[str, str]]:
+    """Writes tokenizer, template and config of a model; returns the template and its variables."""
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     end = next((end for prefix, end in _ENDS.items() if name.startswith(prefix)), "<|im_end|>")
     variables = {"eos_token": end, "bos_token": "<s>", "pad_token": end}
-    with tempfile.TemporaryDirectory() as folder:
-        _write_tokenizer(Path(folder), source, variables)
-        tokenizer = Tokenizer(Path(folder))
-    return Family(name, source, ChatTemplate(source, variables), tokenizer, variables)
+    _write_tokenizer(folder, source, variables)
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    return source, variables
 
 
 def _write_tokenizer(folder: Path, source: str, variables: dict[str, str]) -> None:
@@ -91,6 +98,8 @@ def _write_tokenizer(folder: Path, source: str, variables: dict[str, str]) -> No
     rust.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(variables))
     stops = [text for text in ("<|return|>", "<|call|>") if text in control]
+    if "[gMASK]" in control:
+        stops = ["<|user|>", "<|observation|>"]  # as in the models' own generation_config.json
     generation = {"eos_token_id": [rust.token_to_id(stop) for stop in stops]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
@@ -182,10 +191,15 @@ where that is the template's whole render; "behind the last answer" those where 
 is. An order of roles in the last column ("no assistant, tool") is refused with a 400 when a
 request needs it; a template that cannot be continued at all is refused when the gateway starts.
 
+Where answers have no end of their own (GLM), the model stops at the header of the next turn and so
+samples it. That token stays, trained as it was sampled, and what follows does not print it again.
+When another turn follows than the one whose header was sampled (a tool result behind `<|user|>`),
+both headers stand in the context, as the engine sees it, and the turn carries `TEMPLATE_REWRITE`.
+
 The table is made by `python -m tests.gateway.families` from the {count} templates in the `trl`
-package, each with a byte-level tokenizer made for it; {refused} are refused. A test compares it
-with what the code finds, and all that are not refused with transformers' own rendering of other
-conversations.
+package, each with a byte-level tokenizer made for it; {refused} of them are refused. A test
+compares it with what the code finds, and all that are not refused with transformers' own rendering
+of other conversations.
 
 | template | contract | verified | what it does, what is refused |
 |---|---|---|---|

@@ -19,10 +19,12 @@ the session keeps what was sampled. What a template does is probed when it is lo
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rollmesh.gateway.canonical import unit_key
 from rollmesh.gateway.contract import REWRITING, Finding
 from rollmesh.gateway.cutter import TemplateRefusedError, place
-from rollmesh.gateway.messages import Frame, Unit
+from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
 from rollmesh.gateway.probe import Probed, probe
 from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.template import ModelTemplate
@@ -31,6 +33,7 @@ from rollmesh.gateway.tree import Node
 from rollmesh.runtime.arrays import TokenIds
 
 _CACHED = 64
+_ANSWER: Unit = (Message("assistant"),)
 _ALL_ANSWERS = {Finding.ANSWERS_OTHERWISE, Finding.SYSTEM_OTHERWISE}
 
 
@@ -50,12 +53,11 @@ class Continuation:
         probed = self._of(Frame())
         self.contract = probed.contract
         """What the probe found without template options."""
-        end_id = tokenizer.special_id(self.contract.end_text)
-        if end_id is None:
-            raise TemplateRefusedError(f"{self.contract.end_text!r} ends a turn and is no token")
-        self.end_id: int = end_id
-        """Id of the token that closes an answer which was cut."""
-        self.end_ids = frozenset({end_id, *tokenizer.stop_ids})
+        self._headers = {role: self._id_of(text) for role, text in self.contract.headers.items()}
+        others = {id_ for role, id_ in self._headers.items() if role != "assistant"}
+        self.stop_ids = tuple(sorted(others)) or (self._id_of(self.contract.end_text),)
+        """Ids at which a model of this template must stop."""
+        self.end_ids = frozenset({*self.stop_ids, *tokenizer.stop_ids})
         """Ids that end an answer."""
 
     @property
@@ -83,6 +85,23 @@ class Continuation:
             self._heads[first] = texts[0]
             return texts
         return self._encode(cutter.pieces(units, start, frame))
+
+    def behind(self, node: Node, ids: TokenIds) -> TokenIds:
+        """Returns ids that follow a node as they stand behind what the node really holds.
+
+        An answer that was cut is closed as the template closes it. Where answers end with the
+        header of the next turn, a header that was sampled stays, and is not printed twice; another
+        one than was sampled stands behind it, as the engine will see it.
+
+        Args:
+            node: Where a request meets the tree.
+            ids: What the next unit, or the model's turn, adds by the template alone; uint32 [N].
+        """
+        if not self._headers:
+            end = np.array([] if node.ends_turn else self.stop_ids, np.uint32)
+            return np.concatenate([end, ids])
+        sampled = node.sample is not None and len(node.token_ids) > 0
+        return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
 
     def glue(self, units: Sequence[Unit], frame: Frame) -> TokenIds:
         """Returns the ids between the last of `units` and what the model samples; uint32 [N].
@@ -116,15 +135,28 @@ class Continuation:
             if node.sample is None:
                 continue
             message = node.unit[0]
+            following = path[at + 1].unit if at + 1 < len(path) else next(iter(fresh), _ANSWER)
             if (
                 findings & _ALL_ANSWERS
                 or (Finding.REPEATS_TOOLS in findings and frame.tools_json)
                 or (Finding.MOVES_SYSTEM in findings and asked and path[0].unit[0].role == "system")
                 or (Finding.CALLS_OTHERWISE in findings and message.tool_calls)
                 or (Finding.DROPS_REASONING in findings and message.reasoning and asked)
+                or self._ends_otherwise(node, following[0].role)
             ):
                 return at
         return None
+
+    def _ends_otherwise(self, node: Node, role: RoleName) -> bool:
+        """Says whether a model sampled another end than the header of the turn that follows."""
+        ended = bool(self._headers) and node.ends_turn and len(node.token_ids) > 0
+        return ended and int(node.token_ids[-1]) != self._headers.get(role)
+
+    def _id_of(self, text: str) -> int:
+        id_ = self._tokenizer.special_id(text)
+        if id_ is None:
+            raise TemplateRefusedError(f"{text!r} ends a turn and is no token")
+        return id_
 
     def _encode(self, texts: list[str]) -> list[TokenIds]:
         return [self._tokenizer.encode(text) for text in texts]

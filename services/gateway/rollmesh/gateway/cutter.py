@@ -81,6 +81,8 @@ class Cutter:
         """Roles that are not continued behind others, and why."""
         self.refused_glue: dict[Place, str] = {}
         """What no answer may be sampled behind, and why."""
+        self.headers: dict[RoleName, str] = {}
+        """What begins a turn behind an answer; nothing where an answer has an end of its own."""
         self.end_text = self._find_end()
         self.call_end_text = self._find_call_end()
         self._leads: dict[Place, str] = {}
@@ -144,7 +146,13 @@ class Cutter:
             return True
         return not both.startswith(apart)
 
+    @property
+    def last_end(self) -> str:
+        """What stands between the last answer and the user turn behind it."""
+        return self.end_text or self.headers["user"]
+
     def _find_end(self) -> str:
+        """Returns what ends an answer; nothing where only the header of the next turn does."""
         window = (*_WINDOWS["assistant"], _FOLLOWERS["assistant"])
         try:
             text = self._template.render(window, self._options)
@@ -155,11 +163,49 @@ class Cutter:
             raise TemplateRefusedError("the template does not print an answer as it is")
         end = self._leading_special(tail)
         alone = self._template.render(_WINDOWS["assistant"], self._options).partition(MARK)[2]
+        if end is not None and not alone:
+            self.headers = self._find_headers()
+            return ""
         if end is None or self._leading_special(alone) is None:
             raise TemplateRefusedError(
                 f"an answer is followed by {tail[:20]!r}: it has no end token of its own"
             )
         return end
+
+    def _find_headers(self) -> dict[RoleName, str]:
+        """Returns what begins the turns behind answers, which may be sampled as their end."""
+        headers: dict[RoleName, str] = {}
+        said, called = _WINDOWS["assistant"], (_ASKED, _CALLED)
+        windows: dict[RoleName, tuple[Message, ...]] = {
+            "user": said,
+            "system": said,
+            "tool": called,
+        }
+        for role, window in windows.items():
+            follower = Message(role, "c", tool_call_id=CALL.id, name=CALL.name)
+            header = self._header(window, (*window, follower), generation_prompt=False)
+            if header is not None:
+                headers[role] = header
+        header = self._header(said, said, generation_prompt=True)
+        if header is not None:
+            headers["assistant"] = header
+        return headers
+
+    def _header(
+        self,
+        window: tuple[Message, ...],
+        messages: tuple[Message, ...],
+        *,
+        generation_prompt: bool,
+    ) -> str | None:
+        try:
+            alone = self._template.render(window, self._options)
+            longer = self._template.render(
+                messages, self._options, generation_prompt=generation_prompt
+            )
+        except TemplateRenderError:
+            return None
+        return self._leading_special(longer[len(alone) :]) if longer.startswith(alone) else None
 
     def _find_call_end(self) -> str:
         """Returns what ends an answer with calls: most often what ends any answer.
@@ -167,6 +213,8 @@ class Cutter:
         Another token counts where the model is known to stop at it; else it may only be a mark
         inside of the answer.
         """
+        if self.headers:
+            return ""
         call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARK}"}}')
         result = Message("tool", _FOLLOWED, tool_call_id=CALL.id, name=CALL.name)
         window = (_ASKED, Message("assistant", "", (call,)), result)
@@ -268,6 +316,8 @@ class Cutter:
         at = alone.rfind(end, max(alone.find(MARK), 0))
         if at >= 0 and text.startswith(alone[: at + len(end)]):
             return text[at + len(end) :]
+        if self.headers:
+            raise TemplateRenderError("what follows an answer changes how it is printed")
         _, found, behind = text.partition(MARK)
         _, ended, behind = behind.partition(end)
         if not found or not ended:
@@ -290,8 +340,8 @@ class Cutter:
         if closing is None:
             raise TemplateRenderError(f"the template does not print {where} messages")
         if where == "assistant":
-            end = self._end_of(unit[0])
-            at = text.rfind(end, 0, text.rfind(_FOLLOWED))
+            end, follower = self._end_of(unit[0]), text.rfind(_FOLLOWED)
+            at = max(text.rfind(one, 0, follower) for one in self.headers.values() or (end,))
             if at < 0:
                 raise TemplateRenderError("an answer in the history does not end")
             return text[: at + len(end)]

@@ -118,6 +118,8 @@ class _Probe:
             findings.add(Finding.PRINTS_CALL_IDS)
         if _DATE.search(self._template.source):
             findings.add(Finding.PRINTS_DATE)
+        if self._cutter.headers:
+            findings.add(Finding.HEADERS_END)
         kind = Kind.EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
         return Contract(
             kind if plain else Kind.REWRITES,
@@ -127,6 +129,7 @@ class _Probe:
             | {f"{last}, answer": why for last, why in self._cutter.refused_glue.items()},
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
+            {role: self._tokenizer.shown(one) for role, one in self._cutter.headers.items()},
         )
 
     def _find_system_and_tools(self) -> set[Finding]:
@@ -262,7 +265,7 @@ class _Probe:
         first = self._render((_USER,), self._tools).count('"look_up"')
         later = (_USER, _PLAIN, _USER, _PLAIN, _USER)
         whole = self._render(later, self._tools)
-        return first > 0 and '"look_up"' in whole.rpartition(self._cutter.end_text)[2]
+        return first > 0 and '"look_up"' in whole.rpartition(self._cutter.last_end)[2]
 
     def _moves_system(self) -> bool:
         """Says whether a later user turn shows the first system message."""
@@ -270,7 +273,7 @@ class _Probe:
             whole = self._render((_SYSTEM, _USER, _PLAIN, _USER), self._bare)
         except TemplateRenderError:
             return False
-        return _SYSTEM.content.strip() in whole.rpartition(self._cutter.end_text)[2]
+        return _SYSTEM.content.strip() in whole.rpartition(self._cutter.last_end)[2]
 
     def _glue_begins_answers(self) -> bool:
         asked = self._template.render((_USER,), self._bare, generation_prompt=True)

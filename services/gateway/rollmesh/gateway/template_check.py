@@ -14,7 +14,10 @@ from rollmesh.gateway.tokenizer import ModelFilesError
 
 def report(contract: Contract) -> str:
     """Returns what was found, for people."""
-    lines = [f"{contract}", "", f"an answer ends with   {contract.end_text}"]
+    ends = contract.end_text or " or ".join(
+        text for role, text in contract.headers.items() if role != "assistant"
+    )
+    lines = [f"{contract}", "", f"an answer ends with   {ends}"]
     lines.append(f"probes, whole render  {contract.verified}")
     lines.append(f"probes, last turn     {contract.kept}")
     if kept := contract.findings & REWRITING:

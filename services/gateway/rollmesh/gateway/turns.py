@@ -175,12 +175,10 @@ class TurnRunner:
             glue = self._continuation.glue(units, frame)
         except (TemplateRenderError, TemplateRefusedError) as error:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
-        if not match.node.ends_turn:  # close the cut turn as the template would have
-            end = np.array([self._continuation.end_id], np.uint32)
-            if fresh:
-                fresh[0] = np.concatenate([end, fresh[0]])
-            else:
-                glue = np.concatenate([end, glue])
+        if fresh:
+            fresh[0] = self._continuation.behind(match.node, fresh[0])
+        else:
+            glue = self._continuation.behind(match.node, glue)
         pieces = list(zip(units[match.depth :], fresh, strict=True))
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
         inside = self._format.reasoning and self._continuation.opens_reasoning(units, frame)
@@ -200,7 +198,7 @@ class TurnRunner:
         sampling = types_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         if not sampling.ignore_eos:
-            sampling.stop_token_ids.append(self._continuation.end_id)
+            sampling.stop_token_ids.extend(self._continuation.stop_ids)
         sampling.max_tokens = min(sampling.max_tokens, room) if sampling.max_tokens else room
         return sampling
 
