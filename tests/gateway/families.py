@@ -196,6 +196,9 @@ samples it. That token stays, trained as it was sampled, and what follows does n
 When another turn follows than the one whose header was sampled (a tool result behind `<|user|>`),
 both headers stand in the context, as the engine sees it, and the turn carries `TEMPLATE_REWRITE`.
 
+Ids of tool calls count where the template prints them: a message with another id is another
+message there, and a call has the id that the model sampled. Elsewhere they are ignored.
+
 The table is made by `python -m tests.gateway.families` from the {count} templates in the `trl`
 package, each with a byte-level tokenizer made for it; {refused} of them are refused. A test
 compares it with what the code finds, and all that are not refused with transformers' own rendering

@@ -17,7 +17,8 @@ ASK, MORE = Message("user", "q"), Message("user", "more")
 SAID = Message("assistant", "Hello.")
 SAID_TEXT = "\n<think></think>\nHello."
 CALLED = Message("assistant", "", (CALL,))
-CALLED_TEXT = "\n<think></think>\n<tool_call>add\n<arg_key>n</arg_key>\n<arg_value>41</arg_value>\n</tool_call>"
+ARGUMENTS = "<arg_key>n</arg_key>\n<arg_value>41</arg_value>"
+CALLED_TEXT = f"\n<think></think>\n<tool_call>add\n{ARGUMENTS}\n</tool_call>"
 GOT = Message("tool", "42", tool_call_id=CALL.id, name="add")
 USER, OBSERVATION = "<|user|>", "<|observation|>"
 

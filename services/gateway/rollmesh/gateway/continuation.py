@@ -29,7 +29,7 @@ from rollmesh.gateway.probe import Probed, probe
 from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.template import ModelTemplate
 from rollmesh.gateway.tokenizer import ModelTokenizer
-from rollmesh.gateway.tree import Node
+from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime.arrays import TokenIds
 
 _CACHED = 64
@@ -60,6 +60,11 @@ class Continuation:
         self.end_ids = frozenset({*self.stop_ids, *tokenizer.stop_ids})
         """Ids that end an answer."""
 
+    def new_tree(self) -> Tree:
+        """Returns an empty tree, with what counts where this template prints conversations."""
+        call_ids = Finding.PRINTS_CALL_IDS in self.contract.findings
+        return Tree(self.end_ids, call_ids=call_ids)
+
     @property
     def template_sha256(self) -> str:
         """SHA-256 of the template's source, hexadecimal."""
@@ -74,7 +79,7 @@ class Continuation:
         """
         cutter = self._of(frame).cutter
         if start == 0:
-            first = unit_key(units[0]) + frame.key
+            first = unit_key(units[0], call_ids=True) + frame.key
             known = self._heads.get(first)
             if known is not None:
                 return [known, *self._encode(cutter.pieces(units, 1, frame))]

@@ -325,8 +325,7 @@ class Cutter:
         return behind
 
     def _render_cached(self, window: tuple[Message, ...], options: Frame) -> str:
-        ids = "".join(call.id for call in window[-1].tool_calls)
-        key = options.key + unit_key(window) + ids.encode()
+        key = options.key + unit_key(window, call_ids=True)
         text = self._renders.get(key)
         if text is None:
             text = self._template.render(window, options)

@@ -104,7 +104,7 @@ class GatewayService:
             )
             async with asyncio.TaskGroup() as tasks:
                 gateway = Gateway(
-                    end_ids=self._continuation.end_ids,
+                    new_tree=self._continuation.new_tree,
                     database=database,
                     runner=runner,
                     outbox=outbox,
