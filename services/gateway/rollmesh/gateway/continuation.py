@@ -27,7 +27,7 @@ from rollmesh.gateway.cutter import TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
 from rollmesh.gateway.probe import Probed, probe
 from rollmesh.gateway.reasoning import OPEN
-from rollmesh.gateway.template import ModelTemplate
+from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime.arrays import TokenIds
@@ -115,7 +115,10 @@ class Continuation:
             TemplateRenderError: The template has no answer behind such a unit.
             TemplateRefusedError: It cannot be continued exactly under the frame's options.
         """
-        return self._tokenizer.encode(self._of(frame).cutter.glue(place(units, len(units))))
+        cutter = self._of(frame).cutter
+        if len(units) == 1 and cutter.is_joined(units[0], frame):
+            raise TemplateRenderError("a system message alone: it is printed with the user turn")
+        return self._tokenizer.encode(cutter.glue(place(units, len(units))))
 
     def opens_reasoning(self, units: Sequence[Unit], frame: Frame) -> bool:
         """Says whether the generation prompt behind `units` has opened the reasoning."""

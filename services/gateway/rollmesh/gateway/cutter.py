@@ -108,7 +108,7 @@ class Cutter:
             why = self.refused.get((before, units[at][0].role))
             if why is not None:
                 raise TemplateRenderError(f"{units[at][0].role} after {before}: {why}")
-            joined = self.joins_system[bool(frame.tools_json)] and units[0][0].role == "system"
+            joined = at < 2 and self.is_joined(units[0], frame)
             if at == 0:
                 pieces.append("" if joined else self._head(units[:1], frame))
             elif at == 1 and joined:
@@ -116,6 +116,21 @@ class Cutter:
             else:
                 pieces.append(self._delta(units, at, frame))
         return pieces
+
+    def is_joined(self, first: Unit, frame: Frame) -> bool:
+        """Says whether a first message is a system message that is printed with the user turn.
+
+        Some templates print one apart, but for an empty one.
+        """
+        if first[0].role != "system":
+            return False
+        if self.joins_system[bool(frame.tools_json)]:
+            return True
+        try:
+            self._head((first,), frame)
+        except TemplateRenderError:
+            return True
+        return False
 
     def glue(self, last: Place) -> str:
         """Returns what stands between a unit and what the model samples.

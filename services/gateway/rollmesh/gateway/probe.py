@@ -16,6 +16,7 @@ from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.contract import REWRITING, Contract, Finding, Kind
 from rollmesh.gateway.cutter import CALL, Cutter, Place, TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit, units_of
+from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer
 
@@ -32,6 +33,7 @@ _SYSTEM, _USER = Message("system", "Be  brief. "), Message("user", " Where?\n")
 _ANSWER, _EMPTY = Message("assistant", "  Here. \n"), Message("user", "")
 _PLAIN = Message("assistant", "Here.")
 _THOUGHT = Message("assistant", "Here.", reasoning="thought7zq")
+_INLINE = Message("assistant", f"{OPEN}thought7zq</think>Here.")
 _CALLS = Message("assistant", "", (CALL,))
 _SAYS_AND_CALLS = Message("assistant", "Let me see.", (CALL, CALL))
 _RESULT = Message("tool", '{"found": "caf\u00e9"}\n', tool_call_id=CALL.id, name=CALL.name)
@@ -57,7 +59,13 @@ _CALLING = (
     (_USER, _CALLS, _RESULT, _USER),
     (_USER, _CALLS, _RESULT, _CALLS, _RESULT, _PLAIN, _USER, _CALLS, _RESULT),
 )
-_SYSTEMS = ((_USER, _PLAIN, _SYSTEM, _USER), (_SYSTEM, _USER, _PLAIN, _SYSTEM, _USER))
+_SYSTEMS = (
+    (_USER, _PLAIN, _SYSTEM, _USER),
+    (_SYSTEM, _USER, _PLAIN, _SYSTEM, _USER),
+    (_USER, _SYSTEM),
+    (_USER, _SYSTEM, _USER),
+    (_USER, _CALLS, _RESULT, _SYSTEM),
+)
 _THINKING = ((_USER, _THOUGHT, _USER), (_SYSTEM, _USER, _THOUGHT, _USER, _PLAIN, _USER))
 
 
@@ -281,9 +289,14 @@ class _Probe:
         return answered.startswith(f"{asked}{_PLAIN.content}{self._cutter.end_text}")
 
     def _drops_reasoning(self) -> bool:
-        last = self._render((_USER, _THOUGHT), self._bare)
-        earlier = self._render((_USER, _THOUGHT, _USER), self._bare)
-        return _THOUGHT.reasoning in last and _THOUGHT.reasoning not in earlier
+        """Says whether reasoning that is part of an answer is not printed once another follows."""
+        kept, thinks = set[bool](), OPEN in self._template.source
+        for answer in (_THOUGHT, _INLINE):
+            last = self._render((_USER, answer), self._bare)
+            earlier = self._render((_USER, answer, _USER), self._bare)
+            if _THOUGHT.reasoning in last or thinks:
+                kept.add(_THOUGHT.reasoning in earlier)
+        return False in kept
 
     def _prints_call_ids(self) -> bool:
         other = ToolCall("other9zq1", CALL.name, CALL.arguments)
