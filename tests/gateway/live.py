@@ -113,7 +113,7 @@ class LiveMesh:
         self._stack = AsyncExitStack()
         self._gateway_stack = AsyncExitStack()
         config = ScriptedConfig(
-            vocabulary_tokens=Tokenizer(model).vocabulary_tokens, eos_id=2, reply_tokens=24
+            vocabulary_tokens=Tokenizer(model).rust.get_vocab_size(), eos_id=2, reply_tokens=24
         )
         self._backends = [RememberingBackend(config, dice, faults) for _ in range(2)]
         self._service: LiveGateway | None = None

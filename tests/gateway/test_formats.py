@@ -410,3 +410,27 @@ def test_a_template_shows_its_format(template: str, expected: AnswerFormat) -> N
 )
 def test_a_template_of_python_calls_shows_its_format(source: str, name: str) -> None:
     assert detect(source) == AnswerFormat(name, reasoning=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "ids"),
+    [
+        (
+            "kimi_k2",
+            kimi("f", 0, '{"n": 1}') + kimi("g", 1, "{}"),
+            ["functions.f:0", "functions.g:1"],
+        ),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"n": 1}', ["abc123def"]),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}, "id": "abc123def"}]',
+            ["abc123def"],
+        ),
+        ("hermes", '<tool_call>\n{"id": "1", "name": "f", "arguments": {}}\n</tool_call>', [""]),
+    ],
+)
+def test_an_id_that_was_sampled_is_the_calls_id(name: str, text: str, ids: list[str]) -> None:
+    parser = AnswerFormat(name, reasoning=False).parser(FRAME)
+    assert parser is not None
+    pieces = [*parser.feed(text), *parser.finish()]
+    assert [piece.id for piece in pieces if isinstance(piece, CallStart)] == ids

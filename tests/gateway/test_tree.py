@@ -4,6 +4,7 @@ from hypothesis import given, settings, strategies as st
 from rollmesh.gateway.export import export_turns
 from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
 from rollmesh.gateway.messages import Message, ToolCall
+from rollmesh.gateway.tree import Tree
 from tests.gateway.worlds import END, TOOLS, World, random_world, said, user
 
 
@@ -148,6 +149,43 @@ def test_an_echo_keeps_the_sampled_tokens(
     (trajectory,) = world.export()
     assert trajectory.turns == 2
     assert trajectory.reasons == (reason,)
+    world.check()
+
+
+RENAMED = ToolCall("other", CALL.name, CALL.arguments)
+
+
+@pytest.mark.parametrize("printed", [True, False], ids=["printed", "ignored"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((said("", CALL),), (said("", RENAMED),), id="call"),
+        pytest.param(
+            (said("", CALL), Message("tool", "r", tool_call_id="call_1")),
+            (said("", CALL), Message("tool", "r", tool_call_id="other")),
+            id="result",
+        ),
+    ],
+)
+def test_ids_of_calls_count_only_where_the_template_prints_them(
+    before: tuple[Message, ...], after: tuple[Message, ...], *, printed: bool
+) -> None:
+    world = World(Tree(frozenset({END}), call_ids=printed))
+    world.turn((user("q"),), before[0])
+    world.turn((user("q"), *before, user("more")), said("A"))
+    node = world.turn((user("q"), *after, user("more"), said("A"), user("on")), said("B"))
+    assert len(node.path()) == (5 if len(before) == 1 else 6) + 1
+    assert (Fidelity.SHARED_PREFIX in world.export()[-1].reasons) == (printed and len(before) == 2)
+    assert len(world.export()) == (2 if printed else 1)
+    world.check()
+
+
+def test_another_reasoning_of_the_agents_own_is_another_message() -> None:
+    world = World()
+    first = Message("assistant", "A", reasoning="one")
+    for message in (first, Message("assistant", "A", reasoning="two")):
+        world.turn((user("q"), message, user("x")), said("B"))
+    assert len(world.export()) == 2
     world.check()
 
 

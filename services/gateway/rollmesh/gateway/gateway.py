@@ -46,7 +46,7 @@ class Gateway:
     def __init__(
         self,
         *,
-        end_ids: frozenset[int],
+        new_tree: Callable[[], Tree],
         database: Database,
         runner: TurnRunner,
         outbox: Outbox,
@@ -54,7 +54,7 @@ class Gateway:
         max_sessions: int,
     ) -> None:
         """Begins without sessions; `restore` brings back those of the journal."""
-        self._end_ids = end_ids
+        self._new_tree = new_tree
         self._database = database
         self._runner = runner
         self._outbox = outbox
@@ -79,7 +79,7 @@ class Gateway:
 
     async def restore(self) -> None:
         """Rebuilds the open sessions from the journal."""
-        for stored in await self._database.run(lambda db: journal.read_open(db, self._end_ids)):
+        for stored in await self._database.run(lambda db: journal.read_open(db, self._new_tree)):
             session = Session(stored.spec, stored.tree)
             for node_id, record in stored.answers.items():
                 node = stored.tree.nodes[node_id]
@@ -158,7 +158,7 @@ class Gateway:
         except RollmeshError:
             self._by_request_id.pop(spec.request_id, None)
             raise
-        self._sessions[session_id] = Session(spec, Tree(self._end_ids))
+        self._sessions[session_id] = Session(spec, self._new_tree())
         return spec
 
     def authorise(self, session: Session, key: str) -> None:

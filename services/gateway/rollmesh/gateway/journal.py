@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,13 +134,13 @@ def count_undelivered(db: sqlite3.Connection) -> int:
     return int(db.execute("SELECT count(*) FROM outbox").fetchone()[0])
 
 
-def read_open(db: sqlite3.Connection, end_ids: frozenset[int]) -> list[StoredSession]:
+def read_open(db: sqlite3.Connection, new_tree: Callable[[], Tree]) -> list[StoredSession]:
     """Rebuilds all open sessions exactly."""
     frames = {row[0]: make_frame(row[1], row[2]) for row in db.execute("SELECT * FROM frames")}
     sessions: list[StoredSession] = []
     specs = db.execute("SELECT spec FROM sessions WHERE trajectory_ids IS NULL ORDER BY rowid")
     for (text,) in specs.fetchall():
-        stored = StoredSession(SessionSpec(**json.loads(text)), Tree(end_ids))
+        stored = StoredSession(SessionSpec(**json.loads(text)), new_tree())
         for row in _node_rows(db, stored.spec.session_id):
             _attach_row(stored, row, frames)
         sessions.append(stored)

@@ -39,6 +39,11 @@ class PythonicFormat:
         """What must be visible in the text, special tokens included."""
         return tuple(filter(None, (self.open, self.close)))
 
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """What a call may begin with; a list without it begins the answer."""
+        return tuple(filter(None, (self.open,)))
+
 
 PYTHONIC = PythonicFormat()
 LLAMA4 = PythonicFormat("<|python_start|>", "<|python_end|>")
@@ -69,6 +74,11 @@ class PythonicCallParser(Machine):
         self._opened = ""  # what stands in front of the first call, until there is one
         self._refused = False  # the last entry of the list is text
         self._end = _CallEnd()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        return self._state in {_State.START, _State.TEXT} and not self._held + self._opened
 
     def finish(self) -> list[Piece]:
         """Says that no more text comes; returns the last pieces."""

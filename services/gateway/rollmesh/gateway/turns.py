@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -20,26 +20,26 @@ from rollmesh.gateway.answer import Answer
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.cutter import TemplateRefusedError
 from rollmesh.gateway.engines import EngineClients
-from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.forced import Calls, constraint_of
 from rollmesh.gateway.formats import AnswerFormat
+from rollmesh.gateway.generation import Generation, checked_sample
 from rollmesh.gateway.messages import Frame, Message, Unit, units_of
 from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.session import Answered, Session, SessionLimits, Turn, TurnRequest
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.text import IncrementalDecoder
-from rollmesh.gateway.tokenizer import Tokenizer
-from rollmesh.gateway.tree import Match, Sample, VersionSpan
+from rollmesh.gateway.tokenizer import ModelTokenizer
+from rollmesh.gateway.tree import Match, Sample
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime import clock, faults
-from rollmesh.runtime.arrays import Logprobs, TokenIds, pack_ids, unpack_ids, unpack_logprobs
+from rollmesh.runtime.arrays import TokenIds, pack_ids, unpack_ids, unpack_logprobs
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
     ContextLengthExceededError,
     DeadlineError,
     EngineDeadError,
     EngineLostError,
-    GenerationAbortedError,
     InvalidConstraintError,
     InvalidMessagesError,
     RemoteError,
@@ -77,24 +77,13 @@ class Prepared:
     """What the answer must be."""
 
 
-@dataclass(slots=True)
-class Generation:
-    """What came back from the engine so far."""
-
-    answer: Answer
-    engine_id: str
-    ids: list[TokenIds] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    finish: engine_pb2.GenerateFinish | None = None
-
-
 class TurnRunner:
     """Runs turns; holds no state of its own."""
 
     def __init__(  # noqa: PLR0913 - keywords, given once
         self,
         *,
-        tokenizer: Tokenizer,
+        tokenizer: ModelTokenizer,
         continuation: Continuation,
         answer_format: AnswerFormat,
         leases: LeaseClient,
@@ -160,7 +149,11 @@ class TurnRunner:
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
             whole.take(await self._vllm_parser.read(whole.text, request.frame.tools_json))
         turn.emit(generation.answer.finish())
-        sample = _check(generation, prepared)
+        sample = checked_sample(
+            generation,
+            prompt_tokens=prepared.prompt_tokens,
+            prompt_crc32=prepared.prompt_crc32,
+        )
         reasons = set(prepared.match.reasons)
         if generation.answer.malformed:
             reasons.add(Fidelity.MALFORMED_TOOL_CALL)
@@ -196,12 +189,10 @@ class TurnRunner:
             glue = self._continuation.glue(units, frame)
         except (TemplateRenderError, TemplateRefusedError) as error:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
-        if not match.node.ends_turn:  # close the cut turn as the template would have
-            end = np.array([self._continuation.end_id], np.uint32)
-            if fresh:
-                fresh[0] = np.concatenate([end, fresh[0]])
-            else:
-                glue = np.concatenate([end, glue])
+        if fresh:
+            fresh[0] = self._continuation.behind(match.node, fresh[0])
+        else:
+            glue = self._continuation.behind(match.node, glue)
         pieces = list(zip(units[match.depth :], fresh, strict=True))
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
         inside = self._format.reasoning and self._continuation.opens_reasoning(units, frame)
@@ -224,7 +215,7 @@ class TurnRunner:
         sampling = types_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         if not sampling.ignore_eos:
-            sampling.stop_token_ids.append(self._continuation.end_id)
+            sampling.stop_token_ids.extend(self._continuation.stop_ids)
         sampling.max_tokens = min(sampling.max_tokens, room) if sampling.max_tokens else room
         return sampling
 
@@ -372,40 +363,3 @@ def _new_chars(match: Match, frame: Frame, units: list[Unit]) -> int:
     """Returns the size of the text that the tree does not hold, about."""
     fresh = sum(len(message.content) for unit in units[match.depth :] for message in unit)
     return fresh if match.depth else fresh + len(frame.tools_json)
-
-
-def _check(generation: Generation, prepared: Prepared) -> Sample:
-    """Returns what was sampled, cut at the stop string.
-
-    Raises:
-        GenerationAbortedError: An operator aborted the generation.
-        RollmeshError: The engine contradicts itself or received other ids than were sent.
-    """
-    finish = generation.finish
-    assert finish is not None
-    ids, logprobs = np.concatenate(generation.ids), np.concatenate(generation.logprobs)
-    if len(ids) != len(logprobs):
-        raise RollmeshError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} tokens")
-    if finish.prompt_crc32 != prepared.prompt_crc32:
-        raise RollmeshError("the engine received other prompt ids than the session recorded")
-    cut = generation.answer.stopped_at
-    if cut is None and finish.reason == types_pb2.FINISH_REASON_ABORT:
-        raise GenerationAbortedError("the generation was aborted; nothing was kept, try again")
-    size = len(ids) if cut is None else cut
-    spans = tuple(
-        VersionSpan(span.policy_version, span.start, min(span.end, size))
-        for span in finish.version_spans
-        if span.start < size
-    )
-    if size and (not spans or spans[0].start != 0 or spans[-1].end != size):
-        raise RollmeshError("the engine's version spans do not cover what it sampled")
-    return Sample(
-        token_ids=ids[:size],
-        logprobs=logprobs[:size],
-        spans=spans,
-        finish=Finish.STOP if cut is not None else Finish(finish.reason),
-        engine_id=generation.engine_id,
-        prompt_tokens=prepared.prompt_tokens,
-        cached_tokens=finish.cached_tokens,
-        prompt_crc32=finish.prompt_crc32,
-    )

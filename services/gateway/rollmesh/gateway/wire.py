@@ -12,7 +12,7 @@ from rollmesh.gateway.fidelity import Fidelity, Lineage
 from rollmesh.gateway.forced import Calls, Wanted
 from rollmesh.gateway.formats import tool_schemas
 from rollmesh.gateway.lineage import lineages
-from rollmesh.gateway.messages import Frame, Message
+from rollmesh.gateway.messages import Frame, Message, RoleName
 from rollmesh.gateway.reading import ROLES
 from rollmesh.gateway.session import Answered, Session, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
