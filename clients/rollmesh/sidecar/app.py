@@ -67,6 +67,8 @@ class Sidecar:
                 timeout=self._config.turn_timeout_ms / 1000,
                 metadata=(("x-request-id", request_id),),
             )
+        if not response.HasField("done"):
+            raise RollmeshError("the gateway ended its answer without an end")
         return response.done
 
     async def chat(
