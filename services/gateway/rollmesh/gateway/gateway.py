@@ -205,6 +205,7 @@ class Gateway:
                     await faults.reach("gateway-before-reply")
                     yield event
                     session.delivered.add(event.node.node_id)
+                    await faults.reach("gateway-after-reply")
                 elif request.stream:
                     yield event
 
@@ -231,6 +232,7 @@ class Gateway:
         except BaseException:
             session.closing = False
             raise
+        await faults.reach("gateway-after-close")
         for trajectory in record.trajectories:
             name = types_pb2.Lineage.Name(trajectory.lineage).removeprefix("LINEAGE_").lower()
             metrics.TRAJECTORIES.labels(name).inc()
