@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rollmesh.runtime import clock
+from rollmesh.runtime import clock, faults
 from rollmesh.runtime.channels import read_stream, typed_errors, whole_call
 from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError
 from rollmesh.runtime.logs import fields, set_request_id
@@ -219,6 +219,7 @@ class ChatEndpoint:
                         for choice in choices
                     ]
                 answers = [task.result() for task in tasks]
+            await faults.reach("sidecar-before-answer")
             body = whole_answer(answers, model, named=_named(choices))
         except (ExceptionGroup, RollmeshError) as error:
             await _error_response(_typed(error), request_id)(scope, receive, send)
@@ -273,6 +274,7 @@ class ChatEndpoint:
                     await reply.finish(choice.choice_index, response.done)
                     return response.done
                 await reply.delta(choice.choice_index, response.delta)
+                await faults.reach("sidecar-mid-answer")
         raise RollmeshError("the gateway ended its answer without an end")
 
 

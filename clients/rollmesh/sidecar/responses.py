@@ -131,15 +131,19 @@ class ChunkWriter:
                     index=at, id=call.id, name=call.name, arguments_json=call.arguments_json
                 )
             message = self.delta(index, pieces)
-        return message + self._choice(index, {}, finish_reason(done, named=self._named))
+        # A stream's id is older than its turn; whoever rewards the turn finds it by this one.
+        reason = finish_reason(done, named=self._named)
+        return message + self._choice(index, {}, reason, answer_id=done.answer_id)
 
     def usage(self, answers: list[gateway_pb2.ChatDone]) -> bytes:
         """Returns the chunk with the token counts."""
         return _event({**self._common, "choices": [], "usage": usage(answers)})
 
-    def _choice(self, index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
+    def _choice(
+        self, index: int, delta: dict[str, Any], finish: str | None = None, **fields: str
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return _event({**self._common, "choices": [choice]})
+        return _event({**self._common, **fields, "choices": [choice]})
 
 
 def _call_delta(call: gateway_pb2.ToolCallDelta) -> dict[str, Any]:

@@ -485,6 +485,7 @@ class TrajectorySegment(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """Index of the first token of the run."""
     end: _builtins.int
@@ -505,6 +506,8 @@ class TrajectorySegment(_message.Message):
     """CRC-32 (IEEE) of all ids before `start` as the engine received them, little-endian bytes: equal
     to that of the trajectory's own ids unless they drifted apart. Only on sampled segments.
     """
+    reward: _builtins.float
+    """Reward of this turn alone. Only on sampled segments."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Why sampled tokens are not trained here, or what else is to be known about them."""
@@ -522,19 +525,24 @@ class TrajectorySegment(_message.Message):
         finish_reason: Global___FinishReason.ValueType | None = ...,
         engine_id: _builtins.str = ...,
         prompt_crc32: _builtins.int | None = ...,
+        reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "finish_reason", b"finish_reason", "prompt_crc32", b"prompt_crc32"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "prompt_crc32", b"prompt_crc32", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "node_id", b"node_id", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
     _WhichOneofReturnType__prompt_crc32: _TypeAlias = _typing.Literal["prompt_crc32"]  # noqa: Y015
     _WhichOneofArgType__prompt_crc32: _TypeAlias = _typing.Literal["_prompt_crc32", b"_prompt_crc32"]  # noqa: Y015
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_crc32) -> _WhichOneofReturnType__prompt_crc32 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___TrajectorySegment: _TypeAlias = TrajectorySegment  # noqa: Y015
 
@@ -754,6 +762,82 @@ class TrajectoryTree(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrajectoryTree: _TypeAlias = TrajectoryTree  # noqa: Y015
+
+@_typing.final
+class SessionRewards(_message.Message):
+    """Rewards of one session. What is absent stays as it was."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TrajectoryRewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class TurnRewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REWARD_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_REWARDS_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
+    reward: _builtins.float
+    """Reward of the whole session."""
+    @_builtins.property
+    def trajectory_rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Rewards of single trajectories, by trajectory_id; each wins over the session's."""
+
+    @_builtins.property
+    def turn_rewards(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Rewards of single turns, by the node_id of the turn."""
+
+    def __init__(
+        self,
+        *,
+        reward: _builtins.float | None = ...,
+        trajectory_rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        turn_rewards: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "trajectory_rewards", b"trajectory_rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+
+Global___SessionRewards: _TypeAlias = SessionRewards  # noqa: Y015
 
 @_typing.final
 class SessionRecord(_message.Message):

@@ -73,6 +73,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             )
         self._running.add(request.request_id)
         try:
+            await faults.reach("engine-before-first-token")
             async with aclosing(self._backend.generate(generate)) as outputs:
                 async for response in self._responses(outputs, request):
                     yield response
@@ -189,6 +190,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         whole = engine_pb2.GenerateResponse()
         async for output in outputs:
             if isinstance(output, Finish):
+                await faults.reach("engine-after-last-token")
                 metrics.finished(output, len(request.token_ids_u32le) // 4)
                 whole.finish.CopyFrom(_write_finish(output, request))
                 yield whole

@@ -203,6 +203,7 @@ class Gateway:
                     await faults.reach("gateway-before-reply")
                     yield event
                     session.delivered.add(event.node.node_id)
+                    await faults.reach("gateway-after-reply")
                 elif request.stream:
                     yield event
 
@@ -227,6 +228,7 @@ class Gateway:
         except BaseException:
             session.closing = False
             raise
+        await faults.reach("gateway-after-close")
         for lineage in exported_lineages(record):
             metrics.TRAJECTORIES.labels(lineage).inc()
         self._closed[session_id] = ids

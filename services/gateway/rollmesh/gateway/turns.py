@@ -300,6 +300,7 @@ class TurnRunner:
     async def _take(
         self, generation: Generation, turn: Turn, response: engine_pb2.GenerateResponse
     ) -> None:
+        await faults.reach("gateway-mid-turn")
         ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
         generation.ids.append(ids)
         generation.logprobs.append(unpack_logprobs(response.logprobs_f32le, "logprobs_f32le"))

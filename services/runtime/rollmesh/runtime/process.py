@@ -41,10 +41,10 @@ def run_service(
     try:
         config = parse_config(config_class, name, argv, environ)
         configure_logging(name, config.log_level)
+        faults.arm(config.fault)
     except ConfigError as error:
         print(f"rollmesh {name}: {error}", file=sys.stderr)  # noqa: T201 - the edge
         return 2
-    faults.arm(config.fault)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             failure = runner.run(_serve(build, config))
