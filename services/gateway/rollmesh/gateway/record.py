@@ -23,6 +23,7 @@ def write_record(
 ) -> types_pb2.SessionRecord:
     """Returns the record of a session that `request` closes. Runs in a worker thread."""
     spec, tree = session.spec, session.tree
+    session.mark_orphans()
     packed, trajectories = None, []
     match ExportMode(spec.export_mode):
         case ExportMode.TREE:
