@@ -263,6 +263,7 @@ async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
                 if dice.random() < 0.3:
                     group.create_task(mesh.start_gateway())
         session = mesh.gateway.session(agent.session_id)
+        session.mark_orphans()  # as the close does
         for one in ExportMode:
             rows_of(mesh, exported(session, one)).check(agent)
         check_memory(session)
