@@ -1,0 +1,99 @@
+"""Sessions for tests: any tokens, masks, rewards and turns, as a collector would deliver them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from rollmesh.client import SessionResult, Trajectory
+from rollmesh.v1 import types_pb2
+
+REASONS = types_pb2.FidelityReason
+
+
+def trajectory(
+    name: str,
+    parts: Sequence[tuple[int, bool, bool]],
+    *,
+    reward: float | None = None,
+    turn_rewards: Sequence[float | None] = (),
+    lineage: str = "MAIN",
+    missing_logprobs: bool = False,
+    version: int = 3,
+) -> Trajectory:
+    """Makes a trajectory of parts: number of tokens, whether sampled, whether trained."""
+    segments: list[types_pb2.TrajectorySegment] = []
+    at = 0
+    of_turns = iter(turn_rewards)
+    for node, (tokens, sampled, trained) in enumerate(parts, 1):
+        segment = types_pb2.TrajectorySegment(
+            start=at,
+            end=at + tokens,
+            node_id=node,
+            role=types_pb2.ROLE_ASSISTANT if sampled else types_pb2.ROLE_USER,
+            sampled=sampled,
+            trained=trained,
+        )
+        if sampled and (earned := next(of_turns, None)) is not None:
+            segment.reward = earned
+        if sampled and missing_logprobs:
+            segment.reasons.append(types_pb2.FIDELITY_REASON_MISSING_LOGPROBS)
+        segments.append(segment)
+        at += tokens
+    sampled_at = np.repeat([part[1] for part in parts], [part[0] for part in parts])
+    trained_at = np.repeat([part[2] for part in parts], [part[0] for part in parts])
+    seed = sum(name.encode())
+    ids = ((np.arange(at) + 1) * (seed + 7) % 397 + 1).astype(np.uint32)
+    return Trajectory(
+        trajectory_id=name,
+        token_ids=ids,
+        logprobs=np.where(sampled_at, -ids / 400, 0).astype(np.float32),
+        loss_mask=trained_at.astype(np.bool_),
+        policy_versions=np.where(sampled_at, version, -1).astype(np.int64),
+        prompt_tokens=int(np.flatnonzero(sampled_at)[0]) if sampled_at.any() else at,
+        turns=sum(part[1] for part in parts),
+        lineage=lineage,
+        reasons=("MISSING_LOGPROBS",) if missing_logprobs else ("EXACT",),
+        segments=tuple(segments),
+        reward=reward,
+    )
+
+
+def session(
+    name: str,
+    trajectories: Sequence[Trajectory],
+    *,
+    group: str = "",
+    index: int = 0,
+    reward: float | None = 1.0,
+) -> SessionResult:
+    turns = sum(one.turns for one in trajectories)
+    return SessionResult(name, group, index, "COMPLETED", reward, turns, {}, tuple(trajectories))
+
+
+def linear(name: str, prompt: int, answer: int, **settings: object) -> Trajectory:
+    """One turn: a prompt and an answer."""
+    return trajectory(name, [(prompt, False, False), (answer, True, True)], **settings)  # type: ignore[arg-type]
+
+
+_PART = st.tuples(st.integers(1, 9), st.booleans(), st.booleans()).map(
+    lambda part: (part[0], part[1], part[1] and part[2])
+)
+_TRAJECTORIES = st.lists(_PART, max_size=5).map(
+    lambda parts: trajectory("t", [(2, False, False), *parts])
+)
+
+
+@st.composite
+def sessions(draw: st.DrawFn) -> list[SessionResult]:
+    """Groups of sessions with trajectories of every shape."""
+    found: list[SessionResult] = []
+    for group in range(draw(st.integers(1, 3))):
+        for index in range(draw(st.integers(1, 3))):
+            name = f"g{group}-{index}"
+            made = draw(st.lists(_TRAJECTORIES, min_size=0, max_size=3))
+            named = [replace(one, trajectory_id=f"{name}-{at}") for at, one in enumerate(made)]
+            reward = draw(st.floats(-4, 4, width=32))
+            found.append(session(name, named, group=f"g{group}", index=index, reward=reward))
+    return found
