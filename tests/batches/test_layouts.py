@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from rollmesh.batches import Batch, Rows, TrajectoryTooLongError, pack, pad, ragged, rows_of, split
 from rollmesh.batches.layouts import token_columns
 from rollmesh.client import SessionResult
-from tests.batches.records import linear, session, sessions
+from tests.batches.records import linear, session
+from tests.batches.strategies import sessions
 
 _LENGTH = 60  # longer than any trajectory of `sessions`
 _LAYOUTS = [
