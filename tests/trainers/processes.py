@@ -11,11 +11,12 @@ from typing import Any
 _ROOT = Path(__file__).parents[2]
 ENVIRONMENT = _ROOT / ".venv-trainers"
 _SCRIPTS = Path(__file__).parent / "scripts"
-_SOURCES = ("protos/gen", "services/runtime", "clients", ".")
+_SERVICES = ("services/engine", "services/router", "services/gateway", "services/collector")
+_SOURCES = ("protos/gen", "services/runtime", "clients", ".", *_SERVICES)
 _SCRIPT_S = 240.0
 
 
-async def run_script(script: str, folder: Path, **arguments: Any) -> Any:
+async def run_script(script: str, folder: Path, /, **arguments: Any) -> Any:
     """Runs a script with one JSON argument; returns what it prints last.
 
     Raises:
@@ -23,6 +24,11 @@ async def run_script(script: str, folder: Path, **arguments: Any) -> Any:
     """
     ready = (ENVIRONMENT / ".ready").exists()
     assert ready, "the trainers' packages are missing: run `make .venv-trainers/.ready`"
+    return await run_with(ENVIRONMENT / "bin" / "python", script, folder, **arguments)
+
+
+async def run_with(python: str | Path, script: str, folder: Path, /, **arguments: Any) -> Any:
+    """Runs a script with an interpreter; see `run_script`."""
     settings = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
@@ -35,7 +41,7 @@ async def run_script(script: str, folder: Path, **arguments: Any) -> Any:
         "TOKENIZERS_PARALLELISM": "false",
     }
     process = await asyncio.create_subprocess_exec(
-        ENVIRONMENT / "bin" / "python", _SCRIPTS / f"{script}.py", json.dumps(arguments),
+        python, _SCRIPTS / f"{script}.py", json.dumps(arguments),
         cwd=folder, env=settings, start_new_session=True,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
