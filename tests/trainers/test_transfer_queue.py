@@ -63,6 +63,13 @@ async def test_a_column_that_would_be_overwritten_is_refused(ran: Any) -> None:
     assert ran["refusals"]["column"] == "prompt: has the columns ['rm_scores']; rename them"
 
 
+async def test_a_configuration_that_cannot_work_is_refused_by_name(ran: Any) -> None:
+    refusals = ran["refusals"]
+    assert refusals["settings"] == "rollmesh: 'gateway'; see docs/trainers.md"
+    assert "'speed'" in refusals["unknown"]
+    assert refusals["runner"].startswith("rollmesh.runners.mine: 'no.such.module:run' is no")
+
+
 async def test_batches_become_tensordicts_of_as_many_rows(ran: Any) -> None:
     found = ran["tensordicts"]
     assert (found["padded"], found["nothing"]) == ([4], [0])

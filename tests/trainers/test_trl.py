@@ -4,11 +4,15 @@ import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from rollmesh.client import MeshAddresses
+from rollmesh.integrations.trl import MeshRollouts
+from rollmesh.runtime.errors import InvalidFieldError
 from tests.trainers.processes import run_with
 
 _STEPS, _SAMPLES = 3, 8
@@ -51,3 +55,13 @@ async def test_the_reward_of_a_session_is_the_trainers_reward(ran: Any) -> None:
 
 async def test_a_sample_that_failed_and_a_branch_without_a_place_are_counted(ran: Any) -> None:
     assert ran["counts"] == {"trained": _STEPS * _SAMPLES - 1, "failed": 1, "left_out": 1}
+
+
+async def test_a_temperature_that_the_log_probabilities_do_not_have_is_refused() -> None:
+    async def run(prompt: Any, session: Any) -> float:
+        return 0.0
+
+    nowhere = MeshAddresses(router="", gateway="", collector="", sidecar="")
+    trainer = SimpleNamespace(args=SimpleNamespace(temperature=0.7))
+    with pytest.raises(InvalidFieldError, match=r"temperature: is 0\.7"):
+        MeshRollouts(nowhere, run)(["p"], trainer)

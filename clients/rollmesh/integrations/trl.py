@@ -61,12 +61,22 @@ class MeshRollouts:
 
         Returns:
             `prompt_ids`, `completion_ids` (lists of ids), `logprobs` (of the policy that sampled;
-            0.0 where `env_mask` is 0), `env_mask` (1 where the token is trained), `mesh_reward`.
+            0.0 where nothing was), `env_mask` (1 where the token is trained), `mesh_reward`.
+
+        Raises:
+            InvalidFieldError: The trainer's temperature is not 1.
+            RollmeshError: The collector refuses the subscription.
         """
+        if trainer.args.temperature != 1.0:
+            raise InvalidFieldError(
+                "temperature",
+                f"is {trainer.args.temperature}, and the trainer would compare log-probabilities at "
+                "that temperature with ours, which are at 1.0; leave it at 1.0",
+            )
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval
         sampling = {
-            "temperature": float(trainer.args.temperature),
+            "temperature": 1.0,
             "max_tokens": int(trainer.args.max_completion_length),
         }
         groups = [uuid.uuid4().hex for _ in range(-(-len(prompts) // size))]

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import transfer_queue as tq
 
 from rollmesh.batches import pack, pad, ragged, rows_of, to_tensordict
 from rollmesh.client import SessionResult
+from rollmesh.integrations.prompts import Settings
 from rollmesh.integrations.transfer_queue import PromptStatus, TransferQueueWriter, queue_rows
+from rollmesh.integrations.verl import load_runner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory
 from tests.trainers.queues import buffer, described, running_queue
@@ -99,10 +103,17 @@ def statuses() -> dict[str, str]:
 def refusals() -> dict[str, str]:
     rows = rows_of([session("s", [linear("s", 2, 2)])])
     found: dict[str, str] = {}
+    addresses = dict.fromkeys(("router", "gateway", "collector", "sidecar"), "a:1")
     wrongs: dict[str, dict[str, Any]] = {"uid": {"uid": "a_b"}, "column": {"rm_scores": 1}}
-    for name, wrong in wrongs.items():
+    attempts: dict[str, Callable[[], object]] = {
+        name: partial(queue_rows, rows, prompt("u") | wrong) for name, wrong in wrongs.items()
+    }
+    attempts["settings"] = lambda: Settings.from_config({"router": "a:1"})
+    attempts["unknown"] = lambda: Settings.from_config({**addresses, "runners": {}, "speed": 1})
+    attempts["runner"] = lambda: load_runner("mine", "no.such.module:run")
+    for name, attempt in attempts.items():
         try:
-            queue_rows(rows, prompt("u") | wrong)
+            attempt()
         except InvalidFieldError as error:
             found[name] = error.message
     return found
