@@ -15,6 +15,7 @@ from tests.meshes import scripted_mesh
 from tests.trainers.processes import run_script
 
 _SAMPLES = 3
+_SESSIONS = 3 * _SAMPLES + 1  # of three prompts and one of the validation set
 _TRAINED = 2 * _SAMPLES  # of three prompts; one is broken
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -46,17 +47,21 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
     folder = tmp_path_factory.mktemp("verl")
     async with scripted_mesh(folder, tokenizer_dir) as mesh, mesh.client() as client:
         read = await run_script(
-            "verl_run", folder, addresses=asdict(mesh.addresses), samples=_SAMPLES
+            "verl_run",
+            folder,
+            addresses=asdict(mesh.addresses),
+            samples=_SAMPLES,
+            model=str(tokenizer_dir),
         )
         sessions: dict[tuple[str, int], SessionResult] = {}
         async with client.subscribe("audit", unit="session") as deliveries:
             async with asyncio.timeout(30):
-                while len(sessions) < 3 * _SAMPLES:
+                while len(sessions) < _SESSIONS:
                     (session,) = (await anext(deliveries)).sessions
                     sessions[session.group_id, session.sample_index] = session
         stats = await client.stats()
         (verl,) = [one for one in stats.consumers if one.consumer == "verl"]
-        assert (verl.acknowledged, verl.leased, verl.ready) == (3 * _SAMPLES, 0, 0)
+        assert (verl.acknowledged, verl.leased, verl.ready) == (_SESSIONS, 0, 0)
         yield Ran(read, sessions)
 
 
@@ -152,3 +157,15 @@ async def test_sessions_of_the_broken_agent_are_closed_as_failed(ran: Ran) -> No
     outcomes = {place: session.outcome for place, session in ran.sessions.items()}
     assert {outcomes["third", at] for at in range(_SAMPLES)} == {"FAILED"}
     assert {outcomes["first", at] for at in range(_SAMPLES)} == {"COMPLETED"}
+
+
+async def test_verls_own_reward_manager_scores_what_came_without_a_reward(ran: Ran) -> None:
+    found, session = ran.read["validated"], ran.sessions["checked", 0]
+    assert found["keys"] == ["checked_0_0"]
+    assert session.reward is None
+    (trajectory,) = session.trajectories
+    assert found["responses"] == trajectory.token_ids[trajectory.prompt_tokens :].tolist()
+    said = found["extra_fields"]["reward_extra_info"]
+    assert (said["truth"], said["accuracy"]) == ("sums 7", 0.25)
+    assert found["rm_scores"][-1] == said["score"] > 0
+    assert not any(found["rm_scores"][:-1])

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields as dataclass_fields
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, fields as dataclass_fields, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,11 @@ from rollmesh.integrations.transfer_queue import (
 )
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, ShuttingDownError
 from rollmesh.runtime.logs import fields
+
+Scorer: TypeAlias = Callable[
+    [SessionResult, Mapping[str, Any]], Awaitable[tuple[float, dict[str, Any]]]
+]
+"""Gives a session that came without a reward one, and says what else there is to say."""
 
 _log = logging.getLogger(__name__)
 _SUBMIT_S = 60.0
@@ -74,6 +79,8 @@ class Prompt:
     sampling: dict[str, Any]
     partition: str
     """"train" or "val"."""
+    scorer: Scorer | None = None
+    """For sessions whose runner returned no reward."""
 
 
 @dataclass(slots=True)
@@ -161,9 +168,13 @@ class PromptRollouts:
         extra: dict[str, Any] = {}
 
         def score(session: Session, given: Any) -> None:
-            extra.update(_take_reward(session, given))
+            extra.update(_take_reward(session, given, needed=prompt.scorer is None))
 
         async def keep(result: SessionResult) -> None:
+            if result.reward is None and prompt.scorer is not None:
+                reward, said = await prompt.scorer(result, prompt.row)
+                extra.update(said)
+                result = replace(result, reward=reward)
             rows = rows_of([result])
             if not rows:
                 raise InvalidFieldError("session", f"{result.session_id} has nothing to train on")
@@ -181,7 +192,7 @@ class PromptRollouts:
         return True
 
 
-def _take_reward(session: Session, given: Any) -> dict[str, Any]:
+def _take_reward(session: Session, given: Any, *, needed: bool) -> dict[str, Any]:
     """Sets the session's reward from what a runner returned; returns what else the scorer said.
 
     Raises:
@@ -189,6 +200,8 @@ def _take_reward(session: Session, given: Any) -> dict[str, Any]:
     """
     extra: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"reward": given}
     reward = extra.pop("reward", None)
+    if reward is None and not needed:
+        return extra
     if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)):
         raise InvalidFieldError("reward", f"{reward!r} is no number; the runner must return one")
     session.reward = float(reward)

@@ -73,7 +73,7 @@ def queue_rows(
     uid, steps = prompt_uid(prompt), int(prompt["global_steps"])
     if taken := _TOKEN_COLUMNS & prompt.keys():
         raise InvalidFieldError("prompt", f"has the columns {sorted(taken)}; rename them")
-    ordered = sorted(rows, key=_place)
+    ordered = main_last(rows)
     columns: list[dict[str, Any]] = []
     keys: list[str] = []
     tags: list[dict[str, Any]] = []
@@ -85,6 +85,11 @@ def queue_rows(
         keys.append(f"{uid}_{row.session.sample_index}_{index}")
         tags.append(_tag(row, extra, steps))
     return QueueRows(keys, stacked(columns), tags)
+
+
+def main_last(rows: Rows) -> list[Row]:
+    """Returns the rows of a session as the queue has them: the main conversation last."""
+    return sorted(rows, key=_place)
 
 
 def prompt_uid(prompt: Mapping[str, Any]) -> str:

@@ -70,8 +70,8 @@ class MeshRollouts:
         if trainer.args.temperature != 1.0:
             raise InvalidFieldError(
                 "temperature",
-                f"is {trainer.args.temperature}, and the trainer would compare log-probabilities at "
-                "that temperature with ours, which are at 1.0; leave it at 1.0",
+                f"is {trainer.args.temperature}, and the trainer would compare log-probabilities "
+                "at that temperature with ours, which are at 1.0; leave it at 1.0",
             )
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval

@@ -21,7 +21,7 @@ import transfer_queue as tq
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from rollmesh.client import AgentRunner
-from rollmesh.integrations.prompts import Prompt, PromptRollouts, Settings
+from rollmesh.integrations.prompts import Prompt, PromptRollouts, Scorer, Settings
 from rollmesh.runtime.errors import InvalidFieldError
 
 _START_S = 60.0
@@ -30,8 +30,10 @@ _START_S = 60.0
 class AgentLoopManager:
     """Rolls prompts out in a thread of its own; results go to the TransferQueue."""
 
-    def __init__(self, config: Any, **_handles: Any) -> None:
-        """Takes verl's whole configuration; its own servers' handles are not used.
+    def __init__(
+        self, config: Any, *, reward_loop_worker_handles: Any = None, **_handles: Any
+    ) -> None:
+        """Takes verl's whole configuration and its reward workers; its own servers are not used.
 
         Raises:
             InvalidFieldError: `config.rollmesh` lacks something.
@@ -41,6 +43,9 @@ class AgentLoopManager:
         self._runners = {
             name: load_runner(name, path) for name, path in self._settings.runners.items()
         }
+        self._scorer: Scorer | None = None
+        if reward_loop_worker_handles:
+            self._scorer = _reward_loop(reward_loop_worker_handles)
         self._ready: concurrent.futures.Future[PromptRollouts] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="rollmesh-rollouts", daemon=True)
 
@@ -68,8 +73,9 @@ class AgentLoopManager:
             RollmeshError: The rollouts have ended, with the reason.
             InvalidFieldError: A row names a runner that is not configured, or its uid has a "_".
         """
-        validate = bool(prompts.pop("validate", default=False))
-        rows = [self._prompt(row, validate=validate) for row in _rows(prompts)]
+        rows = [
+            self._prompt(row, validate=bool(row.pop("validate", False))) for row in _rows(prompts)
+        ]
         rollouts = self._ready.result()
         for prompt in rows:
             rollouts.submit(prompt)
@@ -106,6 +112,7 @@ class AgentLoopManager:
             n,
             sampling_of(config, validate=validate, greedy=greedy),
             "val" if validate else "train",
+            self._scorer,
         )
 
 
@@ -121,6 +128,12 @@ def sampling_of(config: Any, *, validate: bool, greedy: bool) -> dict[str, Any]:
     if config.get("response_length"):
         sampling["max_tokens"] = int(config.response_length)
     return sampling
+
+
+def _reward_loop(workers: Any) -> Scorer:
+    """Returns verl's reward loop; verl itself is imported only where it gives us one."""
+    module = importlib.import_module("rollmesh.integrations.verl_rewards")
+    return cast("Scorer", module.RewardLoop(list(workers)).score)
 
 
 def load_runner(name: str, path: str) -> AgentRunner:

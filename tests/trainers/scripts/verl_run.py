@@ -12,9 +12,11 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import ray
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
+from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.import_utils import load_class_from_fqn
@@ -42,13 +44,21 @@ async def solve(prompt: dict[str, Any], session: Session) -> dict[str, Any]:
             assert response.status == 200, answer
             message = answer["choices"][0]["message"]
             messages += [message, {"role": "user", "content": "again"}]
+    if prompt["extra_info"]["scored"]:
+        return {"accuracy": 0.25}
     return {"reward": float(next(_REWARDS)), "accuracy": 0.5}
 
 
-def configuration(addresses: dict[str, str], samples: int) -> Any:
+def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> Any:
+    """What verl's reward manager calls."""
+    return {"score": float(len(solution_str)), "truth": f"{data_source} {ground_truth}"}
+
+
+def configuration(addresses: dict[str, str], samples: int, model: str) -> Any:
     return OmegaConf.create(
         {
             "actor_rollout_ref": {
+                "model": {"path": model, "tokenizer_path": None},
                 "rollout": {
                     "n": samples,
                     "temperature": 1.0,
@@ -60,7 +70,7 @@ def configuration(addresses: dict[str, str], samples: int) -> Any:
                         "default_agent_loop": "solver",
                         "agent_loop_manager_class": _MANAGER,
                     },
-                }
+                },
             },
             "algorithm": {
                 "adv_estimator": "grpo",
@@ -69,12 +79,17 @@ def configuration(addresses: dict[str, str], samples: int) -> Any:
                 "use_kl_in_reward": False,
                 "norm_adv_by_std_in_grpo": True,
             },
+            "reward": {
+                "custom_reward_function": {"path": __file__, "name": "compute_score"},
+                "reward_manager": {"source": "register", "name": "naive"},
+                "reward_model": {"enable": False},
+            },
             "rollmesh": {**addresses, "runners": {"solver": "verl_run:solve"}},
         }
     )
 
 
-def prompts(uids: list[str], broken: list[bool]) -> Any:
+def prompts(uids: list[str], broken: list[bool], *, validate: bool = False) -> Any:
     """Makes a batch as verl's data loader does."""
     columns: dict[str, list[Any]] = {
         "uid": uids,
@@ -83,7 +98,10 @@ def prompts(uids: list[str], broken: list[bool]) -> Any:
         ],
         "data_source": ["sums"] * len(uids),
         "reward_model": [{"style": "rule", "ground_truth": "7"}] * len(uids),
-        "extra_info": [{"index": at, "broken": is_broken} for at, is_broken in enumerate(broken)],
+        "extra_info": [
+            {"index": at, "broken": is_broken, "scored": validate}
+            for at, is_broken in enumerate(broken)
+        ],
         "index": list(range(len(uids))),
         "tools_kwargs": [{}] * len(uids),
     }
@@ -94,16 +112,35 @@ def prompts(uids: list[str], broken: list[bool]) -> Any:
     arrays["dummy_tensor"] = torch.zeros(len(uids), 1, dtype=torch.uint8)
     batch = tu.get_tensordict(arrays)
     tu.assign_non_tensor_data(batch, "global_steps", 1)
+    tu.assign_non_tensor_data(batch, "validate", validate)
     return batch
+
+
+def validation(manager: Any) -> dict[str, Any]:
+    """One prompt of the validation set, scored by verl's own reward manager."""
+    tag = {"is_prompt": True, "status": "pending", "global_steps": 1}
+    tq.kv_batch_put(keys=["checked"], partition_id="val", tags=[tag])
+    manager.generate_sequences(prompts(["checked"], [False], validate=True))
+    sampled, _ = buffer().sample(global_steps=1, partition_id="val", batch_size=1)
+    data = tq.kv_batch_get(keys=sampled.keys, partition_id="val")
+    names = ("responses", "rm_scores", "extra_fields")
+    return {
+        "keys": list(sampled.keys),
+        **{name: described(data[name])["values"][0] for name in names},
+    }
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    config = configuration(given["addresses"], given["samples"])
+    config = configuration(given["addresses"], given["samples"], given["model"])
     with running_queue():
+        reward_worker = ray.remote(RewardLoopWorker).remote(config)
         fqn = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
         manager = load_class_from_fqn(fqn, "AgentLoopManager").create(
-            config=config, llm_client=None, teacher_client=None, reward_loop_worker_handles=None
+            config=config,
+            llm_client=None,
+            teacher_client=None,
+            reward_loop_worker_handles=[reward_worker],
         )
         trainer: Any = SimpleNamespace(
             config=config, trainer_mode="sync", global_steps=1, agent_loop_manager=manager
@@ -116,12 +153,14 @@ def main() -> None:
         after = tq.kv_batch_get(
             keys=sampled.keys, partition_id="train", select_fields=["advantages"]
         )
+        validated = validation(manager)
         manager.close()
     columns = {name: described(before[name]) for name in before.keys()}  # noqa: SIM118
     result = {
         "keys": list(sampled.keys),
         "tags": list(sampled.tags),
         "columns": columns,
+        "validated": validated,
         "advantages": described(after["advantages"])["values"],
     }
     print(json.dumps(result))  # noqa: T201
