@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from rollmesh.batches import (
     rows_of,
 )
 from rollmesh.client import Delivery
+from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory
 
 _TURNS = [(2, False, False), (3, True, True), (1, False, False), (2, True, True)]
@@ -82,6 +84,13 @@ def test_an_auxiliary_call_is_left_out_and_counted_unless_kept() -> None:
     sources = [session("s", [linear("m", 2, 3), title])]
     assert rows_of(sources).counts == {"UNTRAINED": 1}
     assert len(rows_of(sources, untrained="keep")) == 2
+
+
+def test_a_session_whose_turns_are_in_no_trajectory_is_refused() -> None:
+    tree = replace(session("s", [linear("t", 2, 3)]), trajectories=())
+    with pytest.raises(InvalidFieldError, match="session s has turns and no trajectories"):
+        rows_of([tree])
+    assert len(rows_of([session("never answered", [])])) == 0
 
 
 def test_a_delivery_is_read_like_its_sessions() -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rollmesh.batches.errors import MissingLogprobsError, MissingRewardError
 from rollmesh.client import Delivery, SessionResult, Trajectory
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.v1 import types_pb2
 
 Handling: TypeAlias = Literal["refuse", "leave_out"]
@@ -94,6 +94,7 @@ def rows_of(
     Raises:
         MissingRewardError: Under "refuse"; names the trajectory.
         MissingLogprobsError: Under "refuse"; names the trajectory.
+        InvalidFieldError: A session was exported as a tree, not as trajectories.
     """
     rows: list[Row] = []
     left_out: list[LeftOut] = []
@@ -126,10 +127,14 @@ def _left(trajectory: Trajectory, reason: str) -> LeftOut:
 
 def _sessions(sources: Iterable[SessionResult | Delivery]) -> Iterator[SessionResult]:
     for source in sources:
-        if isinstance(source, Delivery):
-            yield from source.sessions
-        else:
-            yield source
+        for session in source.sessions if isinstance(source, Delivery) else (source,):
+            if session.turns and not session.trajectories:
+                raise InvalidFieldError(
+                    "trajectories",
+                    f"session {session.session_id} has turns and no trajectories; "
+                    'open sessions with export="leaves" or "turns"',
+                )
+            yield session
 
 
 def _lacks_logprobs(trajectory: Trajectory) -> bool:
