@@ -46,6 +46,13 @@ help: ## Lists the targets
 	.venv-agents/bin/python $(PIP) --require-hashes -r requirements/agents.txt
 	@touch $@
 
+.venv-trainers/.ready: requirements/trainers.txt
+	@echo "setup: .venv-trainers from requirements/trainers.txt: verl, TransferQueue (1.8 GB)"
+	$(PYTHON) -m venv .venv-trainers
+	.venv-trainers/bin/python $(PIP) --no-deps --require-hashes -r requirements/trainers.txt
+	.venv-trainers/bin/python $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
 .venv-peer/.ready: requirements/bench-peer.txt
 	@echo "setup: .venv-peer from requirements/bench-peer.txt: what bench-turns compares with"
 	$(PYTHON) -m venv .venv-peer
@@ -57,7 +64,7 @@ help: ## Lists the targets
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
 
-test: .venv/.ready .venv-agents/.ready ## Runs all tests
+test: .venv/.ready .venv-agents/.ready .venv-trainers/.ready ## Runs all tests
 	.venv/bin/python -m pytest -q
 
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
@@ -130,9 +137,12 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) --group protos -o requirements/protos.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	$(LOCK) --group agents -o requirements/agents.txt
+	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
+	  --override requirements/overrides-trainers.txt --no-emit-package torch \
+	  -o requirements/trainers.txt
 	for service in $(SERVICES); do \
 	  $(LOCK) pyproject.toml --extra $$service -c requirements/test.txt -o requirements/$$service.txt; \
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers build dist var .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,40 @@
+"""From delivered sessions to batches: NumPy arrays, torch tensors, TensorDicts.
+
+`rows_of` reads sessions; `pad`, `pack`, `ragged` and `split` lay them out; `to_torch` and
+`to_tensordict` convert. No token is cut off: what does not fit is refused, or left out and counted.
+"""
+
+from rollmesh.batches.errors import (
+    MissingLogprobsError,
+    MissingRewardError,
+    PackageMissingError,
+    TrajectoryTooLongError,
+)
+from rollmesh.batches.heads import Heads, group_advantages
+from rollmesh.batches.layouts import Batch, pack, pad
+from rollmesh.batches.ragged import RaggedBatch, ragged
+from rollmesh.batches.rows import LeftOut, Row, Rows, rows_of
+from rollmesh.batches.split import SplitBatch, split
+from rollmesh.batches.tensors import to_tensordict, to_torch
+
+__all__ = [
+    "Batch",
+    "Heads",
+    "LeftOut",
+    "MissingLogprobsError",
+    "MissingRewardError",
+    "PackageMissingError",
+    "RaggedBatch",
+    "Row",
+    "Rows",
+    "SplitBatch",
+    "TrajectoryTooLongError",
+    "group_advantages",
+    "pack",
+    "pad",
+    "ragged",
+    "rows_of",
+    "split",
+    "to_tensordict",
+    "to_torch",
+]

@@ -1,0 +1,99 @@
+"""What is known of each trajectory of a batch as a whole: ids, counts, rewards, advantages."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.batches.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """One value per trajectory; B trajectories."""
+
+    trajectory_ids: tuple[str, ...]
+    session_ids: tuple[str, ...]
+    group_ids: tuple[str, ...]
+    lineages: tuple[str, ...]
+    reasons: tuple[tuple[str, ...], ...]
+    """What is to be known of each; ("EXACT",) where nothing is."""
+    group_index: NDArray[np.int64]
+    """int64 [B]: equal where the group is; from 0, in order of appearance."""
+    session_index: NDArray[np.int64]
+    """int64 [B]: equal where the session is; from 0, in order of appearance."""
+    sample_index: NDArray[np.int64]
+    """int64 [B]: place of the session in its group."""
+    trajectory_index: NDArray[np.int64]
+    """int64 [B]: place of the trajectory in its session."""
+    num_tokens: NDArray[np.int64]
+    """int64 [B]."""
+    prompt_tokens: NDArray[np.int64]
+    """int64 [B]: tokens before the first sampled one."""
+    num_turns: NDArray[np.int64]
+    """int64 [B]: sampled turns along the path."""
+    reward: NDArray[np.float32]
+    """float32 [B]: all that the trajectory earned."""
+
+    def __len__(self) -> int:
+        """Number of trajectories B."""
+        return len(self.trajectory_ids)
+
+
+def heads_of(rows: Sequence[Row]) -> Heads:
+    """Returns the heads of rows, in their order."""
+    return Heads(
+        trajectory_ids=tuple(row.trajectory.trajectory_id for row in rows),
+        session_ids=tuple(row.session.session_id for row in rows),
+        group_ids=tuple(row.group_id for row in rows),
+        lineages=tuple(row.trajectory.lineage for row in rows),
+        reasons=tuple(row.trajectory.reasons for row in rows),
+        group_index=_indexes([row.group_id for row in rows]),
+        session_index=_indexes([row.session.session_id for row in rows]),
+        sample_index=_integers([row.session.sample_index for row in rows]),
+        trajectory_index=_integers([row.index for row in rows]),
+        num_tokens=_integers([len(row) for row in rows]),
+        prompt_tokens=_integers([row.trajectory.prompt_tokens for row in rows]),
+        num_turns=_integers([row.trajectory.turns for row in rows]),
+        reward=np.array([row.reward for row in rows], np.float32),
+    )
+
+
+def group_advantages(
+    heads: Heads, *, by_deviation: bool = False, epsilon: float = 1e-6
+) -> NDArray[np.float32]:
+    """Returns reward minus the group's mean, float32 [B], as GRPO takes it.
+
+    Each session of a group counts once, with the mean over its trajectories, however many it has.
+
+    Args:
+        heads: Of whole groups.
+        by_deviation: Whether to divide by the group's standard deviation (n - 1; 1.0 where the
+            group has one session).
+        epsilon: Added to the deviation.
+    """
+    sessions = int(heads.session_index.max(initial=-1)) + 1
+    groups = int(heads.group_index.max(initial=-1)) + 1
+    reward = heads.reward.astype(np.float64)
+    trajectories = np.bincount(heads.session_index, minlength=sessions)
+    of_session = np.bincount(heads.session_index, reward, sessions) / trajectories
+    group_of = np.zeros(sessions, np.int64)
+    group_of[heads.session_index] = heads.group_index
+    size = np.bincount(group_of, minlength=groups)
+    mean = np.bincount(group_of, of_session, groups) / size
+    advantages = reward - mean[heads.group_index]
+    if by_deviation:
+        squares = np.bincount(group_of, (of_session - mean[group_of]) ** 2, groups)
+        deviation = np.where(size > 1, np.sqrt(squares / np.maximum(size - 1, 1)), 1.0)
+        advantages /= deviation[heads.group_index] + epsilon
+    return advantages.astype(np.float32)
+
+
+def _integers(values: list[int]) -> NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+def _indexes(values: Sequence[Hashable]) -> NDArray[np.int64]:
+    places: dict[Hashable, int] = {}
+    return _integers([places.setdefault(value, len(places)) for value in values])

@@ -1,0 +1,187 @@
+"""Batches of fixed shape: one trajectory a row, padded, or several a row, packed."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.batches.errors import TrajectoryTooLongError
+from rollmesh.batches.heads import Heads, heads_of
+from rollmesh.batches.rows import Handling, LeftOut, Row, Rows, refuse_or_leave
+
+Place: TypeAlias = tuple[int, int]
+"""Row of the batch and column of the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B trajectories in R rows of L tokens."""
+
+    token_ids: NDArray[np.int64]
+    """int64 [R, L]; the padding id where nothing is."""
+    attention_mask: NDArray[np.bool_]
+    """bool [R, L]: whether there is a token."""
+    segment_ids: NDArray[np.int32]
+    """int32 [R, L]: which trajectory of the row, from 1; 0 where nothing is. A token may attend to
+    earlier ones with its own number."""
+    position_ids: NDArray[np.int64]
+    """int64 [R, L]: from 0 in each trajectory; 0 where nothing is."""
+    loss_mask: NDArray[np.bool_]
+    """bool [R, L]: whether the token is trained."""
+    logprobs: NDArray[np.float32]
+    """float32 [R, L]: under the policy that sampled; 0.0 where nothing was sampled."""
+    policy_versions: NDArray[np.int64]
+    """int64 [R, L]: version that sampled the token; -1 where nothing was sampled."""
+    rewards: NDArray[np.float32]
+    """float32 [R, L]: see `Row.rewards`."""
+    row_index: NDArray[np.int64]
+    """int64 [B]: the row that a trajectory is in."""
+    start: NDArray[np.int64]
+    """int64 [B]: the column of its first token."""
+    heads: Heads
+    """One value per trajectory, in the order of the rows that were given."""
+    left_out: tuple[LeftOut, ...]
+    """Trajectories that are not in the batch, also those left out before."""
+
+    def unpack(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """Cuts any [R, L, ...] into one [N, ...] per trajectory, in the order of `heads`."""
+        places = zip(self.row_index, self.start, self.heads.num_tokens, strict=True)
+        return [values[row, start : start + tokens] for row, start, tokens in places]
+
+    def cu_seqlens(self, row: int) -> NDArray[np.int32]:
+        """Returns where the trajectories of a row begin, and where the last ends, int32 [S + 1]."""
+        ids = self.segment_ids[row]
+        return np.searchsorted(ids[ids > 0], np.arange(1, ids.max() + 2)).astype(np.int32)
+
+
+def pad(
+    rows: Rows,
+    *,
+    side: Literal["right", "left"] = "right",
+    length: int | None = None,
+    pad_id: int = 0,
+    too_long: Handling = "refuse",
+) -> Batch:
+    """Lays out one trajectory a row.
+
+    Args:
+        rows: What is trained.
+        side: Where the padding goes.
+        length: Tokens of a row L; None takes the longest trajectory.
+        pad_id: Token id of the padding.
+        too_long: For trajectories with more than `length` tokens.
+
+    Raises:
+        TrajectoryTooLongError: Under "refuse"; names the trajectory.
+    """
+    fitting, left_out = fit(rows, length, too_long)
+    longest = max(map(len, fitting), default=0) if length is None else length
+    places = [(at, 0 if side == "right" else longest - len(row)) for at, row in enumerate(fitting)]
+    return _lay_out(fitting, places, (len(fitting), longest), pad_id, left_out)
+
+
+def pack(rows: Rows, length: int, *, pad_id: int = 0, too_long: Handling = "refuse") -> Batch:
+    """Lays out several trajectories a row, the longest first, each in the first row with room.
+
+    Args:
+        rows: What is trained.
+        length: Tokens of a row L.
+        pad_id: Token id of the padding, which is at the end of rows.
+        too_long: For trajectories with more than `length` tokens.
+
+    Raises:
+        TrajectoryTooLongError: Under "refuse"; names the trajectory.
+    """
+    fitting, left_out = fit(rows, length, too_long)
+    places: list[Place] = [(0, 0)] * len(fitting)
+    used: list[int] = []
+    for at in sorted(range(len(fitting)), key=lambda at: -len(fitting[at])):
+        tokens = len(fitting[at])
+        row = next((row for row, full in enumerate(used) if full + tokens <= length), len(used))
+        if row == len(used):
+            used.append(0)
+        places[at] = (row, used[row])
+        used[row] += tokens
+    return _lay_out(fitting, places, (len(used), length), pad_id, left_out)
+
+
+def fit(
+    rows: Rows, length: int | None, too_long: Handling
+) -> tuple[list[Row], tuple[LeftOut, ...]]:
+    """Returns the rows of at most `length` tokens, and all that are left out.
+
+    Raises:
+        TrajectoryTooLongError: Under "refuse"; names the trajectory.
+    """
+    fitting: list[Row] = []
+    left_out = list(rows.left_out)
+    for row in rows:
+        if length is None or len(row) <= length:
+            fitting.append(row)
+            continue
+        name = row.trajectory.trajectory_id
+        error = TrajectoryTooLongError(name, "sequence", len(row), length)
+        left_out.append(refuse_or_leave(row.trajectory, error, too_long))
+    return fitting, tuple(left_out)
+
+
+def token_columns(row: Row) -> dict[str, NDArray[Any]]:
+    """Returns the columns with one value per token, [N] each, in the dtypes of a batch."""
+    trajectory = row.trajectory
+    return {
+        "token_ids": trajectory.token_ids.astype(np.int64),
+        "position_ids": np.arange(len(row), dtype=np.int64),
+        "loss_mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs,
+        "policy_versions": trajectory.policy_versions,
+        "rewards": row.rewards,
+    }
+
+
+def filled(shape: tuple[int, ...], pad_id: int) -> dict[str, NDArray[Any]]:
+    """Returns the columns as they are where no token is."""
+    return {
+        "token_ids": np.full(shape, pad_id, np.int64),
+        "position_ids": np.zeros(shape, np.int64),
+        "loss_mask": np.zeros(shape, np.bool_),
+        "logprobs": np.zeros(shape, np.float32),
+        "policy_versions": np.full(shape, -1, np.int64),
+        "rewards": np.zeros(shape, np.float32),
+    }
+
+
+def _lay_out(
+    rows: Sequence[Row],
+    places: Sequence[Place],
+    shape: tuple[int, int],
+    pad_id: int,
+    left_out: Iterable[LeftOut],
+) -> Batch:
+    columns = filled(shape, pad_id)
+    segment_ids = np.zeros(shape, np.int32)
+    number = _numbers(places)
+    for row, (at, start) in zip(rows, places, strict=True):
+        here = (at, slice(start, start + len(row)))
+        segment_ids[here] = number[at, start]
+        for name, values in token_columns(row).items():
+            columns[name][here] = values
+    return Batch(
+        **columns,
+        attention_mask=segment_ids > 0,
+        segment_ids=segment_ids,
+        row_index=np.array([at for at, _ in places], np.int64),
+        start=np.array([start for _, start in places], np.int64),
+        heads=heads_of(rows),
+        left_out=tuple(left_out),
+    )
+
+
+def _numbers(places: Sequence[Place]) -> Mapping[Place, int]:
+    """Numbers the places of each row from 1, by column."""
+    numbers: dict[Place, int] = {}
+    in_row: dict[int, int] = {}
+    for place in sorted(places):
+        in_row[place[0]] = numbers[place] = in_row.get(place[0], 0) + 1
+    return numbers

@@ -1,0 +1,45 @@
+"""Batches without padding: all tokens in one line, and where each trajectory begins."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.batches.heads import Heads, heads_of
+from rollmesh.batches.layouts import filled, token_columns
+from rollmesh.batches.rows import LeftOut, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """B trajectories of together T tokens."""
+
+    token_ids: NDArray[np.int64]
+    """int64 [T]."""
+    position_ids: NDArray[np.int64]
+    """int64 [T]: from 0 in each trajectory."""
+    loss_mask: NDArray[np.bool_]
+    """bool [T]: whether the token is trained."""
+    logprobs: NDArray[np.float32]
+    """float32 [T]: under the policy that sampled; 0.0 where nothing was sampled."""
+    policy_versions: NDArray[np.int64]
+    """int64 [T]: version that sampled the token; -1 where nothing was sampled."""
+    rewards: NDArray[np.float32]
+    """float32 [T]: see `Row.rewards`."""
+    offsets: NDArray[np.int64]
+    """int64 [B + 1]: where each trajectory begins, and T: `cu_seqlens` of the whole batch."""
+    heads: Heads
+    """One value per trajectory."""
+    left_out: tuple[LeftOut, ...]
+    """Trajectories that are not in the batch."""
+
+
+def ragged(rows: Rows) -> RaggedBatch:
+    """Lays out the trajectories one after the other, in their order."""
+    columns = [filled((0,), 0), *map(token_columns, rows)]
+    joined: dict[str, NDArray[Any]] = {
+        name: np.concatenate([column[name] for column in columns]) for name in columns[0]
+    }
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    return RaggedBatch(**joined, offsets=offsets, heads=heads_of(rows.rows), left_out=rows.left_out)

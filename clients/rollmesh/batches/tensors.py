@@ -1,0 +1,88 @@
+"""Batches as torch tensors and as TensorDicts; neither package is imported unless asked for."""
+
+import importlib
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.batches.errors import PackageMissingError
+from rollmesh.batches.heads import Heads
+from rollmesh.batches.layouts import Batch
+from rollmesh.batches.ragged import RaggedBatch
+from rollmesh.batches.split import SplitBatch
+
+
+def to_torch(batch: Batch | RaggedBatch | SplitBatch, device: Any = None) -> dict[str, Any]:
+    """Returns the arrays of a batch and of its heads as tensors, by the same names.
+
+    Tensors of a `RaggedBatch` that have a value per token are nested, with the jagged layout:
+    [B, j], where j is each trajectory's own length.
+
+    Args:
+        batch: Any layout.
+        device: Where the tensors go; None leaves them on the CPU, where they share the arrays'
+            memory.
+
+    Raises:
+        PackageMissingError: torch is not installed.
+    """
+    torch = _imported("torch", "a batch of tensors")
+    arrays = _arrays(batch) | _arrays(batch.heads)
+    found = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if isinstance(batch, RaggedBatch):
+        offsets = found.pop("offsets")
+        for name in _arrays(batch).keys() - {"offsets"}:
+            found[name] = torch.nested.nested_tensor_from_jagged(found[name], offsets)
+    if device is not None:
+        found = {name: tensor.to(device) for name, tensor in found.items()}
+    return found
+
+
+def to_tensordict(batch: Batch | RaggedBatch | SplitBatch, device: Any = None) -> Any:
+    """Returns a `TensorDict` of batch size [B] with the tensors and the ids of each trajectory.
+
+    Where rows are not trajectories (a packed batch), it has batch size [] and two entries: `rows`
+    of batch size [R] with what has a value per token, `trajectories` of batch size [B].
+
+    Raises:
+        PackageMissingError: torch or tensordict is not installed.
+    """
+    tensordict = _imported("tensordict", "a TensorDict")
+    tensors = to_torch(batch, device)
+    count = len(batch.heads)
+    texts = {
+        field.name: tensordict.NonTensorStack(*value)
+        for field in fields(Heads)
+        if isinstance(value := getattr(batch.heads, field.name), tuple) and count
+    }
+    if not isinstance(batch, Batch) or _is_row_each(batch):
+        return tensordict.TensorDict(tensors | texts, batch_size=[count], device=device)
+    rows = {name: tensors.pop(name) for name, array in _arrays(batch).items() if array.ndim > 1}
+    return tensordict.TensorDict(
+        {
+            "rows": tensordict.TensorDict(rows, batch_size=[len(batch.token_ids)]),
+            "trajectories": tensordict.TensorDict(tensors | texts, batch_size=[count]),
+        },
+        batch_size=[],
+        device=device,
+    )
+
+
+def _arrays(holder: Any) -> dict[str, NDArray[Any]]:
+    found = {field.name: getattr(holder, field.name) for field in fields(holder)}
+    return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
+
+
+def _is_row_each(batch: Batch) -> bool:
+    """Whether row i is trajectory i."""
+    count = len(batch.heads)
+    return len(batch.token_ids) == count and np.array_equal(batch.row_index, np.arange(count))
+
+
+def _imported(package: str, wanted: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise PackageMissingError(package, wanted) from error

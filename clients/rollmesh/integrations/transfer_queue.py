@@ -1,0 +1,217 @@
+"""Writes sessions to a TransferQueue, in the columns, keys and tags that verl's trainer reads.
+
+Keys are `{uid}_{session}_{index}` for trajectories and `{uid}` for prompts; the columns are listed
+in docs/trainers.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from numpy.typing import NDArray
+from tensordict import NonTensorStack, TensorDict
+
+from rollmesh.batches import Row, Rows
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import types_pb2
+
+PromptStatus: TypeAlias = Literal["any_failed", "all_failed"]
+"""When a prompt is a "failure": one of its sessions failed (as verl has it), or all of them did."""
+
+_TOKEN_COLUMNS = frozenset(
+    {
+        "prompts",
+        "responses",
+        "response_mask",
+        "loss_mask",
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "rollout_log_probs",
+        "rm_scores",
+        "num_turns",
+        "multi_modal_inputs",
+        "extra_fields",
+    }
+)
+_SAID = frozenset({types_pb2.ROLE_USER, types_pb2.ROLE_TOOL})
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRows:
+    """What one put takes: as many keys as columns' rows as tags."""
+
+    keys: list[str]
+    fields: TensorDict
+    """Batch size [B]; a value per token is nested jagged, [B, j]."""
+    tags: list[dict[str, Any]]
+
+
+def queue_rows(
+    rows: Rows,
+    prompt: Mapping[str, Any],
+    *,
+    reward_extra_info: Mapping[str, Any] | None = None,
+    flat_extra_fields: bool = False,
+) -> QueueRows:
+    """Returns the rows of one session of a prompt.
+
+    The main conversation comes last: verl takes the last trajectory of a session for its reward.
+
+    Args:
+        rows: Of one session, at least one.
+        prompt: The trainer's own columns, carried along; `uid` and `global_steps` are needed.
+        reward_extra_info: What the scorer said besides the reward.
+        flat_extra_fields: Whether each entry of `extra_fields` is a column as well.
+
+    Raises:
+        InvalidFieldError: The uid has a "_", or the prompt has a column of that name already.
+    """
+    uid, steps = prompt_uid(prompt), int(prompt["global_steps"])
+    if taken := _TOKEN_COLUMNS & prompt.keys():
+        raise InvalidFieldError("prompt", f"has the columns {sorted(taken)}; rename them")
+    ordered = main_last(rows)
+    columns: list[dict[str, Any]] = []
+    keys: list[str] = []
+    tags: list[dict[str, Any]] = []
+    for index, row in enumerate(ordered):
+        extra = _extra_fields(row, reward_extra_info or {})
+        column = {**prompt, **token_columns(row), "session_id": row.session.sample_index}
+        column |= {"multi_modal_inputs": {}, "extra_fields": extra}
+        columns.append(column | extra if flat_extra_fields else column)
+        keys.append(f"{uid}_{row.session.sample_index}_{index}")
+        tags.append(_tag(row, extra, steps))
+    return QueueRows(keys, stacked(columns), tags)
+
+
+def main_last(rows: Rows) -> list[Row]:
+    """Returns the rows of a session as the queue has them: the main conversation last."""
+    return sorted(rows, key=_place)
+
+
+def prompt_uid(prompt: Mapping[str, Any]) -> str:
+    """Returns the uid of a prompt.
+
+    Raises:
+        InvalidFieldError: It has a "_", which keys are cut at.
+    """
+    uid = str(prompt["uid"])
+    if "_" in uid:
+        raise InvalidFieldError("uid", f'{uid!r} has a "_", and keys are cut there; leave it out')
+    return uid
+
+
+def token_columns(row: Row) -> dict[str, torch.Tensor]:
+    """Returns what verl trains on: P prompt tokens, R from the first sampled one on.
+
+    `prompts` int64 [P]; `responses`, `response_mask`, `loss_mask` int64 [R]; `input_ids`,
+    `attention_mask`, `position_ids` int64 [P + R]; `rollout_log_probs`, `rm_scores` float32 [R];
+    `num_turns` int64 [].
+    """
+    trajectory = row.trajectory
+    prompt = trajectory.prompt_tokens
+    ids = _tensor(trajectory.token_ids, np.int64)
+    mask = _tensor(trajectory.loss_mask[prompt:], np.int64)
+    return {
+        "prompts": ids[:prompt],
+        "responses": ids[prompt:],
+        "response_mask": mask,
+        "loss_mask": mask,
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(len(ids), dtype=torch.int64),
+        "rollout_log_probs": _tensor(trajectory.logprobs[prompt:], np.float32),
+        "rm_scores": _tensor(row.rewards[prompt:], np.float32),
+        "num_turns": torch.tensor(_messages(row), dtype=torch.int64),
+    }
+
+
+def stacked(columns: Sequence[Mapping[str, Any]]) -> TensorDict:
+    """Returns rows of equal columns as a TensorDict of batch size [B]."""
+    found: dict[str, Any] = {}
+    for name, first in columns[0].items():
+        values = [column[name] for column in columns]
+        if not isinstance(first, torch.Tensor):
+            found[name] = NonTensorStack(*values)
+        elif first.ndim == 0:
+            found[name] = torch.stack(values)
+        else:
+            found[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
+    return TensorDict(found, batch_size=[len(columns)])
+
+
+class TransferQueueWriter:
+    """Writes to one partition of the queue that this process is connected to (`tq.init`)."""
+
+    def __init__(self, partition: str, status: PromptStatus = "any_failed") -> None:
+        """Takes "train" or "val", and when a prompt is a failure."""
+        self._partition = partition
+        self._status = status
+
+    async def begin(self, uid: str) -> None:
+        """Says that the sessions of a prompt run."""
+        await self._tag(uid, "running")
+
+    async def write(self, rows: QueueRows) -> None:
+        """Puts the rows of a session; they are in the queue on return."""
+        await tq.async_kv_batch_put(
+            keys=rows.keys, partition_id=self._partition, fields=rows.fields, tags=rows.tags
+        )
+
+    async def end(self, uid: str, sessions: int, failed: int) -> None:
+        """Says that all sessions of a prompt have ended; nothing of it may be written after."""
+        most = 0 if self._status == "any_failed" else sessions - 1
+        await self._tag(uid, "finished" if failed <= most else "failure")
+
+    async def _tag(self, uid: str, status: str) -> None:
+        await tq.async_kv_put(key=uid, partition_id=self._partition, tag={"status": status})
+
+
+def _place(row: Row) -> tuple[bool, int]:
+    """Orders a session's trajectories: main last, else as they were exported."""
+    return row.trajectory.lineage in {"MAIN", "COMPACTION"}, row.index
+
+
+def _messages(row: Row) -> int:
+    """Counts as verl does: every answer, and every run of messages from outside before one."""
+    count, outside = row.trajectory.turns, False
+    for segment in row.trajectory.segments:
+        if segment.sampled:
+            outside = False
+        elif segment.role in _SAID and not outside:
+            outside = True
+            count += 1
+    return count
+
+
+def _extra_fields(row: Row, reward_extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    versions = row.trajectory.policy_versions
+    sampled = versions[versions >= 0]
+    return {
+        "reward_extra_info": dict(reward_extra_info),
+        "min_global_steps": int(sampled.min()),
+        "max_global_steps": int(sampled.max()),
+        "trajectory_id": row.trajectory.trajectory_id,
+        "lineage": row.trajectory.lineage,
+        "reasons": list(row.trajectory.reasons),
+    }
+
+
+def _tag(row: Row, extra: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    prompt, tokens = row.trajectory.prompt_tokens, len(row)
+    return {
+        "status": "success",
+        "prompt_len": prompt,
+        "response_len": tokens - prompt,
+        "seq_len": tokens,
+        "global_steps": steps,
+        "min_global_steps": extra["min_global_steps"],
+        "max_global_steps": extra["max_global_steps"],
+    }
+
+
+def _tensor(array: NDArray[Any], dtype: type[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(array.astype(dtype))

@@ -1,0 +1,56 @@
+"""Trainers' code in processes of its own, with the environment that its packages are locked in."""
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+ENVIRONMENT = _ROOT / ".venv-trainers"
+_SCRIPTS = Path(__file__).parent / "scripts"
+_SERVICES = ("services/engine", "services/router", "services/gateway", "services/collector")
+_SOURCES = ("protos/gen", "services/runtime", "clients", ".", *_SERVICES)
+_SCRIPT_S = 240.0
+
+
+async def run_script(script: str, folder: Path, /, **arguments: Any) -> Any:
+    """Runs a script with one JSON argument; returns what it prints last.
+
+    Raises:
+        AssertionError: Its packages are not installed, or it failed.
+    """
+    ready = (ENVIRONMENT / ".ready").exists()
+    assert ready, "the trainers' packages are missing: run `make .venv-trainers/.ready`"
+    return await run_with(ENVIRONMENT / "bin" / "python", script, folder, **arguments)
+
+
+async def run_with(python: str | Path, script: str, folder: Path, /, **arguments: Any) -> Any:
+    """Runs a script with an interpreter; see `run_script`."""
+    settings = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "PYTHONPATH": os.pathsep.join(str(_ROOT / source) for source in _SOURCES),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": str(folder),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    process = await asyncio.create_subprocess_exec(
+        python, _SCRIPTS / f"{script}.py", json.dumps(arguments),
+        cwd=folder, env=settings, start_new_session=True,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(_SCRIPT_S):
+            output, errors = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    assert process.returncode == 0, f"{script} failed:\n{output.decode()}\n{errors.decode()}"
+    return json.loads(output.decode().splitlines()[-1])

@@ -1,0 +1,146 @@
+"""Sessions of every shape through the writer, and what verl's replay buffer makes of them."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import transfer_queue as tq
+
+from rollmesh.batches import pack, pad, ragged, rows_of, to_tensordict
+from rollmesh.client import SessionResult
+from rollmesh.integrations.prompts import Settings
+from rollmesh.integrations.transfer_queue import PromptStatus, TransferQueueWriter, queue_rows
+from rollmesh.integrations.verl import load_runner
+from rollmesh.runtime.errors import InvalidFieldError
+from tests.batches.records import linear, session, trajectory
+from tests.trainers.queues import buffer, described, running_queue
+
+_PARTS = [(3, False, False), (4, True, True), (2, False, False), (1, True, True)]
+
+
+def prompt(uid: str) -> dict[str, Any]:
+    return {"uid": uid, "raw_prompt": [{"role": "user", "content": "hi"}], "global_steps": 7}
+
+
+def branched(index: int, reward: float) -> SessionResult:
+    """A main conversation that was exported first, a sub-agent's, and an auxiliary call."""
+    return session(
+        f"b{index}",
+        [
+            trajectory(f"main{index}", _PARTS, version=4),
+            linear(f"sub{index}", 5, 2, lineage="SUB_AGENT", version=6),
+            trajectory(f"title{index}", [(2, False, False), (3, True, False)], lineage="AUXILIARY"),
+        ],
+        index=index,
+        reward=reward,
+    )
+
+
+async def put(
+    writer: TransferQueueWriter, uid: str, results: list[SessionResult], failed: int
+) -> None:
+    await writer.begin(uid)
+    for result in results:
+        extra = {"accuracy": 1.0}
+        rows = queue_rows(rows_of([result]), prompt(uid), reward_extra_info=extra)
+        await writer.write(rows)
+    await writer.end(uid, len(results) + failed, failed)
+
+
+def submit(uid: str) -> None:
+    tag = {"is_prompt": True, "status": "pending", "global_steps": 7}
+    tq.kv_batch_put(keys=[uid], partition_id="train", tags=[tag])
+
+
+def groups() -> dict[str, Any]:
+    """Branched sessions of one group, one group that teaches nothing, and a refill."""
+    refilled: list[int] = []
+
+    def refill(count: int) -> int:
+        refilled.append(count)
+        submit("late")
+        equal = [session(f"l{at}", [linear(f"l{at}", 2, 2)], index=at, reward=at) for at in (0, 1)]
+        asyncio.run(put(TransferQueueWriter("train"), "late", equal, 0))
+        return count
+
+    for uid in ("branched", "equal"):
+        submit(uid)
+    writer = TransferQueueWriter("train")
+    asyncio.run(put(writer, "branched", [branched(0, 1.0), branched(1, 0.0)], 0))
+    same = [session(f"e{at}", [linear(f"e{at}", 2, 2)], index=at) for at in (0, 1)]
+    asyncio.run(put(writer, "equal", same, 0))
+    sampled, metrics = buffer(
+        filter_groups_metric="reward",
+        refill_fn=refill,
+        train_batch_size=2,
+        gen_batch_size=1,
+        max_inflight_gen_batches=4,
+    ).sample(global_steps=7, partition_id="train", batch_size=2)
+    data = tq.kv_batch_get(keys=sampled.keys, partition_id="train")
+    evicted = metrics["training/filter_groups/evicted_samples"]
+    columns = {name: described(data[name])["values"] for name in ("responses", "extra_fields")}
+    result = {"keys": list(sampled.keys), "evicted": evicted, "refilled": refilled, **columns}
+    tq.kv_clear(partition_id="train", keys=list(sampled.keys))
+    return result
+
+
+def statuses() -> dict[str, str]:
+    """How a prompt ends, by policy and by how many of its two sessions failed."""
+    found: dict[str, str] = {}
+    policies: tuple[PromptStatus, ...] = ("any_failed", "all_failed")
+    for policy in policies:
+        for failed in range(3):
+            uid = f"{policy}-{failed}".replace("_", "-")
+            submit(uid)
+            ok = [session(f"s{at}", [linear(f"s{at}", 2, 2)], index=at) for at in range(2 - failed)]
+            asyncio.run(put(TransferQueueWriter("train", policy), uid, ok, failed))
+            found[uid] = tq.kv_list("train")["train"][uid]["status"]
+    return found
+
+
+def refusals() -> dict[str, str]:
+    rows = rows_of([session("s", [linear("s", 2, 2)])])
+    found: dict[str, str] = {}
+    addresses = dict.fromkeys(("router", "gateway", "collector", "sidecar"), "a:1")
+    wrongs: dict[str, dict[str, Any]] = {"uid": {"uid": "a_b"}, "column": {"rm_scores": 1}}
+    attempts: dict[str, Callable[[], object]] = {
+        name: partial(queue_rows, rows, prompt("u") | wrong) for name, wrong in wrongs.items()
+    }
+    attempts["settings"] = lambda: Settings.from_config({"router": "a:1"})
+    attempts["unknown"] = lambda: Settings.from_config({**addresses, "runners": {}, "speed": 1})
+    attempts["runner"] = lambda: load_runner("mine", "no.such.module:run")
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except InvalidFieldError as error:
+            found[name] = error.message
+    return found
+
+
+def tensordicts() -> dict[str, Any]:
+    """The shapes of batches as TensorDicts: this environment has the package."""
+    rows = rows_of([branched(0, 1.0), branched(1, 0.0)])
+    packed = to_tensordict(pack(rows, 20))
+    flat = queue_rows(rows_of([branched(0, 1.0)]), prompt("u"), flat_extra_fields=True)
+    return {
+        "padded": list(to_tensordict(pad(rows)).batch_size),
+        "padded_ids": list(to_tensordict(pad(rows))["trajectory_ids"]),
+        "ragged": [row.tolist() for row in to_tensordict(ragged(rows))["token_ids"].unbind()],
+        "packed_rows": list(packed["rows"].batch_size),
+        "packed_trajectories": list(packed["trajectories"].batch_size),
+        "nothing": list(to_tensordict(pad(rows_of([]))).batch_size),
+        "flat": [list(flat.fields["lineage"]), list(flat.fields["max_global_steps"])],
+    }
+
+
+def main() -> None:
+    with running_queue():
+        result = {"groups": groups(), "statuses": statuses()}
+    result |= {"refusals": refusals(), "tensordicts": tensordicts()}
+    print(json.dumps(result))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

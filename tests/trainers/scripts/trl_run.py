@@ -1,0 +1,142 @@
+"""TRL's own trainer for a few steps, with a mesh and real vLLM behind it; runs in .venv."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from examples.demo.audit import Audit
+from examples.trl_grpo import mesh
+from rollmesh.client import Session
+from rollmesh.integrations.trl import MeshRollouts
+
+_STEPS, _GROUPS, _SAMPLES = 3, 2, 4
+_FAILS, _BRANCHES = 5, 6
+_RUNS = itertools.count()
+
+
+async def converse(question: str, session: Session) -> float:
+    """Two turns; one run fails, one asks twice; rewards differ within a group."""
+    run = next(_RUNS)
+    if run == _FAILS:
+        raise RuntimeError("this agent is broken")
+    messages: list[Any] = [{"role": "user", "content": question}]
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        for _ in range(2):
+            response = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [response.choices[0].message, {"role": "user", "content": "again"}]
+        if run == _BRANCHES:
+            await client.chat.completions.create(model="policy", messages=messages[:1])
+    return float(run % 2)
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see transformers
+    """Looks at every step's rollouts and figures."""
+
+    def __init__(self, rollouts: MeshRollouts) -> None:
+        self.rollouts = rollouts
+        self.audit = Audit()
+        self.steps: list[dict[str, Any]] = []
+
+    def on_log(self, _args: Any, _state: Any, _control: Any, **given: Any) -> None:
+        logs = given["logs"]
+        if "reward" not in logs:
+            return
+        rows = [row for row in self.rollouts.rows if row is not None]
+        self.audit.received([row.session for row in rows])
+        versions = np.concatenate([row.trajectory.policy_versions for row in rows])
+        self.steps.append(
+            {
+                "difference": logs["sampling/sampling_logp_difference/max"],
+                "ratio": logs["sampling/importance_sampling_ratio/mean"],
+                "grad_norm": logs["grad_norm"],
+                "reward": logs["reward"],
+                "expected_reward": float(np.mean([row.reward for row in rows])),
+                "versions": sorted(set(versions[versions >= 0].tolist())),
+                "turns": sorted({row.trajectory.turns for row in rows}),
+                "samples": len(self.rollouts.rows),
+            }
+        )
+
+
+class Inspected(GRPOTrainer):  # type: ignore[misc]  # the checkers do not see trl
+    """The published trainer; says what it trained on."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.same: list[bool] = []
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        mine = zip(self.rollout_func.rows, *map(output.get, _TRAINED_ON), strict=True)
+        self.same += [row is None or _is_same(row, *tensors) for row, *tensors in mine]
+        return output
+
+
+_TRAINED_ON = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
+
+
+def _is_same(row: Any, *tensors: torch.Tensor) -> bool:
+    """Whether the tensors hold the trajectory, token by token, and its mask."""
+    prompt, prompt_mask, completion, completion_mask, trained = tensors
+    ids = torch.cat([prompt[prompt_mask.bool()], completion[completion_mask.bool()]])
+    mask = trained[completion_mask.bool()].bool()
+    trajectory = row.trajectory
+    behind = trajectory.prompt_tokens
+    same_ids: bool = ids.tolist() == trajectory.token_ids.tolist()
+    same_mask: bool = mask.tolist() == trajectory.loss_mask[behind:].tolist()
+    return same_ids and same_mask
+
+
+def main() -> None:
+    folder = Path(json.loads(sys.argv[1])["folder"])
+    with mesh(folder) as addresses:
+        rollouts = MeshRollouts(addresses, converse)
+        watch = Watch(rollouts)
+        questions = [f"What is {at} plus 2?" for at in range(_GROUPS * _STEPS)]
+        trainer = Inspected(
+            model=Qwen3ForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(folder / "policy"),
+            args=GRPOConfig(
+                output_dir=str(folder / "trained"),
+                per_device_train_batch_size=_GROUPS * _SAMPLES,
+                num_generations=_SAMPLES,
+                max_completion_length=16,
+                max_steps=_STEPS,
+                learning_rate=1e-3,
+                lr_scheduler_type="constant",
+                bf16=False,
+                gradient_checkpointing=False,
+                use_cpu=True,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": questions}),
+            reward_funcs=rollouts.reward,
+            rollout_func=rollouts,
+            callbacks=[watch],
+        )
+        rollouts.attach(trainer)
+        trainer.train()
+    result = {
+        "steps": watch.steps,
+        "same": trainer.same,
+        "counts": dict(rollouts.counts),
+        "drift_tokens": watch.audit.drift_tokens,
+        "duplicated": watch.audit.duplicated,
+    }
+    print(json.dumps(result))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

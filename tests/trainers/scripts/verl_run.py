@@ -1,0 +1,170 @@
+"""verl's own code around a mesh: its submit, its replay buffer, its advantages.
+
+What runs here is the trainer's side as it is in `verl.trainer.ppo.v1`, with the manager that it
+loads by name; the actor's network is all that is left out.
+"""
+
+import itertools
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.import_utils import load_class_from_fqn
+
+from rollmesh.client import Session
+from tests.trainers.queues import buffer, described, running_queue
+
+_MANAGER = "rollmesh.integrations.verl.AgentLoopManager"
+
+
+_REWARDS = itertools.count()
+
+
+async def solve(prompt: dict[str, Any], session: Session) -> dict[str, Any]:
+    """Asks twice; earns more with every sample of a group, so that advantages differ."""
+    if prompt["extra_info"]["broken"]:
+        raise RuntimeError("this agent is broken")
+    messages = list(prompt["raw_prompt"])
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        for _ in range(2):
+            body = {"model": "policy", "messages": messages}
+            async with http.post(f"{session.base_url}/chat/completions", json=body) as response:
+                answer = await response.json()
+            assert response.status == 200, answer
+            message = answer["choices"][0]["message"]
+            messages += [message, {"role": "user", "content": "again"}]
+    if prompt["extra_info"]["scored"]:
+        return {"accuracy": 0.25}
+    return {"reward": float(next(_REWARDS)), "accuracy": 0.5}
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> Any:
+    """What verl's reward manager calls."""
+    return {"score": float(len(solution_str)), "truth": f"{data_source} {ground_truth}"}
+
+
+def configuration(addresses: dict[str, str], samples: int, model: str) -> Any:
+    return OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "model": {"path": model, "tokenizer_path": None},
+                "rollout": {
+                    "n": samples,
+                    "temperature": 1.0,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "response_length": 64,
+                    "val_kwargs": {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1},
+                    "agent": {
+                        "default_agent_loop": "solver",
+                        "agent_loop_manager_class": _MANAGER,
+                    },
+                },
+            },
+            "algorithm": {
+                "adv_estimator": "grpo",
+                "gamma": 1.0,
+                "lam": 1.0,
+                "use_kl_in_reward": False,
+                "norm_adv_by_std_in_grpo": True,
+            },
+            "reward": {
+                "custom_reward_function": {"path": __file__, "name": "compute_score"},
+                "reward_manager": {"source": "register", "name": "naive"},
+                "reward_model": {"enable": False},
+            },
+            "rollmesh": {**addresses, "runners": {"solver": "verl_run:solve"}},
+        }
+    )
+
+
+def prompts(uids: list[str], broken: list[bool], *, validate: bool = False) -> Any:
+    """Makes a batch as verl's data loader does."""
+    columns: dict[str, list[Any]] = {
+        "uid": uids,
+        "raw_prompt": [
+            [{"role": "user", "content": f"What is 6 plus {at}?"}] for at in range(len(uids))
+        ],
+        "data_source": ["sums"] * len(uids),
+        "reward_model": [{"style": "rule", "ground_truth": "7"}] * len(uids),
+        "extra_info": [
+            {"index": at, "broken": is_broken, "scored": validate}
+            for at, is_broken in enumerate(broken)
+        ],
+        "index": list(range(len(uids))),
+        "tools_kwargs": [{}] * len(uids),
+    }
+    arrays: dict[str, Any] = {}
+    for name, values in columns.items():
+        arrays[name] = np.empty(len(values), dtype=object)
+        arrays[name][:] = values
+    arrays["dummy_tensor"] = torch.zeros(len(uids), 1, dtype=torch.uint8)
+    batch = tu.get_tensordict(arrays)
+    tu.assign_non_tensor_data(batch, "global_steps", 1)
+    tu.assign_non_tensor_data(batch, "validate", validate)
+    return batch
+
+
+def validation(manager: Any) -> dict[str, Any]:
+    """One prompt of the validation set, scored by verl's own reward manager."""
+    tag = {"is_prompt": True, "status": "pending", "global_steps": 1}
+    tq.kv_batch_put(keys=["checked"], partition_id="val", tags=[tag])
+    manager.generate_sequences(prompts(["checked"], [False], validate=True))
+    sampled, _ = buffer().sample(global_steps=1, partition_id="val", batch_size=1)
+    data = tq.kv_batch_get(keys=sampled.keys, partition_id="val")
+    names = ("responses", "rm_scores", "extra_fields")
+    return {
+        "keys": list(sampled.keys),
+        **{name: described(data[name])["values"][0] for name in names},
+    }
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    config = configuration(given["addresses"], given["samples"], given["model"])
+    with running_queue():
+        reward_worker = ray.remote(RewardLoopWorker).remote(config)
+        fqn = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+        manager = load_class_from_fqn(fqn, "AgentLoopManager").create(
+            config=config,
+            llm_client=None,
+            teacher_client=None,
+            reward_loop_worker_handles=[reward_worker],
+        )
+        trainer: Any = SimpleNamespace(
+            config=config, trainer_mode="sync", global_steps=1, agent_loop_manager=manager
+        )
+        batch = prompts(["first", "second", "third"], [False, False, True])
+        PPOTrainer._submit_batch_to_rollout(trainer, batch)  # noqa: SLF001 - verl's own step
+        sampled, _ = buffer().sample(global_steps=1, partition_id="train", batch_size=3)
+        before = tq.kv_batch_get(keys=sampled.keys, partition_id="train")
+        PPOTrainer._compute_advantage(trainer, sampled, {})  # noqa: SLF001 - verl's own step
+        after = tq.kv_batch_get(
+            keys=sampled.keys, partition_id="train", select_fields=["advantages"]
+        )
+        validated = validation(manager)
+        manager.close()
+    columns = {name: described(before[name]) for name in before.keys()}  # noqa: SIM118
+    result = {
+        "keys": list(sampled.keys),
+        "tags": list(sampled.tags),
+        "columns": columns,
+        "validated": validated,
+        "advantages": described(after["advantages"])["values"],
+    }
+    print(json.dumps(result))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""verl 0.9.1 and TransferQueue 0.1.11 as published, on CPU, with a mesh behind them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rollmesh.client import SessionResult, Trajectory
+from tests.meshes import scripted_mesh
+from tests.trainers.processes import run_script
+
+_SAMPLES = 3
+_SESSIONS = 3 * _SAMPLES + 1  # of three prompts and one of the validation set
+_TRAINED = 2 * _SAMPLES  # of three prompts; one is broken
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What verl read from its queue, and what the collector delivers to anybody else."""
+
+    read: dict[str, Any]
+    sessions: dict[tuple[str, int], SessionResult]
+
+    def column(self, name: str) -> list[Any]:
+        values: list[Any] = self.read["columns"][name]["values"]
+        return values
+
+    def trajectories(self) -> list[Trajectory]:
+        """In the order of the rows that verl read."""
+        found: list[Trajectory] = []
+        for key in self.read["keys"]:
+            uid, sample, index = key.split("_")
+            session = self.sessions[uid, int(sample)]
+            assert index == "0"
+            found += session.trajectories
+        return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> AsyncIterator[Ran]:
+    folder = tmp_path_factory.mktemp("verl")
+    async with scripted_mesh(folder, tokenizer_dir) as mesh, mesh.client() as client:
+        read = await run_script(
+            "verl_run",
+            folder,
+            addresses=asdict(mesh.addresses),
+            samples=_SAMPLES,
+            model=str(tokenizer_dir),
+        )
+        sessions: dict[tuple[str, int], SessionResult] = {}
+        async with client.subscribe("audit", unit="session") as deliveries:
+            async with asyncio.timeout(30):
+                while len(sessions) < _SESSIONS:
+                    (session,) = (await anext(deliveries)).sessions
+                    sessions[session.group_id, session.sample_index] = session
+        stats = await client.stats()
+        (verl,) = [one for one in stats.consumers if one.consumer == "verl"]
+        assert (verl.acknowledged, verl.leased, verl.ready) == (_SESSIONS, 0, 0)
+        yield Ran(read, sessions)
+
+
+async def test_the_replay_buffer_takes_every_session_of_every_prompt_that_ended(ran: Ran) -> None:
+    expected = {f"{uid}_{at}_0" for uid in ("first", "second") for at in range(_SAMPLES)}
+    assert set(ran.read["keys"]) == expected
+
+
+async def test_the_tokens_verl_reads_are_the_ones_the_engine_sampled(ran: Ran) -> None:
+    for at, trajectory in enumerate(ran.trajectories()):
+        ids, prompt = trajectory.token_ids.tolist(), trajectory.prompt_tokens
+        assert trajectory.turns == 2
+        assert ran.column("input_ids")[at] == ids
+        assert ran.column("prompts")[at] == ids[:prompt]
+        assert ran.column("responses")[at] == ids[prompt:]
+        mask = trajectory.loss_mask[prompt:].astype(int).tolist()
+        assert ran.column("response_mask")[at] == ran.column("loss_mask")[at] == mask
+        assert 0 < sum(mask) < len(mask)
+        assert ran.column("position_ids")[at] == list(range(len(ids)))
+        assert ran.column("attention_mask")[at] == [1] * len(ids)
+        logprobs = trajectory.logprobs[prompt:].tolist()
+        assert ran.column("rollout_log_probs")[at] == logprobs
+
+
+async def test_the_score_is_at_the_last_position_and_nowhere_else(ran: Ran) -> None:
+    for key, scores in zip(ran.read["keys"], ran.column("rm_scores"), strict=True):
+        uid, sample, _ = key.split("_")
+        assert scores[-1] == ran.sessions[uid, int(sample)].reward
+        assert not any(scores[:-1])
+
+
+async def test_columns_have_the_dtypes_that_verl_writes_itself(ran: Ran) -> None:
+    dtypes = {name: column.get("dtype") for name, column in ran.read["columns"].items()}
+    integers = (
+        "prompts responses response_mask loss_mask input_ids attention_mask position_ids num_turns"
+    )
+    assert {name: dtypes[name] for name in integers.split()} == dict.fromkeys(
+        integers.split(), "torch.int64"
+    )
+    assert dtypes["rollout_log_probs"] == dtypes["rm_scores"] == "torch.float32"
+
+
+async def test_what_the_data_set_brought_is_carried_along(ran: Ran) -> None:
+    uids = [key.split("_")[0] for key in ran.read["keys"]]
+    assert ran.column("uid") == uids
+    assert ran.column("session_id") == [int(key.split("_")[1]) for key in ran.read["keys"]]
+    assert set(ran.column("data_source")) == {"sums"}
+    assert set(ran.column("agent_name")) == {"solver"}
+    assert ran.column("reward_model")[0] == {"style": "rule", "ground_truth": "7"}
+    assert ran.column("raw_prompt")[0][0]["role"] == "user"
+    assert ran.column("multi_modal_inputs") == [{}] * _TRAINED
+    assert ran.column("global_steps") == [1] * _TRAINED
+
+
+async def test_turns_count_as_verl_counts_them(ran: Ran) -> None:
+    assert ran.column("num_turns") == [4] * _TRAINED  # two of the user, two of the model
+
+
+async def test_extra_fields_say_what_the_scorer_said_and_which_weights_sampled(ran: Ran) -> None:
+    for extra, trajectory in zip(ran.column("extra_fields"), ran.trajectories(), strict=True):
+        assert extra["reward_extra_info"] == {"accuracy": 0.5}
+        assert (extra["min_global_steps"], extra["max_global_steps"]) == (0, 0)
+        assert extra["trajectory_id"] == trajectory.trajectory_id
+        assert extra["reasons"] == ["EXACT"]
+
+
+async def test_tags_are_what_the_replay_buffer_and_the_metrics_read(ran: Ran) -> None:
+    for tag, trajectory in zip(ran.read["tags"], ran.trajectories(), strict=True):
+        prompt, tokens = trajectory.prompt_tokens, len(trajectory.token_ids)
+        assert tag == {
+            "status": "success",
+            "prompt_len": prompt,
+            "response_len": tokens - prompt,
+            "seq_len": tokens,
+            "global_steps": 1,
+            "min_global_steps": 0,
+            "max_global_steps": 0,
+        }
+
+
+async def test_verls_grpo_makes_advantages_of_the_rewards(ran: Ran) -> None:
+    for uid in ("first", "second"):
+        of_group = [at for at, key in enumerate(ran.read["keys"]) if key.startswith(uid)]
+        rewards = np.array([sum(ran.column("rm_scores")[at]) for at in of_group])
+        assert len(set(rewards)) > 1, "the runner's rewards must differ within a group"
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        for at, advantage in zip(of_group, expected, strict=True):
+            mask = np.array(ran.column("response_mask")[at])
+            assert np.allclose(ran.read["advantages"][at], advantage * mask, atol=1e-5)
+
+
+async def test_sessions_of_the_broken_agent_are_closed_as_failed(ran: Ran) -> None:
+    outcomes = {place: session.outcome for place, session in ran.sessions.items()}
+    assert {outcomes["third", at] for at in range(_SAMPLES)} == {"FAILED"}
+    assert {outcomes["first", at] for at in range(_SAMPLES)} == {"COMPLETED"}
+
+
+async def test_verls_own_reward_manager_scores_what_came_without_a_reward(ran: Ran) -> None:
+    found, session = ran.read["validated"], ran.sessions["checked", 0]
+    assert found["keys"] == ["checked_0_0"]
+    assert session.reward is None
+    (trajectory,) = session.trajectories
+    assert found["responses"] == trajectory.token_ids[trajectory.prompt_tokens :].tolist()
+    said = found["extra_fields"]["reward_extra_info"]
+    assert (said["truth"], said["accuracy"]) == ("sums 7", 0.25)
+    assert found["rm_scores"][-1] == said["score"] > 0
+    assert not any(found["rm_scores"][:-1])
