@@ -30,8 +30,8 @@ async def test_every_prompt_becomes_a_group_of_n_sessions(
     assert [sorted(indexes) for indexes in groups.values()] == [[0, 1, 2, 3]] * 2
     assert {request.group_size for request in gateway.opened} == {4}
     assert (summary.counts, summary.mean_reward) == ({"COMPLETED": 8}, 2.0)
-    assert seen == summary.samples
-    assert sorted(closed.reward for closed in gateway.closed) == [1.0] * 4 + [3.0] * 4
+    assert len(seen) == 8
+    assert sorted(closed.rewards.reward for closed in gateway.closed) == [1.0] * 4 + [3.0] * 4
 
 
 async def test_a_sample_that_fails_closes_as_failed_and_leaves_its_siblings_alone(
@@ -46,9 +46,11 @@ async def test_a_sample_that_fails_closes_as_failed_and_leaves_its_siblings_alon
         await first_failed.wait()
         return 1.0
 
-    summary = await rollout(client, ["p"], runner=run, n=4)
+    seen: list[SampleOutcome] = []
+    summary = await rollout(client, ["p"], runner=run, n=4, on_sample=seen.append)
     assert summary.counts == {"COMPLETED": 3, "FAILED": 1}
-    failed = next(sample for sample in summary.samples if sample.outcome == "FAILED")
+    assert summary.errors == {"ValueError": 1}
+    failed = next(sample for sample in seen if sample.outcome == "FAILED")
     assert failed.error == "ValueError: the agent is confused"
     outcomes = [closed.outcome for closed in gateway.closed]
     assert outcomes.count(types_pb2.SESSION_OUTCOME_FAILED) == 1

@@ -30,7 +30,7 @@ async def test_a_session_tells_an_agent_where_to_go_and_closes_with_its_reward(
     assert (opened.group_id, opened.sample_index, opened.group_size) == ("g", 2, 8)
     assert opened.sampling == types_pb2.SamplingParams(temperature=0.5)
     assert dict(opened.metadata) == {"a": "b"}
-    assert (closed.reward, closed.outcome) == (1.0, COMPLETED)
+    assert (closed.rewards.reward, closed.outcome) == (1.0, COMPLETED)
 
 
 async def test_a_session_closed_in_the_block_is_closed_once(
@@ -40,7 +40,9 @@ async def test_a_session_closed_in_the_block_is_closed_once(
         session.reward = 0.5
         ids = await client.close_session(session, outcome="ABORTED", metadata={"c": "d"})
     assert ids == [f"{session.session_id}-1"]
-    assert [(closed.outcome, closed.reward) for closed in gateway.closed] == [(ABORTED, 0.5)]
+    assert [(closed.outcome, closed.rewards.reward) for closed in gateway.closed] == [
+        (ABORTED, 0.5)
+    ]
     assert dict(gateway.closed[0].metadata) == {"c": "d"}
 
 
@@ -49,7 +51,7 @@ async def test_no_reward_is_not_a_reward_of_zero(gateway: ScriptedGateway, clien
         pass
     async with client.session() as session:
         session.reward = 0.0
-    assert [closed.HasField("reward") for closed in gateway.closed] == [False, True]
+    assert [closed.rewards.HasField("reward") for closed in gateway.closed] == [False, True]
 
 
 async def test_an_exception_closes_as_failed_and_goes_on(
@@ -125,4 +127,4 @@ async def test_the_sync_client_does_the_same_without_a_loop(
     assert await asyncio.to_thread(work) == {"COMPLETED": 2}
     outcomes = [closed.outcome for closed in gateway.closed]
     assert outcomes == [COMPLETED, FAILED, COMPLETED, COMPLETED]
-    assert gateway.closed[0].reward == 0.5
+    assert gateway.closed[0].rewards.reward == 0.5

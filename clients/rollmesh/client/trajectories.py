@@ -89,6 +89,8 @@ class SessionResult:
     turns: int
     metadata: dict[str, str]
     trajectories: tuple[Trajectory, ...]
+    superseded: bool = False
+    """Whether another session has its place in the group: it failed and was tried again."""
 
     @classmethod
     def from_proto(cls, proto: types_pb2.SessionRecord) -> "SessionResult":
@@ -102,6 +104,7 @@ class SessionResult:
             proto.turns,
             dict(proto.metadata),
             tuple(map(Trajectory.from_proto, proto.trajectories)),
+            proto.superseded,
         )
 
 

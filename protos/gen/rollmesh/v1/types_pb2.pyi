@@ -723,6 +723,7 @@ class SessionRecord(_message.Message):
     OPENED_UNIX_MS_FIELD_NUMBER: _builtins.int
     CLOSED_UNIX_MS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -741,6 +742,10 @@ class SessionRecord(_message.Message):
     """When the session was closed, milliseconds since 1970 UTC."""
     turns: _builtins.int
     """Number of turns answered to the agent."""
+    superseded: _builtins.bool
+    """Whether another session has its place in the group: it failed and was tried again. It is kept
+    and delivered by session, and is no part of its group.
+    """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What the opener of the session wanted carried along; opaque to rollmesh."""
@@ -763,10 +768,11 @@ class SessionRecord(_message.Message):
         opened_unix_ms: _builtins.int = ...,
         closed_unix_ms: _builtins.int = ...,
         turns: _builtins.int = ...,
+        superseded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "sample_index", b"sample_index", "session_id", b"session_id", "trajectories", b"trajectories", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

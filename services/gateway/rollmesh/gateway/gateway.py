@@ -16,10 +16,11 @@ from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
 from rollmesh.gateway.export import export_tree, export_turns
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.outbox import Outbox
+from rollmesh.gateway.rewards import check_rewards, write_rewards
 from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Tree
 from rollmesh.gateway.turns import TurnRunner
-from rollmesh.gateway.wire import write_trajectory
+from rollmesh.gateway.wire import trajectory_id, write_trajectory
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
@@ -213,11 +214,13 @@ class Gateway:
 
         Raises:
             SessionUnknownError: There is none with this id.
+            InvalidFieldError: A reward is of what the session does not have; it stays open.
         """
         closed = self._closed.get(request.session_id)
         if closed is not None:
             return closed
         session = self.session(request.session_id)
+        check_rewards(session.tree, _trajectory_ids(session), request.rewards)
         session.closing = True
         try:
             for turn in session.in_flight.values():
@@ -335,10 +338,20 @@ def _record(
         opened_unix_ms=spec.opened_unix_ms,
         closed_unix_ms=closed_unix_ms,
         turns=session.tree.turns,
+        superseded=request.superseded,
     )
-    if request.HasField("reward"):
-        record.reward = request.reward
+    # Again: a turn that was being committed at the close may have gone on from a leaf.
+    ids = {trajectory.trajectory_id for trajectory in record.trajectories}
+    check_rewards(session.tree, ids, request.rewards)
+    write_rewards(record, request.rewards)
     return record
+
+
+def _trajectory_ids(session: Session) -> set[str]:
+    tree = session.tree
+    turns = (node for node in tree.nodes.values() if node.sample is not None)
+    ends = turns if session.spec.export_turns else tree.leaves()
+    return {trajectory_id(session.spec.session_id, node.node_id) for node in ends}
 
 
 def _digest(key: str) -> bytes:

@@ -99,6 +99,8 @@ def write_message(message: Message) -> types_pb2.ChatMessage:
             for call in message.tool_calls
         ],
         reasoning_content=message.reasoning or None,
+        tool_call_id=message.tool_call_id or None,
+        name=message.name or None,
     )
 
 
@@ -132,11 +134,14 @@ def _write_done(answered: Answered) -> gateway_pb2.ChatDone:
     )
 
 
-def write_nodes(tree: Tree) -> Iterable[gateway_pb2.SessionNode]:
+def write_nodes(tree: Tree, *, with_messages: bool) -> Iterable[gateway_pb2.SessionNode]:
     """Yields the protos of a tree's nodes, parents first."""
     found = lineages(tree, tree.nodes.values())
     for node in tree.nodes.values():
-        yield _write_node(node, found[node.node_id])
+        result = _write_node(node, found[node.node_id])
+        if with_messages:
+            result.messages.extend(map(write_message, node.unit))
+        yield result
 
 
 def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
@@ -156,10 +161,15 @@ def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
     return result
 
 
+def trajectory_id(session_id: str, leaf_node_id: int) -> str:
+    """Returns the id of the trajectory that ends with a node."""
+    return f"{session_id}-{leaf_node_id}"
+
+
 def write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Trajectory:
     """Returns the proto of an exported trajectory."""
     return types_pb2.Trajectory(
-        trajectory_id=f"{session_id}-{trajectory.leaf_node_id}",
+        trajectory_id=trajectory_id(session_id, trajectory.leaf_node_id),
         session_id=session_id,
         leaf_node_id=trajectory.leaf_node_id,
         lineage=types_pb2.Lineage.ValueType(trajectory.lineage),
