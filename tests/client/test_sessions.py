@@ -1,4 +1,6 @@
 import asyncio
+import signal
+import sys
 
 import pytest
 
@@ -128,3 +130,35 @@ async def test_the_sync_client_does_the_same_without_a_loop(
     outcomes = [closed.outcome for closed in gateway.closed]
     assert outcomes == [COMPLETED, FAILED, COMPLETED, COMPLETED]
     assert gateway.closed[0].rewards.reward == 0.5
+
+
+INTERRUPTED = """
+import asyncio, sys
+from rollmesh.client import MeshAddresses, sync
+
+async def agent(prompt, session):
+    print("begun", flush=True)
+    await asyncio.Event().wait()
+
+addresses = MeshAddresses(router="", gateway=sys.argv[1], collector="", sidecar="")
+with sync.Client(addresses) as client:
+    try:
+        client.rollout(["p"], runner=agent, n=1)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+async def test_ctrl_c_in_the_sync_client_closes_its_sessions_first(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", INTERRUPTED, address, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        assert await process.stdout.readline() == b"begun\n"
+        process.send_signal(signal.SIGINT)
+        output, _ = await process.communicate()
+    assert (process.returncode, output) == (0, b"interrupted\n")
+    assert [closed.outcome for closed in gateway.closed] == [ABORTED]
