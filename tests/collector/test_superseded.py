@@ -44,6 +44,7 @@ async def _check(arriving: list[types_pb2.SessionRecord], tries: list[int], fold
             stats = await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=TIMEOUT_S)
             assert stats.complete_groups == (not missing)
             assert stats.open_groups == (0 < len(missing) < SIZE)
+        stats = await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=TIMEOUT_S)
         assert stats.sessions == len(arriving)
         async with subscribing(stub, "groups", GROUP, credits_=1) as stream:
             (group,) = await stream.deliveries(1)
