@@ -425,6 +425,7 @@ async def test_cancelling_twice_still_closes_what_is_open(
     started, cleaning = asyncio.Event(), asyncio.Event()
 
     async def run(prompt: Any, session: Session) -> None:
+        session.reward = 7.0
         started.set()
         try:
             await asyncio.Event().wait()
@@ -440,6 +441,7 @@ async def test_cancelling_twice_still_closes_what_is_open(
         await cleaning.wait()
         running.cancel()
     assert [closed.outcome for closed in gateway.closed] == [types_pb2.SESSION_OUTCOME_ABORTED]
+    assert not gateway.closed[0].rewards.HasField("reward")
 
 
 async def test_a_session_that_opens_while_the_rollout_is_cancelled_is_closed(

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.client import Client, Limits, Rewards, SampleOutcome, Session, rollout
+from rollmesh.client import Client, Episode, Limits, Rewards, SampleOutcome, Session, rollout
 from rollmesh.client.rewards import read_rewards
+from rollmesh.client.scoring import Scorer
 from rollmesh.client.transcripts import Transcript
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
@@ -58,29 +59,34 @@ async def test_an_asynchronous_reward_function_runs_on_the_loop(client: Client) 
         assert asyncio.get_running_loop() is loop
         return 0.5
 
-    class Scorer:
+    class Callable:
         async def __call__(self, episode: Any) -> float:
             return 0.75
 
     assert (await score(client, reward)).reward == 0.5
-    assert (await score(client, Scorer())).reward == 0.75
+    assert (await score(client, Callable())).reward == 0.75
 
 
-async def test_no_more_threads_score_at_once_than_allowed(client: Client) -> None:
-    both, most, running, lock = threading.Barrier(2, timeout=20), 0, 0, threading.Lock()
+async def test_no_more_threads_score_at_once_than_allowed() -> None:
+    release = threading.Event()
 
     def reward(episode: Any) -> float:
-        nonlocal most, running
-        with lock:
-            running += 1
-            most = max(most, running)
-        both.wait()  # passes only when two score at a time
-        with lock:
-            running -= 1
+        release.wait(20)
         return 1.0
 
-    summary = await rollout(client, ["q"], runner=answer, n=6, reward=reward, reward_threads=2)
-    assert (summary.counts, most) == ({"COMPLETED": 6}, 2)
+    def threads() -> int:
+        return sum(thread.name == "rollmesh-reward" for thread in threading.enumerate())
+
+    before = threads()
+    scorer, empty = Scorer(reward, timeout_s=20, threads=2), gateway_pb2.GetSessionResponse()
+    episode = Episode("q", Session("s", "", ""), None, Transcript.from_proto(empty))
+    async with asyncio.TaskGroup() as tasks:
+        scores = [tasks.create_task(scorer(episode)) for _ in range(6)]
+        for _ in range(10):
+            await asyncio.sleep(0)  # each task has gone as far as it may
+        assert threads() - before == 2
+        release.set()
+    assert [score.result() for score in scores] == [1.0] * 6
 
 
 async def test_a_reward_function_over_its_time_fails_its_session_alone(

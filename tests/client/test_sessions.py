@@ -1,6 +1,7 @@
 import asyncio
 import signal
 import sys
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from rollmesh.client import Client, MeshAddresses, Session, sync
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, TooManySessionsError
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.client.conftest import addresses_of
-from tests.sidecar.scripted_gateway import ScriptedGateway
+from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
 COMPLETED = types_pb2.SESSION_OUTCOME_COMPLETED
 FAILED = types_pb2.SESSION_OUTCOME_FAILED
@@ -149,16 +150,22 @@ with sync.Client(addresses) as client:
 """
 
 
-async def test_ctrl_c_in_the_sync_client_closes_its_sessions_first(
-    gateway: ScriptedGateway, address: str
-) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", INTERRUPTED, address, stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    async with asyncio.timeout(60):
+async def test_ctrl_c_in_the_sync_client_closes_its_sessions_first() -> None:
+    gateway = ScriptedGateway()
+    close = gateway.CloseSession
+
+    async def slow(request: Any, context: Any) -> Any:
+        await asyncio.sleep(0.5)  # time in which a client that does not wait is gone
+        return await close(request, context)
+
+    gateway.CloseSession = slow  # type: ignore[method-assign]
+    async with asyncio.timeout(60), serving(gateway) as address:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", INTERRUPTED, address, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
         assert await process.stdout.readline() == b"begun\n"
         process.send_signal(signal.SIGINT)
         output, _ = await process.communicate()
-    assert (process.returncode, output) == (0, b"interrupted\n")
-    assert [closed.outcome for closed in gateway.closed] == [ABORTED]
+        assert (process.returncode, output) == (0, b"interrupted\n")
+        assert [closed.outcome for closed in gateway.closed] == [ABORTED]
