@@ -70,10 +70,11 @@ async def taken(client: Client, unit: Any, count: int) -> list[Delivery]:
 
 
 def turn_rewards(session: SessionResult) -> list[float | None]:
+    segments = [segment for one in session.trajectories for segment in one.segments]
+    assert not any(segment.HasField("reward") for segment in segments if not segment.sampled)
     return [
         segment.reward if segment.HasField("reward") else None
-        for trajectory in session.trajectories
-        for segment in trajectory.segments
+        for segment in segments
         if segment.sampled
     ]
 
