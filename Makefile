@@ -13,7 +13,7 @@ TORCH = torch==2.13.0
 PIP = -m pip install -q --disable-pip-version-check
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-docker check fmt proto proto-check bench-turns lock clean
+.PHONY: help demo test test-docker check fmt proto proto-check bench-turns bench-durability kills lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -65,6 +65,12 @@ test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer agai
 
 bench-turns: .venv/.ready .venv-peer/.ready ## Turns per second, CPU, stalls, memory: ours and a peer
 	.venv/bin/python -m benchmarks.turns
+
+bench-durability: .venv/.ready .venv-peer/.ready ## Answered turns that survive SIGKILL: ours and a peer
+	.venv/bin/python -m benchmarks.durability
+
+kills: .venv/.ready ## SIGKILL 500 times at every boundary; answered turns must arrive once
+	.venv/bin/python -m benchmarks.kills
 
 # --- checks ----------------------------------------------------------------------------------
 

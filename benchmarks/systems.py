@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,8 @@ from rollmesh.runtime.mesh import plan_mesh, read_mesh
 from rollmesh.runtime.supervisor import free_ports
 from rollmesh.v1 import gateway_pb2
 
-PEER = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "rllm-model-gateway"
+_PEERS = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin"
+PEER, LITELLM = _PEERS / "rllm-model-gateway", _PEERS / "litellm"
 _CONTEXT = 131_072
 _START_TIMEOUT_S = 60
 _STOP_TIMEOUT_S = 30
@@ -97,6 +98,21 @@ class Peer:
 
     async def close(self) -> None:
         """Does nothing: sessions of the peer have no end."""
+
+
+@dataclass
+class Litellm:
+    """`litellm --config`, which passes chat on and keeps no sessions."""
+
+    port: int
+    pids: dict[str, int]
+
+    async def open(self, count: int) -> list[tuple[str, str]]:
+        """Names nothing: every agent calls the same path."""
+        return [("/v1", "none")] * count
+
+    async def close(self) -> None:
+        """Does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +196,53 @@ async def running_timed_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Process]
 @asynccontextmanager
 async def running_peer(folder: Path, model: Model) -> AsyncIterator[Peer]:
     """Runs the peer in front of a fake engine."""
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(
-            _process(folder / "engine.log", sys.executable, "-m", "benchmarks.fake_engine")
-        )
+    async with running_fake_engine(folder, model) as (engine, worker):
+        with closing(free_ports()) as ports:
+            port = next(ports)
+        async with _process(
+            folder / "peer.log",
+            str(PEER),
+            "--host=127.0.0.1",
+            f"--port={port}",
+            f"--db-path={folder / 'peer.db'}",
+            f"--worker=http://127.0.0.1:{worker}/v1",
+            "--log-level=warning",
+        ) as gateway:
+            await _until_listening(port, gateway, folder)
+            yield Peer(port, {"peer_gateway": gateway.pid, "peer_engine": engine.pid})
+
+
+@asynccontextmanager
+async def running_litellm(folder: Path, model: Model) -> AsyncIterator[Litellm]:
+    """Runs LiteLLM's proxy in front of a fake engine."""
+    async with running_fake_engine(folder, model) as (engine, worker):
+        config = folder / "litellm.json"  # JSON is YAML
+        parameters = {
+            "model": "openai/policy",
+            "api_base": f"http://127.0.0.1:{worker}/v1",
+            "api_key": "none",
+        }
+        entry = {"model_name": "policy", "litellm_params": parameters}
+        config.write_text(json.dumps({"model_list": [entry]}))
+        with closing(free_ports()) as ports:
+            port = next(ports)
+        flags = (f"--config={config}", "--host=127.0.0.1", f"--port={port}")
+        settings = {
+            "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "true",  # else it asks the network for prices
+            "LITELLM_LOG": "ERROR",
+        }
+        log = folder / "litellm.log"
+        async with _process(log, str(LITELLM), *flags, environ=settings) as proxy:
+            await _until_listening(port, proxy, folder)
+            yield Litellm(port, {"litellm_proxy": proxy.pid, "litellm_engine": engine.pid})
+
+
+@asynccontextmanager
+async def running_fake_engine(folder: Path, model: Model) -> AsyncIterator[tuple[Process, int]]:
+    """Runs a fake engine; yields its process and port."""
+    log = folder / "engine.log"
+    async with _process(log, sys.executable, "-m", "benchmarks.fake_engine") as engine:
         assert engine.stdin is not None
         settings = {
             "reply": model.reply,
@@ -192,26 +251,13 @@ async def running_peer(folder: Path, model: Model) -> AsyncIterator[Peer]:
         }
         engine.stdin.write(json.dumps(settings).encode())
         engine.stdin.close()
-        worker = json.loads(await _line(engine, "READY", folder))["port"]
-        with closing(free_ports()) as ports:
-            port = next(ports)
-        gateway = await stack.enter_async_context(
-            _process(
-                folder / "peer.log",
-                str(PEER),
-                "--host=127.0.0.1",
-                f"--port={port}",
-                f"--db-path={folder / 'peer.db'}",
-                f"--worker=http://127.0.0.1:{worker}/v1",
-                "--log-level=warning",
-            )
-        )
-        await _until_listening(port, gateway, folder)
-        yield Peer(port, {"peer_gateway": gateway.pid, "peer_engine": engine.pid})
+        yield engine, json.loads(await _line(engine, "READY", folder))["port"]
 
 
 @asynccontextmanager
-async def _process(log: Path, *command: str) -> AsyncIterator[Process]:
+async def _process(
+    log: Path, *command: str, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[Process]:
     """Runs a program until the block ends."""
     with log.open("ab") as stderr:
         process = await asyncio.create_subprocess_exec(
@@ -219,7 +265,7 @@ async def _process(log: Path, *command: str) -> AsyncIterator[Process]:
             stdin=PIPE,
             stdout=PIPE,
             stderr=stderr,
-            env={**os.environ, "NO_PROXY": "127.0.0.1"},
+            env={**os.environ, "NO_PROXY": "127.0.0.1", **(environ or {})},
         )
     try:
         yield process

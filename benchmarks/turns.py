@@ -2,8 +2,9 @@
 
     make bench-turns
 
-Sidecar, gateway, router, collector and a scripted engine are real processes; the peer stands in
-front of a fake engine that is as quick. Both get the same texts from the same load generator, in
+Sidecar, gateway, router, collector and a scripted engine are real processes; the peer, and in the
+base case LiteLLM's proxy, which only passes chat on, stand in front of a fake engine that is as
+quick. All get the same texts from the same load generator, in
 interleaved rounds; every figure is the median of the rounds. docs/benchmarks.md says what each
 figure means. In the base case a session has 16 turns; a turn sends about 3.5 KB of new text behind
 all that was said before and gets a short fixed reply, not streamed; CPU time is that of 64 sessions
@@ -25,11 +26,13 @@ from statistics import median
 from benchmarks import cases
 from benchmarks.measure import Measured, measure
 from benchmarks.systems import (
+    LITELLM,
     PEER,
     Model,
     System,
     logs,
     make_model,
+    running_litellm,
     running_mesh,
     running_peer,
     running_timed_mesh,
@@ -39,7 +42,7 @@ from benchmarks.workload import Shape
 _ROUNDS = 3
 _ALONE_SESSIONS = 4
 _TOGETHER_SESSIONS = 64
-_TOTAL_TIMEOUT_S = 355
+_TOTAL_TIMEOUT_S = 420
 _DIGITS = 3
 
 Base = dict[tuple[str, int], list[Measured]]
@@ -72,7 +75,9 @@ async def _measure_all(folder: Path) -> tuple[Base, dict[str, float]]:
             await measure(system, Shape(), sessions, sessions, seed=0)
         rounds = [await cases.memory(mesh, _ROUNDS)]
         _show("memory", rounds[0])
-        base = await _measure_base(systems)
+        async with running_litellm(folder, model) as litellm:
+            await measure(litellm, Shape(), 16, 16, seed=0)
+            base = await _measure_base({**systems, "litellm": litellm})
         for seed in range(1, _ROUNDS + 1):
             rounds += await _measure_cases(systems, model, seed)
     async with running_timed_mesh(folder) as (timed, engine):
@@ -135,7 +140,7 @@ def _base_summary(rounds: Base) -> dict[str, object]:
         return middle(name, concurrent, lambda one: one.turns_per_second)
 
     cpu: dict[str, float] = {}
-    for name, prefix in (("ours", ""), ("peer", "peer_")):
+    for name, prefix in (("ours", ""), ("peer", "peer_"), ("litellm", "litellm_")):
         for process in rounds[name, 64][0].cpu_ms_per_turn:
             key = process if process.startswith(prefix) else prefix + process
             spent = [one.cpu_ms_per_turn[process] for one in rounds[name, 64]]
@@ -149,10 +154,13 @@ def _base_summary(rounds: Base) -> dict[str, object]:
         "peer_turns_per_second_1": round(rate("peer", 1), 1),
         "peer_turns_per_second_64": round(rate("peer", 64), 1),
         "ratio_to_peer_64": round(rate("ours", 64) / rate("peer", 64), 3),
+        "litellm_turns_per_second_1": round(rate("litellm", 1), 1),
+        "litellm_turns_per_second_64": round(rate("litellm", 64), 1),
+        "ratio_to_litellm_64": round(rate("ours", 64) / rate("litellm", 64), 3),
     }
 
 
 if __name__ == "__main__":
-    if not PEER.exists():
+    if not (PEER.exists() and LITELLM.exists()):
         sys.exit("benchmarks.turns: .venv-peer is missing; run `make bench-turns`, which makes it")
     asyncio.run(main())

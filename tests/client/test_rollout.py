@@ -21,7 +21,7 @@ from rollmesh.client import (
 )
 from rollmesh.client.groups import Needed
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.client.conftest import addresses_of
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
@@ -39,8 +39,14 @@ async def test_every_prompt_becomes_a_group_of_n_sessions(
 ) -> None:
     seen: list[SampleOutcome] = []
     summary = await rollout(
-        client, ["a", "bbb"], runner="length-of-the-prompt", n=4, on_sample=seen.append
+        client,
+        ["a", "bbb"],
+        runner="length-of-the-prompt",
+        n=4,
+        export="tree",
+        on_sample=seen.append,
     )
+    assert {request.export_mode for request in gateway.opened} == {gateway_pb2.EXPORT_MODE_TREE}
     groups: dict[str, list[int]] = {}
     for request in gateway.opened:
         groups.setdefault(request.group_id, []).append(request.sample_index)

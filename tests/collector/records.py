@@ -47,3 +47,39 @@ def record(
         trajectories=[trajectory(session_id)],
         turns=1,
     )
+
+
+def tree() -> types_pb2.TrajectoryTree:
+    """A question and two answers to it."""
+    return types_pb2.TrajectoryTree(
+        nodes=[
+            types_pb2.TrajectoryNode(node_id=1, start=0, end=2, glue_tokens=2),
+            types_pb2.TrajectoryNode(
+                node_id=2,
+                parent_index=0,
+                start=2,
+                end=4,
+                glue_tokens=1,
+                sampled=True,
+                trained=True,
+                reward=0.5,
+            ),
+            types_pb2.TrajectoryNode(
+                node_id=3, parent_index=0, start=4, end=6, glue_tokens=1, sampled=True, trained=True
+            ),
+        ],
+        token_ids_u32le=np.arange(6, dtype="<u4").tobytes(),
+        logprobs_f32le=np.zeros(6, "<f4").tobytes(),
+        loss_mask_u8=np.array([0, 0, 0, 1, 0, 1], "u1").tobytes(),
+        version_spans=[
+            types_pb2.VersionSpan(policy_version=0, start=at, end=at + 1) for at in (3, 5)
+        ],
+    )
+
+
+def tree_record(session_id: str) -> types_pb2.SessionRecord:
+    """A session that is exported as its tree."""
+    result = record(session_id)
+    del result.trajectories[:]
+    result.tree.CopyFrom(tree())
+    return result

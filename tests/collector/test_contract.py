@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.collector.collectors import (
     stub_at,
     subscribing,
 )
-from tests.collector.records import record, trajectory
+from tests.collector.records import record, trajectory, tree_record
 
 
 async def ingest(stub: Any, session: types_pb2.SessionRecord) -> bool:
@@ -228,3 +229,69 @@ async def test_a_stored_session_whose_sender_gave_up_reaches_open_streams(tmp_pa
             store.answer.set()
             assert await stream.delivered(1) == ["s"]
         await server.stop(None)
+
+
+async def test_a_session_that_is_a_tree_is_delivered_as_one(stub: Any) -> None:
+    session = tree_record("s")
+    assert not await ingest(stub, session)
+    assert await ingest(stub, session)
+    async with subscribing(stub, credits_=1) as stream:
+        (delivery,) = await stream.deliveries(1)
+    assert list(delivery.sessions) == [session]
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        pytest.param("tree", {"trajectories": [trajectory("s")]}, id="beside-trajectories"),
+        pytest.param("tree.logprobs_f32le", {"tree.logprobs_f32le": b"four"}, id="arrays"),
+        pytest.param("tree.loss_mask_u8", {"tree.loss_mask_u8": b"\2" * 6}, id="mask"),
+        pytest.param("tree.nodes[1]", {"tree.nodes.1.start": 3}, id="gap"),
+        pytest.param("tree.nodes[2]", {"tree.nodes.2.end": 7}, id="behind-the-end"),
+        pytest.param("tree.nodes[1].glue_tokens", {"tree.nodes.1.glue_tokens": 3}, id="glue"),
+        pytest.param("tree.nodes[1].parent_index", {"tree.nodes.1.parent_index": 1}, id="parent"),
+        pytest.param("tree.nodes", {"tree.nodes.2.end": 5}, id="not-covered"),
+        pytest.param("tree.nodes[0].reward", {"tree.nodes.0.reward": 1.0}, id="agent-rewarded"),
+        pytest.param("tree.nodes[1].reward", {"tree.nodes.1.reward": nan}, id="reward-no-number"),
+        pytest.param("tree.version_spans", {"tree.version_spans.1.end": 7}, id="versions"),
+    ],
+)
+async def test_a_tree_that_contradicts_itself_is_refused(
+    stub: Any, field: str, change: dict[str, Any]
+) -> None:
+    await refused_by_field(stub, tree_record("s"), field, change)
+
+
+@pytest.mark.parametrize(
+    ("segment", "reward"),
+    [
+        pytest.param(0, 1.0, id="of-the-agent's-own-message"),
+        pytest.param(1, inf, id="no-number"),
+    ],
+)
+async def test_a_reward_that_no_turn_can_have_is_refused(
+    stub: Any, segment: int, reward: float
+) -> None:
+    change = {f"trajectories.0.segments.{segment}.reward": reward}
+    field = f"trajectories[0].segments[{segment}].reward"
+    await refused_by_field(stub, record("s"), field, change)
+
+
+async def refused_by_field(
+    stub: Any, session: types_pb2.SessionRecord, field: str, change: dict[str, Any]
+) -> None:
+    """Changes a session by paths and sees it refused with the field's name."""
+    for path, value in change.items():
+        *owners, name = path.split(".")
+        owner: Any = session
+        for part in owners:
+            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
+        if isinstance(value, list):
+            getattr(owner, name).extend(value)
+        else:
+            setattr(owner, name, value)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await ingest(stub, session)
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == f"session.{field}"

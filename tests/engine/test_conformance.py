@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.errors import (
+    InvalidConstraintError,
     InvalidFieldError,
     InvalidWeightsError,
     RequestIdInUseError,
@@ -161,6 +162,22 @@ async def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None
     assert result.ids == greedy.ids[: greedy.ids.index(stop) + 1]
     assert result.finish.reason == types_pb2.FINISH_REASON_STOP
     assert result.finish.stop_token_id == stop
+
+
+@pytest.mark.parametrize(
+    ("tag", "says"),
+    [
+        pytest.param("{", "not JSON", id="no JSON"),
+        pytest.param('{"type": "structural_tag"}', "no format", id="no format"),
+        pytest.param('{"format": ' * 80 + "{}" + "}" * 80, "nested deeper", id="deep"),
+        pytest.param('{"format": {"a": "' + "x" * 131_072 + '"}}', "larger than", id="large"),
+    ],
+)
+async def test_a_constraint_that_is_none_is_refused(engine: Engine, tag: str, says: str) -> None:
+    request = engine.request(4, 0, constraint=engine_pb2.Constraint(structural_tag=tag))
+    with pytest.raises(InvalidConstraintError, match=says) as caught:
+        await engine.generate(request)
+    assert caught.value.field == "constraint.structural_tag"
 
 
 async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from benchmarks.kills.__main__ import run_matrix
 from rollmesh.client import Client, SessionResult
 from tests.meshes import Mesh, scripted_mesh
 
@@ -109,6 +110,14 @@ async def test_a_collector_that_is_away_gets_every_session_later(
             results = await sessions(client, 3)
     assert {result.session_id for result in results} == set(closed)
     assert all(result.trajectories[0].turns == 1 for result in results)
+
+
+@pytest.mark.timeout(300)
+async def test_the_kill_matrix_loses_doubles_and_leaks_nothing(tmp_path: Path) -> None:
+    found = await run_matrix(tmp_path, wanted=20, seed=7)  # `make kills` runs it whole
+    assert found["kills"] >= 20
+    assert found["answered"] == found["delivered"] > 0
+    assert (found["doubled"], found["leases_leaked"], found["drift_turns"]) == (0, 0, 0)
 
 
 async def test_random_kills_lose_no_answered_turn_and_double_none(

@@ -1,4 +1,5 @@
-"""The chat templates of the `trl` package, each with a tokenizer made for it on the spot.
+"""The chat templates of the `trl` package, each with a tokenizer made for it on the spot, and the
+tokenizers of `mistral_common`, which encode conversations without a template.
 
 `python -m tests.gateway.families > docs/templates.md` makes the table in the docs.
 """
@@ -11,16 +12,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import mistral_common
 import trl
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.cutter import TemplateRefusedError
-from rollmesh.gateway.template import ChatTemplate
-from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.mistral import MistralTemplate, MistralTokenizer
+from rollmesh.gateway.template import ChatTemplate, ModelTemplate
+from rollmesh.gateway.tokenizer import ModelTokenizer, Tokenizer
 
 FOLDER = Path(str(trl.__file__)).parent / "chat_templates"
+MISTRAL = Path(str(mistral_common.__file__)).parent / "data"
+# Later versions are not in the package: a file as their makers write it, with a small vocabulary.
+_LATER = {"tekken_v11.json": "v11", "tekken_v13.json": "v13"}
+_LATER_TOKENS = ("[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 # What stands in these templates for one token. Control tokens are special; tags are one token
 # too, but are kept when text is decoded, as in the models' own tokenizers.
 _CONTROL = re.compile(
@@ -57,13 +65,20 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Family:
+    with tempfile.TemporaryDirectory() as folder:
+        source, variables = write(name, Path(folder))
+        tokenizer = Tokenizer(Path(folder))
+    return Family(name, source, ChatTemplate(source, variables), tokenizer, variables)
+
+
+def write(name: str, folder: Path) -> tuple[str, dict[str, str]]:
+    """Writes tokenizer, template and config of a model; returns the template and its variables."""
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     end = next((end for prefix, end in _ENDS.items() if name.startswith(prefix)), "<|im_end|>")
     variables = {"eos_token": end, "bos_token": "<s>", "pad_token": end}
-    with tempfile.TemporaryDirectory() as folder:
-        _write_tokenizer(Path(folder), source, variables)
-        tokenizer = Tokenizer(Path(folder))
-    return Family(name, source, ChatTemplate(source, variables), tokenizer, variables)
+    _write_tokenizer(folder, source, variables)
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    return source, variables
 
 
 def _write_tokenizer(folder: Path, source: str, variables: dict[str, str]) -> None:
@@ -83,25 +98,63 @@ def _write_tokenizer(folder: Path, source: str, variables: dict[str, str]) -> No
     rust.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(variables))
     stops = [text for text in ("<|return|>", "<|call|>") if text in control]
+    if "[gMASK]" in control:
+        stops = ["<|user|>", "<|observation|>"]  # as in the models' own generation_config.json
     generation = {"eos_token_id": [rust.token_to_id(stop) for stop in stops]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def mistral_names() -> list[str]:
+    return sorted([*(path.name for path in MISTRAL.iterdir() if path.is_file()), *_LATER])
+
+
+def mistral_file(name: str, folder: Path) -> Path:
+    """The file of a tokenizer; one of a later version is made in `folder`."""
+    if name not in _LATER:
+        return MISTRAL / name
+    made = json.loads((MISTRAL / "tekken_240718.json").read_text())
+    tokens: list[str] = [str(one["token_str"]) for one in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
+    tokens += [token for token in _LATER_TOKENS if token not in tokens]
+    made["config"] |= {"version": _LATER[name], "default_vocab_size": 3000}
+    made["vocab"] = made["vocab"][:3000]
+    made["special_tokens"] = [
+        {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(tokens)
+    ]
+    path = folder / name
+    path.write_text(json.dumps(made))
+    return path
+
+
+def load_mistral(name: str) -> tuple[MistralTemplate, MistralTokenizer]:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = MistralTokenizer(mistral_file(name, Path(folder)))
+    return MistralTemplate(tokenizer), tokenizer
 
 
 def rows() -> Iterator[str]:
     """The lines of the table."""
     for name in names():
         family = load(name)
-        try:
-            contract = Continuation(family.template, family.tokenizer).contract
-        except TemplateRefusedError as error:
-            yield f"| {name} | refused | | {_cell(str(error))} |"
-            continue
-        findings = "; ".join(sorted(contract.findings))
-        refused = "; ".join(f"no {order}" for order in sorted(contract.refused))
-        seen = f"{contract.verified} whole"
-        seen += f", {contract.kept} behind the last answer" if contract.kept else ""
-        said = "; ".join(filter(None, (findings, refused)))
-        yield f"| {name} | {contract.kind} | {seen} | {_cell(said)} |"
+        yield _row(name, family.template, family.tokenizer)
+
+
+def mistral_rows() -> Iterator[str]:
+    """The lines of the table of tokenizers."""
+    for name in mistral_names():
+        yield _row(name, *load_mistral(name))
+
+
+def _row(name: str, template: ModelTemplate, tokenizer: ModelTokenizer) -> str:
+    try:
+        contract = Continuation(template, tokenizer).contract
+    except TemplateRefusedError as error:
+        return f"| {name} | refused | | {_cell(str(error))} |"
+    findings = "; ".join(sorted(contract.findings))
+    refused = "; ".join(f"no {order}" for order in sorted(contract.refused))
+    seen = f"{contract.verified} whole"
+    seen += f", {contract.kept} behind the last answer" if contract.kept else ""
+    said = "; ".join(filter(None, (findings, refused)))
+    return f"| {name} | {contract.kind} | {seen} | {_cell(said)} |"
 
 
 def _cell(text: str) -> str:
@@ -112,7 +165,8 @@ def document() -> str:
     """The page of the docs."""
     table = list(rows())
     refused = sum("| refused |" in row for row in table)
-    return _HEAD.format(count=len(table), refused=refused) + "\n".join(table) + "\n"
+    head = _HEAD.format(count=len(table), refused=refused or "none")
+    return "\n".join((head + "\n".join(table), _MISTRAL + "\n".join(mistral_rows()), ""))
 
 
 _HEAD = """\
@@ -137,12 +191,43 @@ where that is the template's whole render; "behind the last answer" those where 
 is. An order of roles in the last column ("no assistant, tool") is refused with a 400 when a
 request needs it; a template that cannot be continued at all is refused when the gateway starts.
 
+Where answers have no end of their own (GLM), the model stops at the header of the next turn and so
+samples it. That token stays, trained as it was sampled, and what follows does not print it again.
+When another turn follows than the one whose header was sampled (a tool result behind `<|user|>`),
+both headers stand in the context, as the engine sees it, and the turn carries `TEMPLATE_REWRITE`.
+
+Ids of tool calls count where the template prints them: a message with another id is another
+message there, and a call has the id that the model sampled. Elsewhere they are ignored.
+
 The table is made by `python -m tests.gateway.families` from the {count} templates in the `trl`
-package, each with a byte-level tokenizer made for it; {refused} are refused. A test compares it
-with what the code finds, and all that are not refused with transformers' own rendering of other
-conversations.
+package, each with a byte-level tokenizer made for it; {refused} of them are refused. A test
+compares it with what the code finds, and all that are not refused with transformers' own rendering
+of other conversations.
 
 | template | contract | verified | what it does, what is refused |
+|---|---|---|---|
+"""
+
+_MISTRAL = """
+## Models without a chat template
+
+Mistral's own files (`tekken.json`, `tokenizer.model.v*`) bring none: their conversations are
+encoded by the `mistral_common` package (`pip install 'rollmesh[gateway-mistral]'`). The gateway
+uses it for a model directory that has such a file and no chat template, as vLLM's
+`--tokenizer-mode mistral` does. What a message says is tokenised alone and can spell no control
+token; what stands behind the last answer is what the package gives.
+
+- Up to v3 the first system message stands in the *last* user turn, up to v11 the tools stand in
+  front of it: both move when the conversation goes on. A session keeps those that were there when
+  an answer was sampled, and prints them again where the package does, in the new user turn.
+- Two user messages in a row are one to the package, so a second one is refused with a 400.
+- With `--history=rewrite` the gateway does not start where a turn moves or repeats what stood
+  before: the package would print all of it otherwise, not only the answers.
+
+The table is made from all files of the package, and for v11 and v13, of which it has none, from
+files made for it. The test's reference is the package's own `encode_chat_completion`.
+
+| tokenizer | contract | verified | what it does, what is refused |
 |---|---|---|---|
 """
 

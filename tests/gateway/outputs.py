@@ -67,6 +67,11 @@ def _tags(form: str, joint: str) -> Callable[[Arguments], str]:
     return spell
 
 
+def _keywords(arguments: Arguments) -> str:
+    """Arguments as Python writes them."""
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+
+
 WRITERS = {
     writer.name: writer
     for writer in (
@@ -151,6 +156,26 @@ WRITERS = {
             lambda name, arguments, _: f"<tool_call>{name}\n{arguments}</tool_call>",
             between="\n",
             spell=_tags("<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", ""),
+            pretty=False,
+        ),
+        Writer(
+            "pythonic",
+            lambda name, arguments, _: f"{name}({arguments})",
+            before="[",
+            between=", ",
+            after="]",
+            spell=_keywords,
+            tag=")]",
+            pretty=False,
+        ),
+        Writer(
+            "llama4_pythonic",
+            lambda name, arguments, _: f"{name}({arguments})",
+            before="<|python_start|>[",
+            between=", ",
+            after="]<|python_end|>",
+            spell=_keywords,
+            tag="<|python_end|>",
             pretty=False,
         ),
     )

@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 
+from rollmesh.gateway.forced import FORCED_FORMATS
 from rollmesh.gateway.formats import FORMATS, AnswerFormat
+from rollmesh.gateway.pythonic_calls import PythonicFormat
+from rollmesh.gateway.tagged_calls import TaggedFormat
 from tests.gateway.outputs import KINDS, TAGS, WRITERS, Output, outputs
 from tests.gateway.test_formats import FRAME, TOOLS
 
@@ -262,6 +265,21 @@ def _in_prose(pair: Pair) -> bool:
     return "llama3" in pair.writer and more and bool(shown) and not pair.theirs.content
 
 
+def _not_all_a_list(pair: Pair) -> bool:
+    format_ = FORMATS[WRITERS[pair.writer].format]
+
+    def unmarked(text: str) -> str:
+        for mark in format_.marks:
+            text = text.replace(mark, "")
+        return text.strip()
+
+    text = unmarked(pair.text)
+    nothing = not pair.theirs.calls and unmarked(pair.theirs.content) == text
+    flagged = pair.ours.malformed and unmarked(pair.ours.content) == text
+    found = _whole(pair.ours.calls) if pair.ours.calls else flagged
+    return isinstance(format_, PythonicFormat) and nothing and found
+
+
 def _spelling(pair: Pair) -> bool:
     if pair.ours.content != pair.theirs.content or len(pair.ours.calls) != len(pair.theirs.calls):
         return False
@@ -270,10 +288,17 @@ def _spelling(pair: Pair) -> bool:
             return False
         if given.keys() != taken.keys():
             return False
-    return not WRITERS[pair.writer].pretty
+    return isinstance(FORMATS[WRITERS[pair.writer].format], TaggedFormat)
 
 
 CLASSES: dict[str, tuple[Callable[[Pair], bool], str]] = {
+    "not all a list": (
+        _not_all_a_list,
+        "vLLM reads a list of Python calls only where it is the whole answer, marks left out, and "
+        "every part of it is right; else all is text, without some of the marks. For us each call "
+        "that is whole, of a list at the beginning or behind its mark, is one; the rest is text, "
+        "flagged where it stands in the list.",
+    ),
     "text around calls": (
         _text_around,
         "The calls are the same; vLLM drops text in front of, between or behind them. It was "
@@ -421,6 +446,7 @@ def document() -> str:
         lines.append(f"| {name} | " + " | ".join(numbers) + " |")
     lines += ["", "## Why ours is right", ""]
     lines += [f"- **{name}**: {why}" for name, (_, why) in CLASSES.items()]
+    lines += ["", _FORCED]
     return "\n".join(lines) + "\n"
 
 
@@ -435,13 +461,23 @@ the whole answer at once, and compares the text (without blanks around it) and t
 arguments as JSON values). All either agree or differ in one of these ways; each is an exact
 predicate in `tests/gateway/test_against_vllm.py`, which also makes this page.
 
-In the answers that are whole we find all calls that were meant and no others, but for JSON in
-prose.
+In the answers that are whole we find all calls that were meant and no others, but for JSON and
+lists of Python calls behind prose.
 
 The price of knowing what is a string: where a quote is missing inside arguments, the marks behind
 it are taken for text of that string, and the next call becomes part of a broken one, flagged. vLLM
 ends calls at any mark and still finds the next.
 """
+
+
+_FORCED = f"""\
+## Calls that are forced
+
+`tool_choice` required or named, and `response_format` beside tools, are served with
+{", ".join(f"`{name}`" for name in sorted(FORCED_FORMATS))}. Calls are then as the format's template
+prints them, their arguments JSON values of the tool's schema with the keys in its order. Strings
+may not hold marks that our parsers would not know for a part of them. `parallel_tool_calls: false`
+is served with all of these too. With parsers of vLLM's none of this is."""
 
 
 async def test_every_difference_from_vllm_has_a_name_and_the_page_counts_them() -> None:

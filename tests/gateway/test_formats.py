@@ -177,6 +177,43 @@ VECTORS: list[Any] = [
     ("glm45", glm("f", ("n", "four")), ("", [("f", '{"n": "four"}')], False)),
     ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>",
      ("<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>", [], True)),
+    ("pythonic", '[f(n=1, s="a", b=True, x=None), g()]',
+     ("", [("f", '{"n": 1, "s": "a", "b": true, "x": null}'), ("g", "{}")], False)),
+    ("pythonic", "\n [ f ( s = 'it\\'s \\u00e9' , l = [1, -2.5, ('x',)], o = {'k': {}}, ) , ]\n",
+     ("", [("f", '{"s": "it\'s \u00e9", "l": [1, -2.5, ["x"]], "o": {"k": {}}}')], False)),
+    ("pythonic", '[f(s="a)]" "b\\n")]', ("", [("f", '{"s": "a)]b\\n"}')], False)),
+    ("pythonic", "[f(s='\\ud83d\\ude00 line\nline')]",
+     ("", [("f", '{"s": "\U0001f600 line\\nline"}')], False)),
+    ("pythonic", "[f(n=1), no(), g()]", (" no(),", [("f", '{"n": 1}'), ("g", "{}")], True)),
+    ("pythonic", "[no(n=1)]", ("[no(n=1)]", [], True)),
+    ("pythonic", "[f(n=__import__('os').getpid())]",
+     ("[f(n=__import__('os').getpid())]", [], True)),
+    ("pythonic", "[f(1)]", ("[f(1)]", [], True)),
+    ("pythonic", "[f(n=1, n=2)]", ("[f(n=1, n=2)]", [], True)),
+    ("pythonic", "[f(n=007)]", ("[f(n=007)]", [], True)),
+    ("pythonic", "[f(x=1e999)]", ("[f(x=1e999)]", [], True)),
+    ("pythonic", "[f(s='\\ud800')]", ("[f(s='\\ud800')]", [], True)),
+    ("pythonic", "[f(l=" + "[" * 99 + "]" * 99 + ")]",
+     ("[f(l=" + "[" * 99 + "]" * 99 + ")]", [], True)),
+    ("pythonic", "[f(n=1), g(", (" g(", [("f", '{"n": 1}')], True)),
+    ("pythonic", "[f(n=1", ("[f(n=1", [], True)),
+    ("pythonic", "[f(n=1)", ("", [("f", '{"n": 1}')], True)),
+    ("pythonic", "[f(n=1)] So.", (" So.", [("f", '{"n": 1}')], False)),
+    ("pythonic", "[g() g()]", (" g()]", [("g", "{}")], True)),
+    ("pythonic", "[g(), 5]", (" 5]", [("g", "{}")], True)),
+    ("pythonic", "So: [g()]", ("So: [g()]", [], False)),
+    ("pythonic", "[1, 2] is it", ("[1, 2] is it", [], False)),
+    ("pythonic", " [link](there)", (" [link](there)", [], False)),
+    ("pythonic", "[f", ("[f", [], False)),
+    ("llama4_pythonic", "<|python_start|>[g()]<|python_end|>", ("", [("g", "{}")], False)),
+    ("llama4_pythonic", "I do. <|python_start|>[f(s='<|python_end|>')]<|python_end|> Done.",
+     ("I do. Done.", [("f", '{"s": "<|python_end|>"}')], False)),
+    ("llama4_pythonic", "[g()]", ("", [("g", "{}")], False)),
+    ("llama4_pythonic", "<|python_start|>print(1)<|python_end|>",
+     ("<|python_start|>print(1)<|python_end|>", [], True)),
+    ("llama4_pythonic", "It is <|python_end|>", ("It is <|python_end|>", [], False)),
+    ("llama4_pythonic", "<|python_start|>", ("<|python_start|>", [], True)),
+    ("llama4_pythonic", "<|python_start|>[g()<|python_end|>", ("", [("g", "{}")], True)),
 ]  # fmt: skip
 
 
@@ -250,7 +287,7 @@ def test_every_format_has_vectors() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-@given(text=st.text(alphabet='<>{}[]":,;/ \nfgn1_|tol_call=arg', max_size=60))
+@given(text=st.text(alphabet='<>{}[]()":,;/ \nfgn1_|tol_call=arg', max_size=60))
 def test_no_text_breaks_a_parser_or_is_lost_where_there_is_no_call(name: str, text: str) -> None:
     whole, pieces = parse(name, [text])
     cut, _ = parse(name, list(text))
@@ -362,3 +399,38 @@ def test_reasoning_is_the_same_however_it_is_cut(
 )
 def test_a_template_shows_its_format(template: str, expected: AnswerFormat) -> None:
     assert detect((TEMPLATES / f"{template}.jinja").read_text()) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("You should only return [func_name1(params_name1=params_value1)]", "pythonic"),
+        ("{{ '<|python_start|>' + call + '<|python_end|>' }}", "llama4_pythonic"),
+    ],
+)
+def test_a_template_of_python_calls_shows_its_format(source: str, name: str) -> None:
+    assert detect(source) == AnswerFormat(name, reasoning=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "ids"),
+    [
+        (
+            "kimi_k2",
+            kimi("f", 0, '{"n": 1}') + kimi("g", 1, "{}"),
+            ["functions.f:0", "functions.g:1"],
+        ),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"n": 1}', ["abc123def"]),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}, "id": "abc123def"}]',
+            ["abc123def"],
+        ),
+        ("hermes", '<tool_call>\n{"id": "1", "name": "f", "arguments": {}}\n</tool_call>', [""]),
+    ],
+)
+def test_an_id_that_was_sampled_is_the_calls_id(name: str, text: str, ids: list[str]) -> None:
+    parser = AnswerFormat(name, reasoning=False).parser(FRAME)
+    assert parser is not None
+    pieces = [*parser.feed(text), *parser.finish()]
+    assert [piece.id for piece in pieces if isinstance(piece, CallStart)] == ids

@@ -4,7 +4,7 @@ import pytest
 
 from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
 from rollmesh.gateway.messages import Message
-from tests.gateway.test_tree import BARE, TOOLS, World, said, user
+from tests.gateway.worlds import BARE, TOOLS, World, said, user
 
 SYSTEM, OTHER = Message("system", "You work."), Message("system", "Write a title.")
 

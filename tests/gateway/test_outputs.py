@@ -18,7 +18,8 @@ def test_every_format_has_a_writer() -> None:
 def test_whole_answers_give_the_calls_that_were_meant(writer: str) -> None:
     for output in outputs(writer, 20):
         reading = ours(WRITERS[writer].format, output.text)
-        if output.meant is not None and (writer, output.kind) != ("llama3_json", "lead"):
+        in_prose = output.kind == "lead" and writer in {"llama3_json", "pythonic"}
+        if output.meant is not None and not in_prose:
             assert reading.calls == output.meant, output.text
             assert not reading.malformed, output.text
 

@@ -27,6 +27,18 @@ def test_any_ids_decode_as_they_do_at_once(tokenizer: Tokenizer, ids: list[int])
     assert joined.replace("\ufffd", "") == whole.replace("\ufffd", "")
 
 
+@given(text=st.text(max_size=60), cut=st.integers(0, 60), split=st.integers(0, 3))
+@example(text="<|im_end|>a\u0301 \U0001f600", cut=4, split=2)
+def test_ids_that_come_together_give_the_text_of_single_ones(
+    tokenizer: Tokenizer, text: str, cut: int, split: int
+) -> None:
+    ids = tokenizer.encode(text).tolist()[: cut or None]  # the cut may part a character
+    together, single = IncrementalDecoder(tokenizer), IncrementalDecoder(tokenizer)
+    head, tail = ids[: len(ids) - split], ids[len(ids) - split :]
+    joined = together.feed_all(head) + together.feed_all(tail) + together.finish()
+    assert joined == "".join(map(single.feed, ids)) + single.finish()
+
+
 def test_a_character_split_over_tokens_is_never_shown_broken(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("\U0001f600")
     assert len(ids) > 1  # else this shows nothing

@@ -361,22 +361,3 @@ async def test_a_turn_without_tool_choice_goes_on_in_the_same_conversation(
             await deliveries.acknowledge(delivery)
     (trajectory,) = delivery.sessions[0].trajectories
     assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")
-
-
-async def test_a_session_can_be_exported_turn_by_turn(tmp_path: Path, tokenizer_dir: Path) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
-        async with client.session(export="turns") as session:
-            messages: list[Any] = [{"role": "user", "content": "plain"}]
-            for _ in range(2):
-                answer = await mesh.openai(session).chat.completions.create(
-                    model="policy", messages=messages
-                )
-                messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
-        async with client.subscribe("trainer", unit="session") as deliveries:
-            delivery = await anext(deliveries)
-            await deliveries.acknowledge(delivery)
-    first, second = delivery.sessions[0].trajectories
-    assert (first.turns, second.turns) == (1, 2)
-    assert second.loss_mask.sum() == second.segments[-1].end - second.segments[-1].start
-    size = len(first.token_ids)
-    assert second.token_ids[:size].tolist() == first.token_ids.tolist()

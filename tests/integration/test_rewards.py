@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollmesh.client import (
@@ -94,6 +95,29 @@ async def test_rewards_of_turns_and_trajectories_are_where_the_trainer_looks(
     assert found.reward == 1.0
     assert [trajectory.reward for trajectory in found.trajectories] == [0.25, None]
     assert turn_rewards(found) == [0.5, None, 0.5, -1.0]
+
+
+async def test_rewards_of_turns_are_on_the_nodes_of_a_tree_which_has_no_trajectories(
+    mesh: Mesh, client: Client
+) -> None:
+    async with client.session(export="tree") as session:
+        first = await ask(mesh, session, "plain")
+        last = await ask(mesh, session, "plain", first.choices[0].message.content, "more")
+        session.rewards = Rewards(1.0, trajectories={last.id: 0.25})
+        with pytest.raises(InvalidFieldError, match="reward its turns"):
+            await client.close_session(session)
+        session.rewards = Rewards(1.0, turns={first.id: 0.5})
+    ((found,),) = [delivery.sessions for delivery in await taken(client, "session", 1)]
+    tree = found.tree
+    assert tree is not None
+    assert (found.reward, found.trajectories) == (1.0, ())
+    rewards = {
+        node.node_id: reward for node, reward in zip(tree.nodes, tree.turn_rewards, strict=True)
+    }
+    first_node = int(first.id.rpartition("-")[2])
+    assert rewards.pop(first_node) == 0.5
+    assert len(rewards) == 3
+    assert np.isnan(list(rewards.values())).all()
 
 
 @pytest.mark.parametrize(

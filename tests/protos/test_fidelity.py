@@ -1,7 +1,7 @@
 import pytest
 
-from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
-from rollmesh.v1 import types_pb2
+from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish, Lineage
+from rollmesh.v1 import gateway_pb2, types_pb2
 
 
 @pytest.mark.parametrize(
@@ -10,6 +10,7 @@ from rollmesh.v1 import types_pb2
         (Fidelity, types_pb2.FidelityReason, "FIDELITY_REASON_"),
         (Lineage, types_pb2.Lineage, "LINEAGE_"),
         (Finish, types_pb2.FinishReason, "FINISH_REASON_"),
+        (ExportMode, gateway_pb2.ExportMode, "EXPORT_MODE_"),
     ],
 )
 def test_the_gateways_words_are_the_protos(plain: type, proto: object, prefix: str) -> None:

@@ -120,6 +120,20 @@ async def test_a_cancelled_acquire_leaks_no_lease(router: ServiceProcess) -> Non
             assert [replica.leases for replica in replicas] == [1]
 
 
+async def test_a_lease_is_given_back_without_waiting_for_the_next(router: ServiceProcess) -> None:
+    async with (
+        member(router) as membership,
+        LeaseClient(router.address, "g") as leases,
+        sdk(router) as client,
+    ):
+        await until_registered(membership)
+        async with leases.lease(session_id="s", deadline_ms=20_000):
+            assert [one.leases for one in (await client.replicas()).replicas] == [1]
+        async with asyncio.timeout(20):
+            while [one.leases for one in (await client.replicas()).replicas] != [0]:
+                continue
+
+
 async def test_a_full_mesh_is_busy_and_an_empty_one_has_no_engine(router: ServiceProcess) -> None:
     async with LeaseClient(router.address, "g") as leases:
         with pytest.raises(NoEngineError):

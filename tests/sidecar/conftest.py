@@ -14,9 +14,9 @@ async def gateway() -> ScriptedGateway:
 
 @pytest.fixture
 async def base_url(gateway: ScriptedGateway) -> AsyncIterator[str]:
-    """Address of a sidecar in front of `gateway`; comments after 50 ms of silence."""
+    """Address of a sidecar in front of `gateway`."""
     async with serving(gateway) as address:
-        config = SidecarConfig(gateway=address, keep_alive_ms=50, max_body_bytes=200_000)
+        config = SidecarConfig(gateway=address, max_body_bytes=200_000)
         async with sidecar_of(config) as url:
             yield url
 

@@ -8,6 +8,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.sidecar.scripted_gateway import (
     KEY,
@@ -18,6 +19,8 @@ from tests.sidecar.scripted_gateway import (
     call,
     call_piece,
     done,
+    serving,
+    sidecar_of,
     text,
     waiting,
 )
@@ -207,29 +210,29 @@ async def test_n_choices_are_n_samples_with_their_own_index_and_seed(
     assert found == {0: "choice 0 seed 7", 1: "choice 1 seed 8", 2: "choice 2 seed 9"}
 
 
-async def test_comments_fill_the_silence_and_the_sdk_skips_them(
-    gateway: ScriptedGateway, base_url: str, client: AsyncOpenAI
-) -> None:
+async def test_comments_fill_the_silence_and_the_sdk_skips_them(gateway: ScriptedGateway) -> None:
     seen = asyncio.Event()
     gateway.script = waiting(seen.wait, [], [text("late"), done("late")])
     body = {"messages": ASK, "model": "m", "stream": True}
-    path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
-    async with (
-        asyncio.timeout(10),
-        httpx2.AsyncClient() as http,
-        http.stream("POST", path, json=body) as answer,
-    ):
-        lines = answer.aiter_lines()
-        while await anext(lines) != ": keep-alive":
-            continue
-        seen.set()
-        assert [line async for line in lines][-2] == "data: [DONE]"
-    seen.clear()
-    ticks = asyncio.get_running_loop().call_later(0.2, seen.set)
-    stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
-    contents = [chunk.choices[0].delta.content async for chunk in stream]
-    assert [content for content in contents if content] == ["late"]
-    assert not ticks.cancelled()
+    async with asyncio.timeout(20), serving(gateway) as address:
+        config = SidecarConfig(gateway=address, keep_alive_ms=50)
+        async with sidecar_of(config) as url:
+            base = f"{url}/sessions/{SESSION}/v1"
+            async with (
+                httpx2.AsyncClient() as http,
+                http.stream("POST", f"{base}/chat/completions", json=body) as answer,
+            ):
+                lines = answer.aiter_lines()
+                while await anext(lines) != ": keep-alive":
+                    continue
+                seen.set()
+                assert [line async for line in lines][-2] == "data: [DONE]"
+            seen.clear()
+            asyncio.get_running_loop().call_later(0.2, seen.set)
+            async with AsyncOpenAI(base_url=base, api_key="static", max_retries=0) as client:
+                stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
+                contents = [chunk.choices[0].delta.content async for chunk in stream]
+            assert [content for content in contents if content] == ["late"]
 
 
 async def test_models_and_health_are_served_under_both_prefixes(

@@ -290,3 +290,20 @@ async def test_other_paths_and_methods_are_refused_in_the_same_form(base_url: st
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "path_unknown")
     assert (method.status_code, method.json()["error"]["code"]) == (405, "path_unknown")
     assert unknown.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_answer_without_an_end_is_an_error(
+    gateway: ScriptedGateway, client: AsyncOpenAI, *, stream: bool
+) -> None:
+    gateway.script = answering()
+
+    async def take() -> None:
+        answer: Any = await client.chat.completions.create(
+            model="policy", messages=ASK, stream=stream
+        )
+        async for _ in answer:
+            pass
+
+    with pytest.raises(openai.APIError, match="without an end"):
+        await take()

@@ -97,14 +97,51 @@ def ignored(name: str) -> float:
         pytest.param("tools", {"tools": {}}, id="tools"),
         pytest.param("tools[0].function.name", {"tools": [{"type": "web_search"}]}, id="tool type"),
         pytest.param("tools[0].function.name", {"tools": [{"type": "function"}]}, id="tool name"),
-        pytest.param("tool_choice", {"tool_choice": "required"}, id="tool required"),
+        pytest.param("tool_choice", {"tool_choice": "any"}, id="tool choice"),
+        pytest.param("tool_choice", {"tool_choice": 5}, id="tool choice a number"),
+        pytest.param("tool_choice", {"tool_choice": {"type": "allowed_tools"}}, id="tools allowed"),
         pytest.param(
-            "tool_choice",
-            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-            id="tool named",
+            "tool_choice.function", {"tool_choice": {"type": "function"}}, id="no tool named"
         ),
-        pytest.param("parallel_tool_calls", {"parallel_tool_calls": False}, id="one call only"),
-        pytest.param("response_format", {"response_format": {"type": "json_object"}}, id="format"),
+        pytest.param(
+            "tool_choice.function.name",
+            {"tool_choice": {"type": "function", "function": {}}},
+            id="tool named nothing",
+        ),
+        pytest.param("parallel_tool_calls", {"parallel_tool_calls": 0}, id="parallel a number"),
+        pytest.param("response_format", {"response_format": "json"}, id="format a string"),
+        pytest.param("response_format.type", {"response_format": {"type": "xml"}}, id="format"),
+        pytest.param("response_format.type", {"response_format": {}}, id="format without type"),
+        pytest.param(
+            "response_format.json_schema",
+            {"response_format": {"type": "json_schema"}},
+            id="no schema",
+        ),
+        pytest.param(
+            "response_format.json_schema.name",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            id="schema without name",
+        ),
+        pytest.param(
+            "response_format.json_schema.schema",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 1}}},
+            id="schema a number",
+        ),
+        pytest.param(
+            "response_format.json_schema.schema",
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"enum": ["x" * 70_000]}},
+                }
+            },
+            id="schema too large",
+        ),
+        pytest.param(
+            "response_format.json_schema.strict",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": 1}}},
+            id="strict a number",
+        ),
         pytest.param("logprobs", {"logprobs": True}, id="logprobs"),
         pytest.param("logit_bias", {"logit_bias": {"5": 100}}, id="bias"),
         pytest.param("functions", {"functions": [{"name": "f"}]}, id="functions"),
@@ -257,3 +294,41 @@ def test_echoed_text_and_reasoning_keep_their_white_space() -> None:
     )
     assert message.content == "  The answer is 42. \n"
     assert message.reasoning_content == "\n Let me think. \n"
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "name"),
+    [
+        pytest.param(None, gateway_pb2.TOOL_CHOICE_UNSPECIFIED, "", id="absent"),
+        pytest.param("none", gateway_pb2.TOOL_CHOICE_NONE, "", id="none"),
+        pytest.param("auto", gateway_pb2.TOOL_CHOICE_AUTO, "", id="auto"),
+        pytest.param("required", gateway_pb2.TOOL_CHOICE_REQUIRED, "", id="required"),
+        pytest.param(TOOL, gateway_pb2.TOOL_CHOICE_NAMED, "f", id="named"),
+    ],
+)
+def test_each_tool_choice_is_passed_on(choice: Any, expected: Any, name: str) -> None:
+    request = read(tools=[TOOL], tool_choice=choice)
+    assert (request.tool_choice, request.tool_name) == (expected, name)
+
+
+def test_response_formats_are_passed_on() -> None:
+    assert not read(response_format={"type": "text"}).HasField("json_format")
+    plain = read(response_format={"type": "json_object"})
+    assert plain.HasField("json_format")
+    assert plain.json_format == gateway_pb2.JsonFormat()
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    found = read(response_format=form).json_format
+    assert found.schema_json == orjson.dumps(schema)  # the order of keys is that of the answer
+    assert found.strict
+
+
+def test_whether_calls_may_be_parallel_is_passed_on() -> None:
+    assert not read().HasField("parallel_tool_calls")
+    assert read(parallel_tool_calls=True).parallel_tool_calls
+    once = read(parallel_tool_calls=False)
+    assert once.HasField("parallel_tool_calls")
+    assert not once.parallel_tool_calls

@@ -11,6 +11,7 @@ from rollmesh.client.settings import Limits, Retries, RolloutSettings
 from rollmesh.client.summary import RolloutSummary
 from rollmesh.client.trajectories import Delivery, SessionResult, Trajectory
 from rollmesh.client.transcripts import Transcript, TranscriptTurn
+from rollmesh.client.trees import TrajectoryTree
 from rollmesh.client.weights import WeightsPushError
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "SessionResult",
     "Subscription",
     "Trajectory",
+    "TrajectoryTree",
     "Transcript",
     "TranscriptTurn",
     "WeightsPushError",

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import grpc
 
@@ -30,6 +30,8 @@ from rollmesh.v1 import (
     types_pb2,
 )
 
+ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
+"""In which form a session's conversation tree goes to the trainer."""
 _TIMEOUT_S = 60.0
 _LEAVE_S = 10.0
 
@@ -105,7 +107,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         group_size: int = 1,
         sampling: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
-        export: Literal["leaves", "turns"] = "leaves",
+        export: ExportForm = "leaves",
         request_id: str = "",
     ) -> AsyncIterator[Session]:
         """Holds a session open; leaving closes it with `session.rewards`.
@@ -118,7 +120,8 @@ class Client(AbstractAsyncContextManager["Client"]):
             group_size: Number of sessions in the group.
             sampling: Defaults of all turns, by the names of `SamplingParams`.
             metadata: Carried to the trainer.
-            export: One trajectory for each leaf of the conversation tree, or for each turn.
+            export: One trajectory for each leaf of the conversation tree, or for each turn; or
+                the tree itself, each token once, as `SessionResult.tree`.
             request_id: Makes opening repeatable.
 
         Raises:
@@ -152,7 +155,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         group_size: int = 1,
         sampling: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
-        export: Literal["leaves", "turns"] = "leaves",
+        export: ExportForm = "leaves",
         request_id: str = "",
     ) -> gateway_pb2.CreateSessionRequest:
         """Returns what asks for a session; the arguments are those of `session`.

@@ -20,6 +20,46 @@ from rollmesh.v1 import router_pb2, router_pb2_grpc
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.2
 _MAX_OUTGOING = 65_536
+_RELEASE_S = 0.002  # a lease that is over waits so long for an acquire to go along with
+
+
+class _Line:
+    """What goes out on one stream; a stream that ended takes its leases with it."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[router_pb2.DispatchRequest | None]
+        self.messages = asyncio.Queue(_MAX_OUTGOING)
+        self._released: list[str] = []
+
+    def acquire(self, acquire: router_pb2.AcquireLease) -> None:
+        """Asks for a lease; gives back along with it what is over."""
+        acquire.released_lease_ids.extend(self._released)
+        self.messages.put_nowait(router_pb2.DispatchRequest(acquire=acquire))
+        self._released.clear()
+
+    def release(self, lease_id: str) -> None:
+        """Gives a lease back soon."""
+        if not self._released:
+            asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
+        self._released.append(lease_id)
+
+    def forget(self, session_id: str) -> None:
+        """Says that a session is over."""
+        self._flush()
+        forget = router_pb2.ForgetSession(session_id=session_id)
+        self.messages.put_nowait(router_pb2.DispatchRequest(forget=forget))
+
+    def end(self) -> None:
+        """Lets the call's own task end."""
+        with suppress(asyncio.QueueFull):
+            self.messages.put_nowait(None)
+
+    def _flush(self) -> None:
+        while self._released and not self.messages.full():
+            release = router_pb2.ReleaseLease(lease_id=self._released.pop())
+            self.messages.put_nowait(router_pb2.DispatchRequest(release=release))
+        if self._released:
+            asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
 
 
 class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
@@ -31,7 +71,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         self._gateway_id = gateway_id
         self._ids = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[router_pb2.DispatchResponse]] = {}
-        self._outgoing: asyncio.Queue[router_pb2.DispatchRequest | None] | None = None
+        self._line: _Line | None = None
         self._connected = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
@@ -72,22 +112,20 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         request = router_pb2.AcquireLease(
             session_id=session_id, group_id=group_id, model=model, excluded_engine_ids=excluded
         )
-        lease_id, outgoing, grant = await self._acquire_until(request, deadline_ms)
+        lease_id, line, grant = await self._acquire_until(request, deadline_ms)
         try:
             yield grant
         finally:
-            release = router_pb2.ReleaseLease(lease_id=lease_id)
-            outgoing.put_nowait(router_pb2.DispatchRequest(release=release))
+            line.release(lease_id)
 
     def forget(self, session_id: str) -> None:
         """Says that a session is over."""
-        if self._outgoing is not None:
-            forget = router_pb2.ForgetSession(session_id=session_id)
-            self._outgoing.put_nowait(router_pb2.DispatchRequest(forget=forget))
+        if self._line is not None:
+            self._line.forget(session_id)
 
     async def _acquire_until(
         self, request: router_pb2.AcquireLease, deadline_ms: int
-    ) -> tuple[str, asyncio.Queue[router_pb2.DispatchRequest | None], router_pb2.LeaseGrant]:
+    ) -> tuple[str, _Line, router_pb2.LeaseGrant]:
         """Asks until a place is granted; an engine that was excluded in vain is allowed again."""
         deadline = clock.monotonic_ms() + deadline_ms
         refusal = router_pb2.LeaseRefusal(reason="NO_ENGINE", message="no router answered")
@@ -95,9 +133,9 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
             try:
                 async with asyncio.timeout(left_ms / 1000):
                     await self._connected.wait()
-                    lease_id, outgoing, answer = await self._ask(request)
+                    lease_id, line, answer = await self._ask(request)
                     if answer.HasField("grant"):
-                        return lease_id, outgoing, answer.grant
+                        return lease_id, line, answer.grant
                     refusal = answer.refusal
                     if refusal.reason == "NO_ENGINE":
                         del request.excluded_engine_ids[:]
@@ -114,9 +152,9 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
 
     async def _ask(
         self, request: router_pb2.AcquireLease
-    ) -> tuple[str, asyncio.Queue[router_pb2.DispatchRequest | None], router_pb2.DispatchResponse]:
-        outgoing = self._outgoing
-        if outgoing is None:
+    ) -> tuple[str, _Line, router_pb2.DispatchResponse]:
+        line = self._line
+        if line is None:
             raise ConnectionError
         lease_id = str(next(self._ids))
         acquire = router_pb2.AcquireLease()
@@ -125,12 +163,11 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         answer: asyncio.Future[router_pb2.DispatchResponse]
         answer = asyncio.get_running_loop().create_future()
         self._waiting[lease_id] = answer
-        outgoing.put_nowait(router_pb2.DispatchRequest(acquire=acquire))
+        line.acquire(acquire)
         try:
-            return lease_id, outgoing, await answer
+            return lease_id, line, await answer
         except asyncio.CancelledError:
-            release = router_pb2.ReleaseLease(lease_id=lease_id)  # granted or about to be
-            outgoing.put_nowait(router_pb2.DispatchRequest(release=release))
+            line.release(lease_id)  # granted or about to be
             raise
         finally:
             self._waiting.pop(lease_id, None)
@@ -139,9 +176,9 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         async with open_channel(self._router) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             while True:
-                self._outgoing = asyncio.Queue(_MAX_OUTGOING)
+                self._line = _Line()
                 try:
-                    call = stub.Dispatch(_requests(self._gateway_id, self._outgoing))
+                    call = stub.Dispatch(_requests(self._gateway_id, self._line))
                     with typed_errors():
                         await call.wait_for_connection()
                     self._connected.set()
@@ -159,18 +196,15 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
     def _disconnected(self) -> None:
         """Lets those who wait ask again: the router has freed what this stream held."""
         self._connected.clear()
-        if self._outgoing is not None:
-            with suppress(asyncio.QueueFull):
-                self._outgoing.put_nowait(None)  # lets the call's own task end
-        self._outgoing = None
+        if self._line is not None:
+            self._line.end()
+        self._line = None
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ConnectionError("the router went away"))
 
 
-async def _requests(
-    gateway_id: str, outgoing: asyncio.Queue[router_pb2.DispatchRequest | None]
-) -> AsyncIterator[router_pb2.DispatchRequest]:
+async def _requests(gateway_id: str, line: _Line) -> AsyncIterator[router_pb2.DispatchRequest]:
     yield router_pb2.DispatchRequest(hello=router_pb2.DispatchHello(gateway_id=gateway_id))
-    while (message := await outgoing.get()) is not None:
+    while (message := await line.messages.get()) is not None:
         yield message

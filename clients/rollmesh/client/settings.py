@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from rollmesh.client.client import ExportForm
 from rollmesh.client.groups import Needed, SampleOutcome, needed_of
 from rollmesh.client.runners import AgentRunner, find_runner
 from rollmesh.client.scoring import RewardFunction
@@ -84,8 +85,9 @@ class RolloutSettings:
     """Gives what is carried to the trainer with a sample's sessions."""
     group_id: Callable[[Any], str] | None = None
     """Gives the id of a sample's group, each one once; None: a random one."""
-    export: Literal["leaves", "turns"] = "leaves"
-    """One trajectory for each leaf of the conversation tree, or for each turn."""
+    export: ExportForm = "leaves"
+    """In which form the sessions are delivered: one trajectory for each leaf of the conversation
+    tree, or for each turn; or the tree itself, as `SessionResult.tree`."""
     on_sample: Callable[[SampleOutcome], None] | None = None
     """Called with each outcome as it comes."""
     progress: bool | None = None

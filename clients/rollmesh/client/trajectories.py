@@ -5,15 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.runtime.arrays import (
-    Logprobs,
-    Mask,
-    TokenIds,
-    unpack_ids,
-    unpack_logprobs,
-    unpack_mask,
-)
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.client.tokens import reason_names, unpack_tokens
+from rollmesh.client.trees import TrajectoryTree
+from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
 from rollmesh.v1 import types_pb2
 
 
@@ -50,27 +44,17 @@ class Trajectory:
         Raises:
             InvalidFieldError: The arrays differ in length.
         """
-        token_ids = unpack_ids(proto.token_ids_u32le, "token_ids_u32le")
-        logprobs = unpack_logprobs(proto.logprobs_f32le, "logprobs_f32le")
-        mask = unpack_mask(proto.loss_mask_u8, "loss_mask_u8")
-        if not len(token_ids) == len(logprobs) == len(mask):
-            raise InvalidFieldError("trajectory", "arrays of different lengths")
-        versions = np.full(len(token_ids), -1, np.int64)
-        for span in proto.version_spans:
-            versions[span.start : span.end] = span.policy_version
+        arrays = unpack_tokens(proto)
         return cls(
             proto.trajectory_id,
-            token_ids,
-            logprobs,
-            mask,
-            versions,
+            arrays.token_ids,
+            arrays.logprobs,
+            arrays.loss_mask,
+            arrays.policy_versions,
             proto.prompt_tokens,
             proto.turns,
             types_pb2.Lineage.Name(proto.lineage).removeprefix("LINEAGE_"),
-            tuple(
-                types_pb2.FidelityReason.Name(reason).removeprefix("FIDELITY_REASON_")
-                for reason in proto.reasons
-            ),
+            reason_names(proto.reasons),
             tuple(proto.segments),
             proto.reward if proto.HasField("reward") else None,
         )
@@ -89,6 +73,8 @@ class SessionResult:
     turns: int
     metadata: dict[str, str]
     trajectories: tuple[Trajectory, ...]
+    tree: TrajectoryTree | None = None
+    """Instead of trajectories, where the session was opened with `export="tree"`."""
     superseded: bool = False
     """Whether another session has its place in the group: it failed and was tried again."""
 
@@ -104,6 +90,7 @@ class SessionResult:
             proto.turns,
             dict(proto.metadata),
             tuple(map(Trajectory.from_proto, proto.trajectories)),
+            TrajectoryTree.from_proto(proto.tree) if proto.HasField("tree") else None,
             proto.superseded,
         )
 

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rollmesh.runtime import clock
-from rollmesh.runtime.channels import read_stream, typed_errors
+from rollmesh.runtime import clock, faults
+from rollmesh.runtime.channels import read_stream, typed_errors, whole_call
 from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError
 from rollmesh.runtime.logs import fields, set_request_id
 from rollmesh.sidecar.config import SidecarConfig
@@ -38,6 +38,12 @@ class Sidecar:
         """Takes an open channel to the gateway."""
         self._config = config
         self._stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        self._whole_chat = whole_call(
+            channel,
+            "rollmesh.v1.GatewayService/Chat",
+            gateway_pb2.ChatRequest,
+            gateway_pb2.ChatResponse,
+        )
         self._model = ""
 
     def app(self) -> Starlette:
@@ -50,6 +56,20 @@ class Sidecar:
                 Route(f"{prefix}/healthz", self._health),
             ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _refuse_path})
+
+    async def whole_chat(
+        self, request: gateway_pb2.ChatRequest, request_id: str
+    ) -> gateway_pb2.ChatDone:
+        """Returns a gateway's answer that is not streamed."""
+        with typed_errors():
+            response = await self._whole_chat(
+                request,
+                timeout=self._config.turn_timeout_ms / 1000,
+                metadata=(("x-request-id", request_id),),
+            )
+        if not response.HasField("done"):
+            raise RollmeshError("the gateway ended its answer without an end")
+        return response.done
 
     async def chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
@@ -156,8 +176,10 @@ class ChatEndpoint:
         self, chat: gateway_pb2.ChatRequest, scope: Scope, index: int
     ) -> gateway_pb2.ChatRequest:
         """Returns the request of one choice, with the session and the marks of the headers."""
-        request = gateway_pb2.ChatRequest()
-        request.CopyFrom(chat)
+        request = chat
+        if index:  # the first keeps the one that was read: it may be large
+            request = gateway_pb2.ChatRequest()
+            request.CopyFrom(chat)
         request.choice_index = index
         if index and request.sampling.HasField("seed"):
             request.sampling.seed += index  # one seed would make all choices equal
@@ -188,9 +210,17 @@ class ChatEndpoint:
         send: Send,
     ) -> None:
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(choice, request_id)) for choice in choices]
-            body = whole_answer([task.result() for task in tasks], model)
+            if len(choices) == 1:
+                answers = [await self._sidecar.whole_chat(choices[0], request_id)]
+            else:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._sidecar.whole_chat(choice, request_id))
+                        for choice in choices
+                    ]
+                answers = [task.result() for task in tasks]
+            await faults.reach("sidecar-before-answer")
+            body = whole_answer(answers, model, named=_named(choices))
         except (ExceptionGroup, RollmeshError) as error:
             await _error_response(_typed(error), request_id)(scope, receive, send)
             return
@@ -202,15 +232,6 @@ class ChatEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _one(self, choice: gateway_pb2.ChatRequest, request_id: str) -> gateway_pb2.ChatDone:
-        done: gateway_pb2.ChatDone | None = None
-        async with aclosing(self._sidecar.chat(choice, request_id)) as responses:
-            async for response in responses:
-                done = response.done if response.HasField("done") else done
-        if done is None:
-            raise RollmeshError("the gateway ended its answer without an end")
-        return done
-
     async def _stream(
         self,
         choices: list[gateway_pb2.ChatRequest],
@@ -221,7 +242,8 @@ class ChatEndpoint:
         include_usage: bool,
     ) -> None:
         """Streams all choices at the same time."""
-        writer = ChunkWriter(f"chatcmpl-{request_id}", clock.unix_ms() // 1000, model)
+        created = clock.unix_ms() // 1000
+        writer = ChunkWriter(f"chatcmpl-{request_id}", created, model, named=_named(choices))
         reply = StreamReply(send, request_id, writer, len(choices))
         try:
             async with asyncio.TaskGroup() as group:
@@ -252,7 +274,12 @@ class ChatEndpoint:
                     await reply.finish(choice.choice_index, response.done)
                     return response.done
                 await reply.delta(choice.choice_index, response.delta)
+                await faults.reach("sidecar-mid-answer")
         raise RollmeshError("the gateway ended its answer without an end")
+
+
+def _named(choices: list[gateway_pb2.ChatRequest]) -> bool:
+    return choices[0].tool_choice == gateway_pb2.TOOL_CHOICE_NAMED
 
 
 def _typed(error: Exception) -> RollmeshError:

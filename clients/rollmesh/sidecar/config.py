@@ -28,4 +28,4 @@ class SidecarConfig:
     supervised: bool = False
     """Stop when standard input ends; for a supervisor, which holds it open while it lives."""
     fault: str = ""
-    """Comma-separated names of fault points to arm; for tests."""
+    """Fault points to arm, for tests: NAME or NAME:COUNT, separated by commas."""

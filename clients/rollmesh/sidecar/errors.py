@@ -24,7 +24,11 @@ _STATUS = {
 }
 _STATUS_OF_REASON = {"BODY_TOO_LARGE": 413}
 _MOST_DELAY_S = 120  # SDKs give up on a longer one
-_PARAMS = {"tools_json": "tools", "template_options_json": "chat_template_kwargs"}
+_PARAMS = {
+    "tools_json": "tools",
+    "template_options_json": "chat_template_kwargs",
+    "json_format": "response_format",
+}
 
 
 class BodyTooLargeError(InvalidFieldError):

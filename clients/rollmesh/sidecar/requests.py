@@ -22,6 +22,7 @@ _TOOL_CHOICES = {
     None: gateway_pb2.TOOL_CHOICE_UNSPECIFIED,
     "none": gateway_pb2.TOOL_CHOICE_NONE,
     "auto": gateway_pb2.TOOL_CHOICE_AUTO,
+    "required": gateway_pb2.TOOL_CHOICE_REQUIRED,
 }
 _FLOATS = {
     "temperature": (0.0, 2.0),
@@ -49,6 +50,7 @@ _MESSAGE_KEYS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
 }  # fmt: skip
 _MAX_STOPS, _MAX_STOP_TOKENS = 16, 64
+_MAX_SCHEMA_BYTES = 64 * 1024
 _KNOWN = {
     "messages", "model", "stream", "stream_options", "tools", "tool_choice", "stop", "n",
     "max_tokens", "max_completion_tokens", "response_format", "modalities", "parallel_tool_calls",
@@ -83,13 +85,17 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidFieldError("messages", "must be a non-empty list")
-    choice = body.get("tool_choice")
-    if not isinstance(choice, str | None) or choice not in _TOOL_CHOICES:
-        raise InvalidFieldError("tool_choice", f"{choice!r} is not served; give auto or none")
+    choice, tool_name = _tool_choice(body.get("tool_choice"))
+    parallel = body.get("parallel_tool_calls")
+    if not isinstance(parallel, bool | None):
+        raise InvalidFieldError("parallel_tool_calls", "must be true or false")
     return gateway_pb2.ChatRequest(
         messages=[_message(message, f"messages[{at}]") for at, message in enumerate(messages)],
         tools_json=_tools(body.get("tools")),
-        tool_choice=_TOOL_CHOICES[choice],
+        tool_choice=choice,
+        tool_name=tool_name,
+        parallel_tool_calls=parallel,
+        json_format=_json_format(body.get("response_format")),
         sampling=_sampling(body),
         stop=_stop(body.get("stop")),
         stream=_flag(body, "stream"),
@@ -121,13 +127,8 @@ def _refuse_unserved(body: dict[str, Any]) -> None:
     for name in _REFUSED:
         if body.get(name):
             raise InvalidFieldError(name, "is not served here; leave it out")
-    form = body.get("response_format")
-    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-        raise InvalidFieldError("response_format", "only type text is served; leave it out")
     if body.get("modalities") not in (None, ["text"]):
         raise InvalidFieldError("modalities", 'only ["text"] is served')
-    if body.get("parallel_tool_calls") is False:
-        raise InvalidFieldError("parallel_tool_calls", "false is not served; leave it out")
     _count_ignored(body, _KNOWN)
 
 
@@ -220,6 +221,58 @@ def _tools(tools: Any) -> bytes:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidFieldError(f"tools[{at}].function.name", "is missing; only functions")
     return orjson.dumps(tools) if tools else b""
+
+
+def _tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
+    """Returns the choice, and the name of the tool where it names one."""
+    if isinstance(choice, str | None) and choice in _TOOL_CHOICES:
+        return _TOOL_CHOICES[choice], ""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        raise InvalidFieldError(
+            "tool_choice", "is not served; give none, auto, required, or a function by its name"
+        )
+    function = choice.get("function")
+    if not isinstance(function, dict):
+        raise InvalidFieldError("tool_choice.function", "is missing")
+    return gateway_pb2.TOOL_CHOICE_NAMED, _string(function.get("name"), "tool_choice.function.name")
+
+
+def _json_format(form: Any) -> gateway_pb2.JsonFormat | None:
+    """Returns the JSON format of a `response_format`; None where the answer is text."""
+    if form is None:
+        return None
+    if not isinstance(form, dict):
+        raise InvalidFieldError("response_format", "is not an object")
+    match form.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return gateway_pb2.JsonFormat()
+        case "json_schema":
+            return _schema_format(form.get("json_schema"), "response_format.json_schema")
+        case _:
+            raise InvalidFieldError(
+                "response_format.type", "is not served; give text, json_object or json_schema"
+            )
+
+
+def _schema_format(form: Any, field: str) -> gateway_pb2.JsonFormat:
+    if not isinstance(form, dict):
+        raise InvalidFieldError(field, "is not an object")
+    if not _string(form.get("name"), f"{field}.name"):
+        raise InvalidFieldError(f"{field}.name", "is empty")
+    schema = form.get("schema")
+    if not isinstance(schema, dict | None):
+        raise InvalidFieldError(f"{field}.schema", "is not an object")
+    strict = form.get("strict")
+    if not isinstance(strict, bool | None):
+        raise InvalidFieldError(f"{field}.strict", "must be true or false")
+    text = b"" if schema is None else orjson.dumps(schema)
+    if len(text) > _MAX_SCHEMA_BYTES:
+        raise InvalidFieldError(
+            f"{field}.schema", f"has {len(text)} bytes; give at most {_MAX_SCHEMA_BYTES}"
+        )
+    return gateway_pb2.JsonFormat(schema_json=text, strict=bool(strict))
 
 
 def _sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:

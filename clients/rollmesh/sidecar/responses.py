@@ -15,8 +15,10 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def finish_reason(done: gateway_pb2.ChatDone) -> str:
+def finish_reason(done: gateway_pb2.ChatDone, *, named: bool) -> str:
     """Returns why an answer ended: calls that were cut by a limit are still `length`.
+
+    A call of the tool that the request names ends with `stop`, as in OpenAI's API.
 
     Raises:
         RollmeshError: It was aborted; no turn ends so.
@@ -24,12 +26,13 @@ def finish_reason(done: gateway_pb2.ChatDone) -> str:
     if done.finish_reason not in _FINISHES:
         name = types_pb2.FinishReason.Name(done.finish_reason)
         raise RollmeshError(f"finish_reason: the gateway answered {name}, which ends no turn")
-    if done.message.tool_calls and done.finish_reason == types_pb2.FINISH_REASON_STOP:
+    stopped = done.finish_reason == types_pb2.FINISH_REASON_STOP
+    if done.message.tool_calls and stopped and not named:
         return "tool_calls"
     return _FINISHES[done.finish_reason]
 
 
-def whole_answer(answers: list[gateway_pb2.ChatDone], model: str) -> bytes:
+def whole_answer(answers: list[gateway_pb2.ChatDone], model: str, *, named: bool) -> bytes:
     """Returns the body of an answer that is not streamed; one choice per `ChatDone`."""
     return orjson.dumps(
         {
@@ -42,7 +45,7 @@ def whole_answer(answers: list[gateway_pb2.ChatDone], model: str) -> bytes:
                     "index": at,
                     "message": _message(done.message),
                     "logprobs": None,
-                    "finish_reason": finish_reason(done),
+                    "finish_reason": finish_reason(done, named=named),
                 }
                 for at, done in enumerate(answers)
             ],
@@ -89,8 +92,9 @@ def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
 class ChunkWriter:
     """Writes the chunks of one stream; all carry one id."""
 
-    def __init__(self, stream_id: str, created: int, model: str) -> None:
-        """Takes what every chunk carries."""
+    def __init__(self, stream_id: str, created: int, model: str, *, named: bool) -> None:
+        """Takes what every chunk carries, and whether the request names a tool to call."""
+        self._named = named
         self._common = {
             "id": stream_id,
             "object": "chat.completion.chunk",
@@ -127,15 +131,19 @@ class ChunkWriter:
                     index=at, id=call.id, name=call.name, arguments_json=call.arguments_json
                 )
             message = self.delta(index, pieces)
-        return message + self._choice(index, {}, finish_reason(done))
+        # A stream's id is older than its turn; whoever rewards the turn finds it by this one.
+        reason = finish_reason(done, named=self._named)
+        return message + self._choice(index, {}, reason, answer_id=done.answer_id)
 
     def usage(self, answers: list[gateway_pb2.ChatDone]) -> bytes:
         """Returns the chunk with the token counts."""
         return _event({**self._common, "choices": [], "usage": usage(answers)})
 
-    def _choice(self, index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
+    def _choice(
+        self, index: int, delta: dict[str, Any], finish: str | None = None, **fields: str
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return _event({**self._common, "choices": [choice]})
+        return _event({**self._common, **fields, "choices": [choice]})
 
 
 def _call_delta(call: gateway_pb2.ToolCallDelta) -> dict[str, Any]:

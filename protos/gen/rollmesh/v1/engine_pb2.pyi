@@ -59,6 +59,7 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this attempt, 1 to 128 characters, unique among the engine's running requests."""
     session_id: _builtins.str
@@ -71,6 +72,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _types_pb2.SamplingParams:
         """How to sample. max_tokens absent means all the room the context has."""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the sampled text must be. Absent means anything."""
+
     def __init__(
         self,
         *,
@@ -79,14 +84,45 @@ class GenerateRequest(_message.Message):
         token_ids_u32le: _builtins.bytes = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
         max_chunk_tokens: _builtins.int = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_chunk_tokens", b"max_chunk_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "max_chunk_tokens", b"max_chunk_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
+    _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__constraint) -> _WhichOneofReturnType__constraint | None: ...
+
+Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What sampled text must be: at each token, those that would leave it cannot be sampled. Log-probs
+    are then those of the distribution that is left.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    structural_tag: _builtins.str
+    """A structural tag as xgrammar and vLLM read it: JSON of at most 128 KiB."""
+    strict: _builtins.bool
+    """Whether a JSON schema is refused when a part of it cannot be enforced. Else that part is not."""
+    def __init__(
+        self,
+        *,
+        structural_tag: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["strict", b"strict", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):

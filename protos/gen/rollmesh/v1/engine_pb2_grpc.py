@@ -90,8 +90,8 @@ class EngineServiceServicer(object):
         """Samples a continuation of the prompt ids. Streams deltas, or one final message, as the request
         says. Cancelling the call aborts the request in the engine at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-        INVALID_SAMPLING) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE); UNAVAILABLE
-        (ENGINE_DEAD).
+        INVALID_SAMPLING, INVALID_CONSTRAINT) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE);
+        UNAVAILABLE (ENGINE_DEAD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,8 +37,8 @@ class EngineServiceStub:
     """Samples a continuation of the prompt ids. Streams deltas, or one final message, as the request
     says. Cancelling the call aborts the request in the engine at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-    INVALID_SAMPLING) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE); UNAVAILABLE
-    (ENGINE_DEAD).
+    INVALID_SAMPLING, INVALID_CONSTRAINT) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE);
+    UNAVAILABLE (ENGINE_DEAD).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
     """Ends running requests. Each ends its own stream with the tokens it has and FINISH_REASON_ABORT."""
@@ -70,8 +70,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Samples a continuation of the prompt ids. Streams deltas, or one final message, as the request
     says. Cancelling the call aborts the request in the engine at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-    INVALID_SAMPLING) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE); UNAVAILABLE
-    (ENGINE_DEAD).
+    INVALID_SAMPLING, INVALID_CONSTRAINT) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE);
+    UNAVAILABLE (ENGINE_DEAD).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends running requests. Each ends its own stream with the tokens it has and FINISH_REASON_ABORT."""
@@ -106,8 +106,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples a continuation of the prompt ids. Streams deltas, or one final message, as the request
         says. Cancelling the call aborts the request in the engine at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-        INVALID_SAMPLING) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE); UNAVAILABLE
-        (ENGINE_DEAD).
+        INVALID_SAMPLING, INVALID_CONSTRAINT) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE);
+        UNAVAILABLE (ENGINE_DEAD).
         """
 
     @_abc_1.abstractmethod

@@ -56,9 +56,11 @@ class _ExportModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExportMode
     """One trajectory for each leaf, from the root; each sampled token is trained in one of them."""
     EXPORT_MODE_TURNS: _ExportMode.ValueType  # 2
     """One trajectory for each sampled turn, from the root; only that turn is trained in it."""
+    EXPORT_MODE_TREE: _ExportMode.ValueType  # 3
+    """The tree itself, for tree training: each token once, nodes with their parents."""
 
 class ExportMode(_ExportMode, metaclass=_ExportModeEnumTypeWrapper):
-    """How a session's tree is cut into trajectories."""
+    """In which form a session's tree goes to the trainer."""
 
 EXPORT_MODE_UNSPECIFIED: ExportMode.ValueType  # 0
 """Takes LEAVES."""
@@ -66,6 +68,8 @@ EXPORT_MODE_LEAVES: ExportMode.ValueType  # 1
 """One trajectory for each leaf, from the root; each sampled token is trained in one of them."""
 EXPORT_MODE_TURNS: ExportMode.ValueType  # 2
 """One trajectory for each sampled turn, from the root; only that turn is trained in it."""
+EXPORT_MODE_TREE: ExportMode.ValueType  # 3
+"""The tree itself, for tree training: each token once, nodes with their parents."""
 Global___ExportMode: _TypeAlias = ExportMode  # noqa: Y015
 
 class _ToolChoice:
@@ -80,6 +84,10 @@ class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice
     """Tools are shown, so that the conversation goes on as it was; calls stay text."""
     TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 2
     """The model decides."""
+    TOOL_CHOICE_REQUIRED: _ToolChoice.ValueType  # 3
+    """The answer is one or more calls, by constrained sampling."""
+    TOOL_CHOICE_NAMED: _ToolChoice.ValueType  # 4
+    """The answer is one call of the tool that `tool_name` names, by constrained sampling."""
 
 class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
     """How the model may use tools."""
@@ -90,6 +98,10 @@ TOOL_CHOICE_NONE: ToolChoice.ValueType  # 1
 """Tools are shown, so that the conversation goes on as it was; calls stay text."""
 TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 2
 """The model decides."""
+TOOL_CHOICE_REQUIRED: ToolChoice.ValueType  # 3
+"""The answer is one or more calls, by constrained sampling."""
+TOOL_CHOICE_NAMED: ToolChoice.ValueType  # 4
+"""The answer is one call of the tool that `tool_name` names, by constrained sampling."""
 Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
@@ -139,7 +151,7 @@ class CreateSessionRequest(_message.Message):
     disconnect_policy: Global___DisconnectPolicy.ValueType
     """For generations whose client leaves."""
     export_mode: Global___ExportMode.ValueType
-    """How the tree is cut into trajectories at the close."""
+    """In which form the tree goes to the trainer at the close."""
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """Defaults for all turns; a chat request's own values win."""
@@ -195,6 +207,32 @@ class CreateSessionResponse(_message.Message):
 Global___CreateSessionResponse: _TypeAlias = CreateSessionResponse  # noqa: Y015
 
 @_typing.final
+class JsonFormat(_message.Message):
+    """The answer is a JSON value, by constrained sampling; its reasoning is free."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEMA_JSON_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    schema_json: _builtins.bytes
+    """The JSON schema of the answer, at most 64 KiB. Empty means any JSON object."""
+    strict: _builtins.bool
+    """Whether the schema is refused when a part of it cannot be enforced. Else that part is not."""
+    def __init__(
+        self,
+        *,
+        schema_json: _builtins.bytes = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["schema_json", b"schema_json", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JsonFormat: _TypeAlias = JsonFormat  # noqa: Y015
+
+@_typing.final
 class ChatRequest(_message.Message):
     """One chat request."""
 
@@ -213,6 +251,9 @@ class ChatRequest(_message.Message):
     RETRY_COUNT_FIELD_NUMBER: _builtins.int
     TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _builtins.int
     DISCONNECT_POLICY_FIELD_NUMBER: _builtins.int
+    TOOL_NAME_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    JSON_FORMAT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     session_key: _builtins.str
@@ -220,19 +261,27 @@ class ChatRequest(_message.Message):
     tools_json: _builtins.bytes
     """The tools: a JSON array in OpenAI's form. Empty means none."""
     tool_choice: Global___ToolChoice.ValueType
-    """How the model may use them."""
+    """How the model may use them. It is no part of the conversation: another choice begins no root."""
     stream: _builtins.bool
     """Whether deltas are wanted."""
     choice_index: _builtins.int
     """Which of the n choices of one HTTP request this is; different choices are different samples."""
     idempotency_key: _builtins.str
-    """Names the sample: a repeat with the same key and body gives the same answer. May be empty."""
+    """Names the sample within the session: a repeat with the same key and body gives the same answer,
+    another body is refused (IDEMPOTENCY_KEY_REUSED). May be empty.
+    """
     retry_count: _builtins.int
     """How many times the client's SDK says it has tried before."""
     template_options_json: _builtins.bytes
     """Extra variables for the chat template: a JSON object. Empty means none."""
     disconnect_policy: Global___DisconnectPolicy.ValueType
     """What to do when the client leaves; UNSPECIFIED takes the session's."""
+    tool_name: _builtins.str
+    """Name of the tool to call. With NAMED only."""
+    parallel_tool_calls: _builtins.bool
+    """Whether the answer may hold more than one call. Default true. Where the model decides, the
+    answer is cut where a second call begins, as by a stop string.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ChatMessage]:
         """The conversation so far, oldest first, at least one message."""
@@ -244,6 +293,12 @@ class ChatRequest(_message.Message):
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the answer; they are not part of it. At most 16 of 1 to 256 characters."""
+
+    @_builtins.property
+    def json_format(self) -> Global___JsonFormat:
+        """The form of the answer's text. Where tools may be called, the answer is either calls or this.
+        Absent means any.
+        """
 
     def __init__(
         self,
@@ -261,12 +316,22 @@ class ChatRequest(_message.Message):
         retry_count: _builtins.int = ...,
         template_options_json: _builtins.bytes = ...,
         disconnect_policy: Global___DisconnectPolicy.ValueType = ...,
+        tool_name: _builtins.str = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        json_format: Global___JsonFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "json_format", b"json_format", "parallel_tool_calls", b"parallel_tool_calls", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "messages", b"messages", "retry_count", b"retry_count", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "stop", b"stop", "stream", b"stream", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "choice_index", b"choice_index", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "json_format", b"json_format", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "stop", b"stop", "stream", b"stream", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__json_format: _TypeAlias = _typing.Literal["json_format"]  # noqa: Y015
+    _WhichOneofArgType__json_format: _TypeAlias = _typing.Literal["_json_format", b"_json_format"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__json_format) -> _WhichOneofReturnType__json_format | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
@@ -497,7 +562,7 @@ class CloseSessionResponse(_message.Message):
     TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of its trajectories."""
+        """Ids of its trajectories; none where the tree itself is exported."""
 
     def __init__(
         self,

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import engine_pb2 as rollmesh_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/router.proto\x12\x0brollmesh.v1\x1a\x18rollmesh/v1/engine.proto\"o\n\x0fRegisterRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.rollmesh.v1.ReplicaHelloH\x00\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x18.rollmesh.v1.ReplicaLoadH\x00\x42\x06\n\x04part\"\xaa\x01\n\x0cReplicaHello\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.rollmesh.v1.ReplicaKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0elease_capacity\x18\x05 \x01(\r\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.rollmesh.v1.ReplicaLoad\"p\n\x0bReplicaLoad\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x15\n\rlive_sessions\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"%\n\x10RegisterResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xd0\x01\n\x0f\x44ispatchRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.DispatchHelloH\x00\x12,\n\x07\x61\x63quire\x18\x02 \x01(\x0b\x32\x19.rollmesh.v1.AcquireLeaseH\x00\x12,\n\x07release\x18\x03 \x01(\x0b\x32\x19.rollmesh.v1.ReleaseLeaseH\x00\x12,\n\x06\x66orget\x18\x04 \x01(\x0b\x32\x1a.rollmesh.v1.ForgetSessionH\x00\x42\x06\n\x04part\"#\n\rDispatchHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"r\n\x0c\x41\x63quireLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1b\n\x13\x65xcluded_engine_ids\x18\x05 \x03(\t\" \n\x0cReleaseLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"#\n\rForgetSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x86\x01\n\x10\x44ispatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x05grant\x18\x02 \x01(\x0b\x32\x17.rollmesh.v1.LeaseGrantH\x00\x12,\n\x07refusal\x18\x03 \x01(\x0b\x32\x19.rollmesh.v1.LeaseRefusalH\x00\x42\x08\n\x06result\"H\n\nLeaseGrant\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"G\n\x0cLeaseRefusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x16\n\x0eretry_delay_ms\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x15\n\x13ListReplicasRequest\"]\n\x14ListReplicasResponse\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.rollmesh.v1.Replica\x12\x1d\n\x15target_policy_version\x18\x02 \x01(\x03\"e\n\x07Replica\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.rollmesh.v1.ReplicaHello\x12\x0e\n\x06leases\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0e\n\x06\x66\x65nced\x18\x04 \x01(\x08\"N\n\x0c\x45ngineResult\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\"J\n\x13PauseEnginesRequest\x12$\n\x04mode\x18\x01 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x12\r\n\x05model\x18\x02 \x01(\t\"B\n\x14PauseEnginesResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult\"%\n\x14ResumeEnginesRequest\x12\r\n\x05model\x18\x01 \x01(\t\"C\n\x15ResumeEnginesResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult\"m\n\x12PushWeightsRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"Y\n\x13PushWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12*\n\x07results\x18\x02 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult*^\n\x0bReplicaKind\x12\x1c\n\x18REPLICA_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13REPLICA_KIND_ENGINE\x10\x01\x12\x18\n\x14REPLICA_KIND_GATEWAY\x10\x02\x32\xff\x03\n\rRouterService\x12K\n\x08Register\x12\x1c.rollmesh.v1.RegisterRequest\x1a\x1d.rollmesh.v1.RegisterResponse(\x01\x30\x01\x12K\n\x08\x44ispatch\x12\x1c.rollmesh.v1.DispatchRequest\x1a\x1d.rollmesh.v1.DispatchResponse(\x01\x30\x01\x12S\n\x0cListReplicas\x12 .rollmesh.v1.ListReplicasRequest\x1a!.rollmesh.v1.ListReplicasResponse\x12S\n\x0cPauseEngines\x12 .rollmesh.v1.PauseEnginesRequest\x1a!.rollmesh.v1.PauseEnginesResponse\x12V\n\rResumeEngines\x12!.rollmesh.v1.ResumeEnginesRequest\x1a\".rollmesh.v1.ResumeEnginesResponse\x12R\n\x0bPushWeights\x12\x1f.rollmesh.v1.PushWeightsRequest\x1a .rollmesh.v1.PushWeightsResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/router.proto\x12\x0brollmesh.v1\x1a\x18rollmesh/v1/engine.proto\"o\n\x0fRegisterRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.rollmesh.v1.ReplicaHelloH\x00\x12(\n\x04load\x18\x02 \x01(\x0b\x32\x18.rollmesh.v1.ReplicaLoadH\x00\x42\x06\n\x04part\"\xaa\x01\n\x0cReplicaHello\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.rollmesh.v1.ReplicaKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0elease_capacity\x18\x05 \x01(\r\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.rollmesh.v1.ReplicaLoad\"p\n\x0bReplicaLoad\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x15\n\rlive_sessions\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"%\n\x10RegisterResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xd0\x01\n\x0f\x44ispatchRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.DispatchHelloH\x00\x12,\n\x07\x61\x63quire\x18\x02 \x01(\x0b\x32\x19.rollmesh.v1.AcquireLeaseH\x00\x12,\n\x07release\x18\x03 \x01(\x0b\x32\x19.rollmesh.v1.ReleaseLeaseH\x00\x12,\n\x06\x66orget\x18\x04 \x01(\x0b\x32\x1a.rollmesh.v1.ForgetSessionH\x00\x42\x06\n\x04part\"#\n\rDispatchHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\x8e\x01\n\x0c\x41\x63quireLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1b\n\x13\x65xcluded_engine_ids\x18\x05 \x03(\t\x12\x1a\n\x12released_lease_ids\x18\x06 \x03(\t\" \n\x0cReleaseLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"#\n\rForgetSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x86\x01\n\x10\x44ispatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x05grant\x18\x02 \x01(\x0b\x32\x17.rollmesh.v1.LeaseGrantH\x00\x12,\n\x07refusal\x18\x03 \x01(\x0b\x32\x19.rollmesh.v1.LeaseRefusalH\x00\x42\x08\n\x06result\"H\n\nLeaseGrant\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"G\n\x0cLeaseRefusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x16\n\x0eretry_delay_ms\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x15\n\x13ListReplicasRequest\"]\n\x14ListReplicasResponse\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.rollmesh.v1.Replica\x12\x1d\n\x15target_policy_version\x18\x02 \x01(\x03\"e\n\x07Replica\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.rollmesh.v1.ReplicaHello\x12\x0e\n\x06leases\x18\x02 \x01(\r\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0e\n\x06\x66\x65nced\x18\x04 \x01(\x08\"N\n\x0c\x45ngineResult\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\"J\n\x13PauseEnginesRequest\x12$\n\x04mode\x18\x01 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x12\r\n\x05model\x18\x02 \x01(\t\"B\n\x14PauseEnginesResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult\"%\n\x14ResumeEnginesRequest\x12\r\n\x05model\x18\x01 \x01(\t\"C\n\x15ResumeEnginesResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult\"m\n\x12PushWeightsRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"Y\n\x13PushWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12*\n\x07results\x18\x02 \x03(\x0b\x32\x19.rollmesh.v1.EngineResult*^\n\x0bReplicaKind\x12\x1c\n\x18REPLICA_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13REPLICA_KIND_ENGINE\x10\x01\x12\x18\n\x14REPLICA_KIND_GATEWAY\x10\x02\x32\xff\x03\n\rRouterService\x12K\n\x08Register\x12\x1c.rollmesh.v1.RegisterRequest\x1a\x1d.rollmesh.v1.RegisterResponse(\x01\x30\x01\x12K\n\x08\x44ispatch\x12\x1c.rollmesh.v1.DispatchRequest\x1a\x1d.rollmesh.v1.DispatchResponse(\x01\x30\x01\x12S\n\x0cListReplicas\x12 .rollmesh.v1.ListReplicasRequest\x1a!.rollmesh.v1.ListReplicasResponse\x12S\n\x0cPauseEngines\x12 .rollmesh.v1.PauseEnginesRequest\x1a!.rollmesh.v1.PauseEnginesResponse\x12V\n\rResumeEngines\x12!.rollmesh.v1.ResumeEnginesRequest\x1a\".rollmesh.v1.ResumeEnginesResponse\x12R\n\x0bPushWeights\x12\x1f.rollmesh.v1.PushWeightsRequest\x1a .rollmesh.v1.PushWeightsResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICAKIND']._serialized_start=1980
-  _globals['_REPLICAKIND']._serialized_end=2074
+  _globals['_REPLICAKIND']._serialized_start=2009
+  _globals['_REPLICAKIND']._serialized_end=2103
   _globals['_REGISTERREQUEST']._serialized_start=67
   _globals['_REGISTERREQUEST']._serialized_end=178
   _globals['_REPLICAHELLO']._serialized_start=181
@@ -46,38 +46,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DISPATCHREQUEST']._serialized_end=715
   _globals['_DISPATCHHELLO']._serialized_start=717
   _globals['_DISPATCHHELLO']._serialized_end=752
-  _globals['_ACQUIRELEASE']._serialized_start=754
-  _globals['_ACQUIRELEASE']._serialized_end=868
-  _globals['_RELEASELEASE']._serialized_start=870
-  _globals['_RELEASELEASE']._serialized_end=902
-  _globals['_FORGETSESSION']._serialized_start=904
-  _globals['_FORGETSESSION']._serialized_end=939
-  _globals['_DISPATCHRESPONSE']._serialized_start=942
-  _globals['_DISPATCHRESPONSE']._serialized_end=1076
-  _globals['_LEASEGRANT']._serialized_start=1078
-  _globals['_LEASEGRANT']._serialized_end=1150
-  _globals['_LEASEREFUSAL']._serialized_start=1152
-  _globals['_LEASEREFUSAL']._serialized_end=1223
-  _globals['_LISTREPLICASREQUEST']._serialized_start=1225
-  _globals['_LISTREPLICASREQUEST']._serialized_end=1246
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=1248
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=1341
-  _globals['_REPLICA']._serialized_start=1343
-  _globals['_REPLICA']._serialized_end=1444
-  _globals['_ENGINERESULT']._serialized_start=1446
-  _globals['_ENGINERESULT']._serialized_end=1524
-  _globals['_PAUSEENGINESREQUEST']._serialized_start=1526
-  _globals['_PAUSEENGINESREQUEST']._serialized_end=1600
-  _globals['_PAUSEENGINESRESPONSE']._serialized_start=1602
-  _globals['_PAUSEENGINESRESPONSE']._serialized_end=1668
-  _globals['_RESUMEENGINESREQUEST']._serialized_start=1670
-  _globals['_RESUMEENGINESREQUEST']._serialized_end=1707
-  _globals['_RESUMEENGINESRESPONSE']._serialized_start=1709
-  _globals['_RESUMEENGINESRESPONSE']._serialized_end=1776
-  _globals['_PUSHWEIGHTSREQUEST']._serialized_start=1778
-  _globals['_PUSHWEIGHTSREQUEST']._serialized_end=1887
-  _globals['_PUSHWEIGHTSRESPONSE']._serialized_start=1889
-  _globals['_PUSHWEIGHTSRESPONSE']._serialized_end=1978
-  _globals['_ROUTERSERVICE']._serialized_start=2077
-  _globals['_ROUTERSERVICE']._serialized_end=2588
+  _globals['_ACQUIRELEASE']._serialized_start=755
+  _globals['_ACQUIRELEASE']._serialized_end=897
+  _globals['_RELEASELEASE']._serialized_start=899
+  _globals['_RELEASELEASE']._serialized_end=931
+  _globals['_FORGETSESSION']._serialized_start=933
+  _globals['_FORGETSESSION']._serialized_end=968
+  _globals['_DISPATCHRESPONSE']._serialized_start=971
+  _globals['_DISPATCHRESPONSE']._serialized_end=1105
+  _globals['_LEASEGRANT']._serialized_start=1107
+  _globals['_LEASEGRANT']._serialized_end=1179
+  _globals['_LEASEREFUSAL']._serialized_start=1181
+  _globals['_LEASEREFUSAL']._serialized_end=1252
+  _globals['_LISTREPLICASREQUEST']._serialized_start=1254
+  _globals['_LISTREPLICASREQUEST']._serialized_end=1275
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=1277
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1370
+  _globals['_REPLICA']._serialized_start=1372
+  _globals['_REPLICA']._serialized_end=1473
+  _globals['_ENGINERESULT']._serialized_start=1475
+  _globals['_ENGINERESULT']._serialized_end=1553
+  _globals['_PAUSEENGINESREQUEST']._serialized_start=1555
+  _globals['_PAUSEENGINESREQUEST']._serialized_end=1629
+  _globals['_PAUSEENGINESRESPONSE']._serialized_start=1631
+  _globals['_PAUSEENGINESRESPONSE']._serialized_end=1697
+  _globals['_RESUMEENGINESREQUEST']._serialized_start=1699
+  _globals['_RESUMEENGINESREQUEST']._serialized_end=1736
+  _globals['_RESUMEENGINESRESPONSE']._serialized_start=1738
+  _globals['_RESUMEENGINESRESPONSE']._serialized_end=1805
+  _globals['_PUSHWEIGHTSREQUEST']._serialized_start=1807
+  _globals['_PUSHWEIGHTSREQUEST']._serialized_end=1916
+  _globals['_PUSHWEIGHTSRESPONSE']._serialized_start=1918
+  _globals['_PUSHWEIGHTSRESPONSE']._serialized_end=2007
+  _globals['_ROUTERSERVICE']._serialized_start=2106
+  _globals['_ROUTERSERVICE']._serialized_end=2617
 # @@protoc_insertion_point(module_scope)

@@ -257,6 +257,7 @@ class AcquireLease(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     EXCLUDED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    RELEASED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, chosen by the gateway, unique on the stream."""
     session_id: _builtins.str
@@ -269,6 +270,10 @@ class AcquireLease(_message.Message):
     def excluded_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of engines that already failed this turn."""
 
+    @_builtins.property
+    def released_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Leases that are given back at the same time: one message less for each turn."""
+
     def __init__(
         self,
         *,
@@ -277,10 +282,11 @@ class AcquireLease(_message.Message):
         group_id: _builtins.str = ...,
         model: _builtins.str = ...,
         excluded_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        released_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "model", b"model", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "model", b"model", "released_lease_ids", b"released_lease_ids", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,7 +114,15 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     FIDELITY_REASON_SHARED_PREFIX: _FidelityReason.ValueType  # 13
     """The tokens are trained in another trajectory of the same session."""
     FIDELITY_REASON_STOP_STRING: _FidelityReason.ValueType  # 14
-    """A stop string cut the text; tokens after it were not kept."""
+    """A stop string, or a second call where one was allowed, cut the text; tokens from there on were
+    not kept.
+    """
+    FIDELITY_REASON_CONSTRAINED: _FidelityReason.ValueType  # 15
+    """The turn was sampled under a constraint. Each of its log-probabilities is that of the tokens
+    that were allowed, renormalised: 0.0 where one was left, and never below what the model alone
+    gives. A ratio to a trainer's own log-probabilities is no importance ratio, unless the trainer
+    masks the same tokens.
+    """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
     """Why a trajectory, or a part of it, is not simply the trained output of one policy version."""
@@ -148,7 +156,15 @@ FIDELITY_REASON_ORPHANED: FidelityReason.ValueType  # 12
 FIDELITY_REASON_SHARED_PREFIX: FidelityReason.ValueType  # 13
 """The tokens are trained in another trajectory of the same session."""
 FIDELITY_REASON_STOP_STRING: FidelityReason.ValueType  # 14
-"""A stop string cut the text; tokens after it were not kept."""
+"""A stop string, or a second call where one was allowed, cut the text; tokens from there on were
+not kept.
+"""
+FIDELITY_REASON_CONSTRAINED: FidelityReason.ValueType  # 15
+"""The turn was sampled under a constraint. Each of its log-probabilities is that of the tokens
+that were allowed, renormalised: 0.0 where one was left, and never below what the model alone
+gives. A ratio to a trainer's own log-probabilities is no importance ratio, unless the trainer
+masks the same tokens.
+"""
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 
 class _Lineage:
@@ -611,6 +627,151 @@ class Trajectory(_message.Message):
 Global___Trajectory: _TypeAlias = Trajectory  # noqa: Y015
 
 @_typing.final
+class TrajectoryNode(_message.Message):
+    """One node of an exported tree: the run of the tree's tokens that one message adds to its parent's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    PARENT_INDEX_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    GLUE_TOKENS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_CRC32_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.int
+    """Id, unique within the session; ascending in the order of the nodes."""
+    parent_index: _builtins.int
+    """Place of the parent in the list of nodes, before the node itself; absent for a root."""
+    start: _builtins.int
+    """Index of its first token."""
+    end: _builtins.int
+    """Index after its last token."""
+    glue_tokens: _builtins.int
+    """Number of leading tokens that were not sampled: template glue, or the agent's text."""
+    role: Global___Role.ValueType
+    """Who wrote the message."""
+    sampled: _builtins.bool
+    """Whether the model sampled it."""
+    trained: _builtins.bool
+    """Whether its sampled tokens are trained."""
+    lineage: Global___Lineage.ValueType
+    """How the branch that ends here came to be."""
+    finish_reason: Global___FinishReason.ValueType
+    """Why its generation ended. Only when sampled."""
+    engine_id: _builtins.str
+    """Id of the engine that sampled it. Only when sampled."""
+    prompt_crc32: _builtins.int
+    """CRC-32 (IEEE) of the ids along the path before the first sampled one, little-endian bytes, as
+    the engine received them. Only when sampled.
+    """
+    reward: _builtins.float
+    """Reward of this turn alone. Only when sampled."""
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
+        """Why sampled tokens are not trained, or what else is to be known about the node."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.int = ...,
+        parent_index: _builtins.int | None = ...,
+        start: _builtins.int = ...,
+        end: _builtins.int = ...,
+        glue_tokens: _builtins.int = ...,
+        role: Global___Role.ValueType = ...,
+        sampled: _builtins.bool = ...,
+        trained: _builtins.bool = ...,
+        lineage: Global___Lineage.ValueType = ...,
+        reasons: _abc.Iterable[Global___FidelityReason.ValueType] | None = ...,
+        finish_reason: Global___FinishReason.ValueType | None = ...,
+        engine_id: _builtins.str = ...,
+        prompt_crc32: _builtins.int | None = ...,
+        reward: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reward", b"reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "glue_tokens", b"glue_tokens", "lineage", b"lineage", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
+    _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
+    _WhichOneofReturnType__parent_index: _TypeAlias = _typing.Literal["parent_index"]  # noqa: Y015
+    _WhichOneofArgType__parent_index: _TypeAlias = _typing.Literal["_parent_index", b"_parent_index"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_crc32: _TypeAlias = _typing.Literal["prompt_crc32"]  # noqa: Y015
+    _WhichOneofArgType__prompt_crc32: _TypeAlias = _typing.Literal["_prompt_crc32", b"_prompt_crc32"]  # noqa: Y015
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_index) -> _WhichOneofReturnType__parent_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_crc32) -> _WhichOneofReturnType__prompt_crc32 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+
+Global___TrajectoryNode: _TypeAlias = TrajectoryNode  # noqa: Y015
+
+@_typing.final
+class TrajectoryTree(_message.Message):
+    """A session's whole conversation tree, exported for training: each token once, so that each
+    sampled token is trained once or says why not.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_U8_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    token_ids_u32le: _builtins.bytes
+    """Token ids, unsigned 32-bit little-endian, N of them."""
+    logprobs_f32le: _builtins.bytes
+    """Log-probability of each id under the policy that sampled it, float 32 little-endian, N of
+    them; 0.0 where the token was not sampled.
+    """
+    loss_mask_u8: _builtins.bytes
+    """One byte per id, N of them: 1 where the token is trained, else 0."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryNode]:
+        """Its nodes, parents first; their runs are contiguous and cover all ids in order."""
+
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
+        """The policy version of every sampled token, by index into the ids; ascending, no overlap."""
+
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
+        """Reasons that hold for the whole tree; exactly EXACT where nothing is to be said."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___TrajectoryNode] | None = ...,
+        token_ids_u32le: _builtins.bytes = ...,
+        logprobs_f32le: _builtins.bytes = ...,
+        loss_mask_u8: _builtins.bytes = ...,
+        version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
+        reasons: _abc.Iterable[Global___FidelityReason.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs_f32le", b"logprobs_f32le", "loss_mask_u8", b"loss_mask_u8", "nodes", b"nodes", "reasons", b"reasons", "token_ids_u32le", b"token_ids_u32le", "version_spans", b"version_spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrajectoryTree: _TypeAlias = TrajectoryTree  # noqa: Y015
+
+@_typing.final
 class SessionRewards(_message.Message):
     """Rewards of one session. What is absent stays as it was."""
 
@@ -688,7 +849,7 @@ Global___SessionRewards: _TypeAlias = SessionRewards  # noqa: Y015
 
 @_typing.final
 class SessionRecord(_message.Message):
-    """A closed session with all its trajectories: the unit of ingest."""
+    """A closed session with all its trajectories, or its tree: the unit of ingest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -723,6 +884,7 @@ class SessionRecord(_message.Message):
     OPENED_UNIX_MS_FIELD_NUMBER: _builtins.int
     CLOSED_UNIX_MS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
@@ -752,7 +914,13 @@ class SessionRecord(_message.Message):
 
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trajectory]:
-        """One trajectory per leaf of the tree; empty where the agent never got an answer."""
+        """One trajectory per leaf of the tree, or per turn; empty where the agent never got an answer,
+        and where the session is exported as a tree.
+        """
+
+    @_builtins.property
+    def tree(self) -> Global___TrajectoryTree:
+        """The tree itself, where the session is exported as one."""
 
     def __init__(
         self,
@@ -768,11 +936,12 @@ class SessionRecord(_message.Message):
         opened_unix_ms: _builtins.int = ...,
         closed_unix_ms: _builtins.int = ...,
         turns: _builtins.int = ...,
+        tree: Global___TrajectoryTree | None = ...,
         superseded: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -136,6 +136,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
 
     async def _ingest(self, session: types_pb2.SessionRecord) -> bool:
         """Stores a session and hands out what became whole; says whether it was a repeat."""
+        await faults.reach("collector-mid-ingest")
         ingested: Ingested = await self.store.ingest(session)
         self._duplicates += ingested.duplicate
         metrics.SESSIONS.labels("repeat" if ingested.duplicate else "stored").inc()
@@ -216,6 +217,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         found = [unit for id_ in delivery_ids if (unit := consumer.find(id_)) is not None]
         if found:
             await self.store.acknowledge(consumer.name, found)
+            await faults.reach("collector-after-acknowledgement")
         for unit in found:
             consumer.acknowledge(unit.unit_id)
         metrics.ACKNOWLEDGED.labels(consumer.name).inc(len(found))

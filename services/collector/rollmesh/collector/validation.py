@@ -1,5 +1,7 @@
 """Checks of a session before it is stored; each error names the field."""
 
+import math
+
 from rollmesh.runtime.arrays import unpack_mask
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
@@ -31,23 +33,61 @@ def check_session(record: types_pb2.SessionRecord) -> None:
             raise InvalidFieldError(f"{field}.session_id", "is another session's")
         seen.add(trajectory.trajectory_id)
         _check_trajectory(trajectory, field)
+    if record.HasField("tree"):
+        if record.trajectories:
+            raise InvalidFieldError("session.tree", "is given beside trajectories; give one form")
+        _check_tree(record.tree, "session.tree")
 
 
 def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:
-    count = len(trajectory.loss_mask_u8)
-    unpack_mask(trajectory.loss_mask_u8, f"{field}.loss_mask_u8")
-    for name in ("token_ids_u32le", "logprobs_f32le"):
-        size = len(getattr(trajectory, name))
-        if size != 4 * count:
-            raise InvalidFieldError(
-                f"{field}.{name}", f"has {size} bytes; {count} tokens by the mask need {4 * count}"
-            )
+    count = _check_arrays(trajectory, field)
     if not count or trajectory.prompt_tokens > count:
         raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
     _check_runs(trajectory.version_spans, count, f"{field}.version_spans")
     end = _check_runs(trajectory.segments, count, f"{field}.segments")
     if end != count or sum(s.end - s.start for s in trajectory.segments) != count:
         raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
+    for at, segment in enumerate(trajectory.segments):
+        _check_reward(segment, f"{field}.segments[{at}]")
+
+
+def _check_tree(tree: types_pb2.TrajectoryTree, field: str) -> None:
+    count = _check_arrays(tree, field)
+    _check_runs(tree.version_spans, count, f"{field}.version_spans")
+    end = 0
+    for at, node in enumerate(tree.nodes):
+        if node.start != end or not end <= node.end <= count:
+            raise InvalidFieldError(f"{field}.nodes[{at}]", "does not begin where the last ended")
+        if node.glue_tokens > node.end - node.start:
+            raise InvalidFieldError(f"{field}.nodes[{at}].glue_tokens", "are more than its tokens")
+        if node.HasField("parent_index") and node.parent_index >= at:
+            raise InvalidFieldError(f"{field}.nodes[{at}].parent_index", "is no earlier node")
+        _check_reward(node, f"{field}.nodes[{at}]")
+        end = node.end
+    if end != count:
+        raise InvalidFieldError(f"{field}.nodes", f"do not cover the {count} tokens")
+
+
+def _check_reward(turn: types_pb2.TrajectorySegment | types_pb2.TrajectoryNode, field: str) -> None:
+    if not turn.HasField("reward"):
+        return
+    if not turn.sampled:
+        raise InvalidFieldError(f"{field}.reward", "is of what was not sampled")
+    if not math.isfinite(turn.reward):
+        raise InvalidFieldError(f"{field}.reward", f"{turn.reward} is not a finite number")
+
+
+def _check_arrays(holder: types_pb2.Trajectory | types_pb2.TrajectoryTree, field: str) -> int:
+    """Checks that the arrays agree; returns the number of tokens."""
+    count = len(holder.loss_mask_u8)
+    unpack_mask(holder.loss_mask_u8, f"{field}.loss_mask_u8")
+    for name in ("token_ids_u32le", "logprobs_f32le"):
+        size = len(getattr(holder, name))
+        if size != 4 * count:
+            raise InvalidFieldError(
+                f"{field}.{name}", f"has {size} bytes; {count} tokens by the mask need {4 * count}"
+            )
+    return count
 
 
 def _check_runs(runs: object, count: int, field: str) -> int:

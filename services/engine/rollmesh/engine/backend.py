@@ -53,6 +53,16 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the sampled text must be; size and form were checked."""
+
+    structural_tag: str
+    """JSON, as xgrammar reads it."""
+    strict: bool
+    """Whether a schema is refused of which a part cannot be enforced."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateInput:
     """One request."""
 
@@ -62,6 +72,7 @@ class GenerateInput:
     sampling: Sampling
     max_chunk_tokens: int
     """Most tokens of one streamed chunk; 0 asks for one final chunk."""
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,8 @@ class Chunk:
     """uint32 [K]."""
     logprobs: Logprobs
     """float32 [K], natural logarithm, of the distribution the token was drawn from at temperature
-    1 without truncation: what a trainer computes from the model's logits."""
+    1 without truncation: what a trainer computes from the model's logits. Under a constraint, of
+    the allowed tokens only, renormalised."""
 
 
 class VersionSpan(NamedTuple):
@@ -145,6 +157,7 @@ class Backend(Protocol):
         """Yields chunks and then the finish; closing the iterator aborts the request at once.
 
         Raises:
+            InvalidConstraintError: The constraint cannot be enforced.
             EngineDeadError: The model's process died.
         """
         ...

@@ -2,7 +2,8 @@
 
 For tests, load tests and simulations. A script may fix replies: a JSON array of
 `{"after": [ids], "reply": [ids]}`; the first rule whose `after` ends the prompt gives the reply.
-Without one the continuation is a hash of the prompt. Time is a token clock: one step samples one
+Without one the continuation is a hash of the prompt. A constraint changes nothing: the script is to
+keep it. Time is a token clock: one step samples one
 token for each running request, as continuous batching does.
 """
 

@@ -19,6 +19,7 @@ from rollmesh.engine.backend import (
     Sampling,
     check_prompt,
 )
+from rollmesh.engine.constraint import read_constraint
 from rollmesh.engine.sampling import read_sampling
 from rollmesh.runtime import faults
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids
@@ -72,6 +73,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             )
         self._running.add(request.request_id)
         try:
+            await faults.reach("engine-before-first-token")
             async with aclosing(self._backend.generate(generate)) as outputs:
                 async for response in self._responses(outputs, request):
                     yield response
@@ -174,7 +176,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
         room = max(limits.max_context_tokens - len(token_ids), 1)
         sampling: Sampling = read_sampling(request.sampling, room, limits.vocabulary_tokens)
-        result = GenerateInput(request.request_id, token_ids, sampling, request.max_chunk_tokens)
+        constraint = read_constraint(request, sampling)
+        result = GenerateInput(
+            request.request_id, token_ids, sampling, request.max_chunk_tokens, constraint
+        )
         check_prompt(result, limits)
         return result
 
@@ -185,6 +190,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         whole = engine_pb2.GenerateResponse()
         async for output in outputs:
             if isinstance(output, Finish):
+                await faults.reach("engine-after-last-token")
                 metrics.finished(output, len(request.token_ids_u32le) // 4)
                 whole.finish.CopyFrom(_write_finish(output, request))
                 yield whole

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rollmesh.engine.backend import (
     Chunk,
+    Constraint,
     Finish,
     FinishKind,
     GenerateInput,
@@ -30,13 +32,20 @@ from rollmesh.engine.backend import (
     Sampling,
     VersionSpan,
 )
+from rollmesh.engine.vllm_constraint import compilable, has_tokenizer
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import EngineDeadError, InvalidWeightsError
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    InvalidConstraintError,
+    InvalidWeightsError,
+    RollmeshError,
+)
 from rollmesh.runtime.logs import fields
 
 _log = logging.getLogger(__name__)
 _FINISHES = {"stop": FinishKind.STOP, "length": FinishKind.LENGTH, "abort": FinishKind.ABORT}
 _HEALTH_CHECK_S = 0.5
+_ANY_TEXT = '{"type": "structural_tag", "format": {"type": "any_text"}}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +72,7 @@ class VllmBackend:
         self._llm: Any = None
         self._paused = False
         self._sleeping = False
+        self._takes_constraints = has_tokenizer(config.model_path)
         self._running: dict[str, bool] = {}
         self._control = asyncio.Lock()
         self.limits = Limits(0, 0)
@@ -73,7 +83,9 @@ class VllmBackend:
         config = self._config
         arguments = AsyncEngineArgs(
             model=str(config.model_path),
-            skip_tokenizer_init=True,
+            # Text is the gateway's; the tokenizer is for constraints alone.
+            skip_tokenizer_init=not self._takes_constraints,
+            structured_outputs_config={"backend": "xgrammar"},
             max_model_len=config.max_context_tokens or None,
             dtype=config.dtype,
             enforce_eager=config.enforce_eager,
@@ -92,7 +104,9 @@ class VllmBackend:
             frozenset(eos if isinstance(eos, list) else [eos]),
         )
         await self._llm.update_weight_version(str(self._policy_version))
-        one = GenerateInput("warm-up", np.zeros(1, np.uint32), Sampling(max_tokens=2), 0)
+        # The first constraint makes vLLM read the vocabulary, which takes seconds.
+        first = Constraint(_ANY_TEXT, strict=False) if self._takes_constraints else None
+        one = GenerateInput("warm-up", np.zeros(1, np.uint32), Sampling(max_tokens=2), 0, first)
         async for _ in self.generate(one):
             pass
 
@@ -111,11 +125,13 @@ class VllmBackend:
         """Yields chunks and then the finish; closing the iterator aborts the request in vLLM.
 
         Raises:
+            InvalidConstraintError: The constraint cannot be enforced.
             EngineDeadError: vLLM's process died.
         """
+        tag = await self._structural_tag(request.constraint)
         stream = self._llm.generate(
             {"prompt_token_ids": request.token_ids.tolist()},
-            self._parameters(request),
+            self._parameters(request, tag),
             request.request_id,
         )
         self._running[request.request_id] = True
@@ -125,8 +141,12 @@ class VllmBackend:
                     completion = output.outputs[0]
                     for chunk in _chunks(completion, request.max_chunk_tokens):
                         yield chunk
+                    if completion.finish_reason == "error":
+                        raise _failure(request)
                     if output.finished:
                         yield _finish(completion, output.num_cached_tokens or 0)
+        except VLLMValidationError as error:
+            raise _failure(request) from error
         except VllmEngineDeadError as error:
             self.died.set()
             raise EngineDeadError("the model's process died", retry_delay_ms=5000) from error
@@ -201,7 +221,17 @@ class VllmBackend:
         running = min(held, self._config.max_running)
         return Load(self._policy_version, running, held - running, self._paused, self._sleeping)
 
-    def _parameters(self, request: GenerateInput) -> SamplingParams:
+    async def _structural_tag(self, constraint: Constraint | None) -> str | None:
+        if constraint is None:
+            return None
+        if not self._takes_constraints:
+            raise InvalidConstraintError(
+                "constraint",
+                f"{self._config.model_path} has no tokenizer; start the engine from a whole model",
+            )
+        return await asyncio.to_thread(compilable, constraint)
+
+    def _parameters(self, request: GenerateInput, tag: str | None) -> SamplingParams:
         sampling = request.sampling
         return SamplingParams(
             temperature=sampling.temperature,
@@ -219,6 +249,9 @@ class VllmBackend:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
+            structured_outputs=(
+                None if tag is None else StructuredOutputsParams(structural_tag=tag)
+            ),
             output_kind=(
                 RequestOutputKind.DELTA
                 if request.max_chunk_tokens
@@ -227,7 +260,7 @@ class VllmBackend:
         )
 
     def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
-        """Returns the model's end tokens: without a tokenizer vLLM does not know them."""
+        """Returns the model's end tokens: without a tokenizer vLLM does not know them all."""
         return frozenset() if sampling.ignore_eos else self.limits.stop_ids
 
 
@@ -259,11 +292,22 @@ def _chunks(completion: Any, max_chunk_tokens: int) -> Iterator[Chunk]:
         yield Chunk(ids[at : at + size], logprobs[at : at + size])
 
 
+def _failure(request: GenerateInput) -> RollmeshError:
+    """Returns what to say of a request that vLLM could not go on with."""
+    if request.constraint is None:
+        return RollmeshError("vLLM ended the request with an error; its log has it")
+    return InvalidConstraintError(
+        "constraint.structural_tag", "vLLM could not compile or follow it; its log has the reason"
+    )
+
+
 def _finish(completion: Any, cached_tokens: int) -> Finish:
     kind = _FINISHES.get(completion.finish_reason)
     if kind is None:
         raise EngineDeadError(f"vLLM ended a request with {completion.finish_reason!r}")
     stop = completion.stop_reason
+    if kind is FinishKind.STOP and stop is None:  # the end token that vLLM knows itself
+        stop = completion.token_ids[-1] if len(completion.token_ids) else None
     spans = tuple(
         VersionSpan(int(span.version), span.start, span.end)
         for span in completion.weight_versions or ()

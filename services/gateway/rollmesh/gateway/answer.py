@@ -1,6 +1,6 @@
 """One answer in the making: sampled ids in, text, reasoning and tool calls out."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollmesh.gateway.messages import Message, ToolCall
@@ -49,6 +49,7 @@ class Answer:
         parser: ToolParser | None,
         reasoning: ReasoningSplitter | None,
         new_call_id: Callable[[], str],
+        one_call: bool = False,
     ) -> None:
         """Begins an empty answer.
 
@@ -58,6 +59,7 @@ class Answer:
             parser: Finds tool calls; None where there are no tools.
             reasoning: Parts the reasoning; None where the model writes none.
             new_call_id: Gives ids unique within the session.
+            one_call: End the answer where a second call begins.
         """
         self._decoder = decoder
         self._stops = StopStrings(stops)
@@ -66,29 +68,40 @@ class Answer:
         self._content: list[str] = []
         self._new_call_id = new_call_id
         self._call_ids: list[str] = []
+        self._one_call = one_call and parser is not None
         self._fed = 0
+        self._passed = 0  # ids fed when the text was last passed on, no call being read
+        self._cut = False
         self.stopped_at: int | None = None
-        """Number of ids up to the one that completed a stop string; None while there is none."""
+        """Number of ids up to the one that completed a stop string, or up to a second call where
+        one is allowed; None while there is neither."""
 
     @property
     def malformed(self) -> bool:
         """Whether something looked like a tool call and was not a whole one."""
         return self._parser is not None and self._parser.malformed
 
-    def feed(self, token_ids: Iterable[int]) -> list[Delta]:
-        """Takes sampled ids; returns what became certain. Ids after a stop string are ignored."""
+    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
+        """Takes sampled ids; returns what became certain. Ids after a stop are ignored."""
+        if not (self._stops.wanted or self._one_call):
+            self._fed += len(token_ids)
+            text = self._decoder.feed_all(token_ids)
+            return self._split(text) if text else []
         certain: list[str] = []
+        deltas: list[Delta] = []
         for token_id in token_ids:
             if self.stopped_at is not None:
                 break
             self._fed += 1
             text, stopped = self._stops.feed(self._decoder.feed(token_id))
-            certain.append(text)
             if stopped:
                 self.stopped_at = self._fed
+            if self._one_call:  # by itself, so that it is known which id begins the second
+                deltas += self._first_call(self._split(text))
+            else:
+                certain.append(text)
         # Split once: what came together also leaves together.
-        text = "".join(certain)
-        return self._split(text) if text else []
+        return deltas + self._split("".join(certain))
 
     @property
     def whole(self) -> WholeCallParser | None:
@@ -107,9 +120,9 @@ class Answer:
 
     def finish(self) -> list[Delta]:
         """Returns the last pieces; call after `end_text`."""
-        if self._parser is None:
+        if self._parser is None or self._cut:
             return []
-        return [self._delta(piece) for piece in self._parser.finish()]
+        return self._first_call([self._delta(piece) for piece in self._parser.finish()])
 
     def message(self) -> Message:
         """Returns the whole message; call after `finish`."""
@@ -120,11 +133,30 @@ class Answer:
         return Message(
             "assistant",
             self._parser.content,
-            tuple(ToolCall(id_, name, arguments) for id_, (name, arguments) in calls),
+            tuple(ToolCall(id_, name, arguments) for id_, (name, arguments) in calls)[
+                : 1 if self._one_call else None
+            ],
             reasoning=reasoning or self._parser.reasoning,
         )
 
+    def _first_call(self, deltas: list[Delta]) -> list[Delta]:
+        """Returns the deltas up to a second call; where one begins, the answer ends before it."""
+        if not self._one_call or self._cut:
+            return deltas
+        begun = [at for at, one in enumerate(deltas) if isinstance(one, CallDelta) and one.name]
+        second = next((at for at in begun if deltas[at].index), None)  # type: ignore[union-attr]
+        if second is None:
+            if deltas or (self._parser is not None and self._parser.idle):
+                self._passed = self._fed
+            return deltas
+        self._cut = True
+        # One list may hold both calls: its end cannot be told from that of the first.
+        self.stopped_at = self._passed if len(begun) == 1 else self._fed
+        return deltas[:second]
+
     def _split(self, text: str) -> list[Delta]:
+        if not text:
+            return []
         if self._reasoning is None:
             return self._pieces(text)
         return self._thought(*self._reasoning.feed(text))

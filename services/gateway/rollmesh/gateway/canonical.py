@@ -1,7 +1,7 @@
 """When two messages are the same: what the template would see, and how agents echo.
 
-The rules are those that real clients need: arguments compare as JSON values, ids of calls are not
-rendered by the templates we continue, absent fields equal empty ones. An echo of a sampled message
+The rules are those that real clients need: arguments compare as JSON values, ids of calls count
+only where the template prints them, absent fields equal empty ones. An echo of a sampled message
 may also be stripped, may lack its reasoning, may have got the agent's name, and may carry mended
 arguments.
 """
@@ -16,14 +16,15 @@ _DIGEST_BYTES = 16
 _FRAMES_CACHED = 64
 
 
-def unit_key(unit: Unit) -> bytes:
-    """Returns the digest under which equal units are found."""
-    return _digest([field for message in unit for field in _plain(message)])
+def unit_key(unit: Unit, *, call_ids: bool) -> bytes:
+    """Returns the digest under which equal units are found; `call_ids` says whether ids count."""
+    return _digest([field for message in unit for field in _plain(message, call_ids=call_ids)])
 
 
-def lenient_key(unit: Unit) -> bytes:
+def lenient_key(unit: Unit, *, call_ids: bool) -> bytes:
     """Returns the digest that also agrees for an echo that was stripped or given a name."""
-    return _digest([field for message in unit for field in _plain(message, lenient=True)])
+    fields = [_plain(message, call_ids=call_ids, lenient=True) for message in unit]
+    return _digest([field for one in fields for field in one])
 
 
 def is_mended_echo(sampled: Message, echo: Message) -> bool:
@@ -83,26 +84,27 @@ def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
     return Frame(tools_json if tools else b"", options_json if options else b"", key)
 
 
-def fingerprint(frame: Frame, messages: bytes, settings: object) -> bytes:
+def fingerprint(frame: Frame, messages_digest: bytes, settings: object) -> bytes:
     """Returns the digest by which a retry is told from a new request.
 
     Args:
         frame: Tools and template options.
-        messages: All messages, reasoning and call ids included, in any form that is the same for
-            a retry.
+        messages_digest: Of all messages, reasoning and call ids included.
         settings: Whatever else changes the answer, as JSON values.
     """
     begin = _digest([frame.key.hex(), _dump(settings)])
-    return hashlib.blake2b(begin + messages, digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(begin + messages_digest, digest_size=_DIGEST_BYTES).digest()
 
 
-def _plain(message: Message, *, lenient: bool = False) -> list[str]:
+def _plain(message: Message, *, call_ids: bool, lenient: bool = False) -> list[str]:
     """Returns what makes a message equal to another; every message's fields are self-delimiting."""
     content = message.content.strip() if lenient else message.content
     name = "" if lenient else message.name
     fields = [message.role, content, name, str(len(message.tool_calls))]
     for call in message.tool_calls:
         fields += (call.name, *argument_value(call.arguments))
+    if call_ids:
+        fields += (message.tool_call_id, *(call.id for call in message.tool_calls))
     return fields
 
 

@@ -19,25 +19,28 @@ the session keeps what was sampled. What a template does is probed when it is lo
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rollmesh.gateway.canonical import unit_key
 from rollmesh.gateway.contract import REWRITING, Finding
 from rollmesh.gateway.cutter import TemplateRefusedError, place
-from rollmesh.gateway.messages import Frame, Unit
+from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
 from rollmesh.gateway.probe import Probed, probe
 from rollmesh.gateway.reasoning import OPEN
-from rollmesh.gateway.template import ChatTemplate
-from rollmesh.gateway.tokenizer import Tokenizer
-from rollmesh.gateway.tree import Node
+from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
+from rollmesh.gateway.tokenizer import ModelTokenizer
+from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime.arrays import TokenIds
 
 _CACHED = 64
-_ALL_ANSWERS = {Finding.ANSWERS_OTHERWISE, Finding.SYSTEM_OTHERWISE, Finding.REPEATS_TOOLS}
+_ANSWER: Unit = (Message("assistant"),)
+_ALL_ANSWERS = {Finding.ANSWERS_OTHERWISE, Finding.SYSTEM_OTHERWISE}
 
 
 class Continuation:
     """Gives the ids that new messages add."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer) -> None:
         """Probes the template without options.
 
         Raises:
@@ -50,13 +53,17 @@ class Continuation:
         probed = self._of(Frame())
         self.contract = probed.contract
         """What the probe found without template options."""
-        end_id = tokenizer.special_id(self.contract.end_text)
-        if end_id is None:
-            raise TemplateRefusedError(f"{self.contract.end_text!r} ends a turn and is no token")
-        self.end_id: int = end_id
-        """Id of the token that closes an answer which was cut."""
-        self.end_ids = frozenset({end_id, *tokenizer.stop_ids})
+        self._headers = {role: self._id_of(text) for role, text in self.contract.headers.items()}
+        others = {id_ for role, id_ in self._headers.items() if role != "assistant"}
+        self.stop_ids = tuple(sorted(others)) or (self._id_of(self.contract.end_text),)
+        """Ids at which a model of this template must stop."""
+        self.end_ids = frozenset({*self.stop_ids, *tokenizer.stop_ids})
         """Ids that end an answer."""
+
+    def new_tree(self) -> Tree:
+        """Returns an empty tree, with what counts where this template prints conversations."""
+        call_ids = Finding.PRINTS_CALL_IDS in self.contract.findings
+        return Tree(self.end_ids, call_ids=call_ids)
 
     @property
     def template_sha256(self) -> str:
@@ -72,7 +79,7 @@ class Continuation:
         """
         cutter = self._of(frame).cutter
         if start == 0:
-            first = unit_key(units[0]) + frame.key
+            first = unit_key(units[0], call_ids=True) + frame.key
             known = self._heads.get(first)
             if known is not None:
                 return [known, *self._encode(cutter.pieces(units, 1, frame))]
@@ -84,6 +91,23 @@ class Continuation:
             return texts
         return self._encode(cutter.pieces(units, start, frame))
 
+    def behind(self, node: Node, ids: TokenIds) -> TokenIds:
+        """Returns ids that follow a node as they stand behind what the node really holds.
+
+        An answer that was cut is closed as the template closes it. Where answers end with the
+        header of the next turn, a header that was sampled stays, and is not printed twice; another
+        one than was sampled stands behind it, as the engine will see it.
+
+        Args:
+            node: Where a request meets the tree.
+            ids: What the next unit, or the model's turn, adds by the template alone; uint32 [N].
+        """
+        if not self._headers:
+            end = np.array([] if node.ends_turn else self.stop_ids, np.uint32)
+            return np.concatenate([end, ids])
+        sampled = node.sample is not None and len(node.token_ids) > 0
+        return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
+
     def glue(self, units: Sequence[Unit], frame: Frame) -> TokenIds:
         """Returns the ids between the last of `units` and what the model samples; uint32 [N].
 
@@ -91,7 +115,10 @@ class Continuation:
             TemplateRenderError: The template has no answer behind such a unit.
             TemplateRefusedError: It cannot be continued exactly under the frame's options.
         """
-        return self._tokenizer.encode(self._of(frame).cutter.glue(place(units, len(units))))
+        cutter = self._of(frame).cutter
+        if len(units) == 1 and cutter.is_joined(units[0], frame):
+            raise TemplateRenderError("a system message alone: it is printed with the user turn")
+        return self._tokenizer.encode(cutter.glue(place(units, len(units))))
 
     def opens_reasoning(self, units: Sequence[Unit], frame: Frame) -> bool:
         """Says whether the generation prompt behind `units` has opened the reasoning."""
@@ -116,13 +143,28 @@ class Continuation:
             if node.sample is None:
                 continue
             message = node.unit[0]
+            following = path[at + 1].unit if at + 1 < len(path) else next(iter(fresh), _ANSWER)
             if (
                 findings & _ALL_ANSWERS
+                or (Finding.REPEATS_TOOLS in findings and frame.tools_json)
+                or (Finding.MOVES_SYSTEM in findings and asked and path[0].unit[0].role == "system")
                 or (Finding.CALLS_OTHERWISE in findings and message.tool_calls)
                 or (Finding.DROPS_REASONING in findings and message.reasoning and asked)
+                or self._ends_otherwise(node, following[0].role)
             ):
                 return at
         return None
+
+    def _ends_otherwise(self, node: Node, role: RoleName) -> bool:
+        """Says whether a model sampled another end than the header of the turn that follows."""
+        ended = bool(self._headers) and node.ends_turn and len(node.token_ids) > 0
+        return ended and int(node.token_ids[-1]) != self._headers.get(role)
+
+    def _id_of(self, text: str) -> int:
+        id_ = self._tokenizer.special_id(text)
+        if id_ is None:
+            raise TemplateRefusedError(f"{text!r} ends a turn and is no token")
+        return id_
 
     def _encode(self, texts: list[str]) -> list[TokenIds]:
         return [self._tokenizer.encode(text) for text in texts]

@@ -22,8 +22,10 @@ class Finding(StrEnum):
     ANSWERS_OTHERWISE = "prints earlier answers otherwise than behind the generation prompt"
     CALLS_OTHERWISE = "prints earlier tool calls otherwise"
     SYSTEM_OTHERWISE = "moves or merges a system message inside the conversation"
+    MOVES_SYSTEM = "prints the first system message in the last user turn"
     SYSTEM_IN_USER = "prints the first system message together with the first user turn"
     REPEATS_TOOLS = "prints the tools again behind the conversation"
+    HEADERS_END = "ends answers with the header of the turn behind them"
     IGNORES_TOOLS = "does not print tools"
     PRINTS_CALL_IDS = "prints the ids of tool calls"
     PRINTS_DATE = "prints the date"
@@ -35,10 +37,13 @@ REWRITING = frozenset(
         Finding.ANSWERS_OTHERWISE,
         Finding.CALLS_OTHERWISE,
         Finding.SYSTEM_OTHERWISE,
+        Finding.MOVES_SYSTEM,
         Finding.REPEATS_TOOLS,
     }
 )
 """What prints earlier turns otherwise than a session keeps them."""
+MOVING = frozenset({Finding.MOVES_SYSTEM, Finding.REPEATS_TOOLS})
+"""What prints more than answers otherwise: going on from it would need the whole conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class Contract:
 
     kind: Kind
     end_text: str
-    """The special token that ends an answer."""
+    """The special token that ends an answer; empty where it has none of its own."""
     findings: frozenset[Finding] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
     """Role orders the template does not take, and why: "assistant, system"."""
@@ -55,6 +60,9 @@ class Contract:
     """Number of probe conversations whose pieces equal the template's own render."""
     kept: int = 0
     """Number of those where that holds behind the last answer only."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """By role: the special token that begins a turn behind an answer, where nothing else ends it.
+    The model samples that of a turn that is not its own."""
 
     def __str__(self) -> str:
         """Says it in one line."""

@@ -5,8 +5,8 @@ from typing import Literal, TypeAlias
 
 from rollmesh.gateway.canonical import unit_key
 from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit
-from rollmesh.gateway.template import ChatTemplate, TemplateRenderError
-from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
+from rollmesh.gateway.tokenizer import ModelTokenizer
 
 Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
 """What a unit stands behind: templates treat a system message that begins otherwise."""
@@ -60,7 +60,7 @@ class TemplateRefusedError(Exception):
 class Cutter:
     """Cuts renders of one template under one set of options into pieces, as text."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, options: Frame) -> None:
+    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer, options: Frame) -> None:
         """Finds out how the messages of each role end.
 
         Raises:
@@ -71,6 +71,8 @@ class Cutter:
         self._options = options
         self.repeats_tools = False
         """Whether the tools are printed again behind the conversation."""
+        self.moves_system = False
+        """Whether the first system message is printed in the last user turn."""
         self.joins_system = {False: False, True: False}
         """Whether the first system message is printed with the user turn behind it: without
         tools, with tools."""
@@ -79,11 +81,15 @@ class Cutter:
         """Roles that are not continued behind others, and why."""
         self.refused_glue: dict[Place, str] = {}
         """What no answer may be sampled behind, and why."""
+        self.headers: dict[RoleName, str] = {}
+        """What begins a turn behind an answer; nothing where an answer has an end of its own."""
         self.end_text = self._find_end()
         self.call_end_text = self._find_call_end()
         self._leads: dict[Place, str] = {}
         self._closings: dict[Place, str] = {}
         self._glue: dict[Place, str] = {}
+        self._ends: dict[Place, str] = {}
+        self._beside_calls = self._find_beside_calls()
         self._renders: dict[bytes, str] = {}
         for where in _WINDOWS:
             self._learn(where)
@@ -102,7 +108,7 @@ class Cutter:
             why = self.refused.get((before, units[at][0].role))
             if why is not None:
                 raise TemplateRenderError(f"{units[at][0].role} after {before}: {why}")
-            joined = self.joins_system[bool(frame.tools_json)] and units[0][0].role == "system"
+            joined = at < 2 and self.is_joined(units[0], frame)
             if at == 0:
                 pieces.append("" if joined else self._head(units[:1], frame))
             elif at == 1 and joined:
@@ -110,6 +116,21 @@ class Cutter:
             else:
                 pieces.append(self._delta(units, at, frame))
         return pieces
+
+    def is_joined(self, first: Unit, frame: Frame) -> bool:
+        """Says whether a first message is a system message that is printed with the user turn.
+
+        Some templates print one apart, but for an empty one.
+        """
+        if first[0].role != "system":
+            return False
+        if self.joins_system[bool(frame.tools_json)]:
+            return True
+        try:
+            self._head((first,), frame)
+        except TemplateRenderError:
+            return True
+        return False
 
     def glue(self, last: Place) -> str:
         """Returns what stands between a unit and what the model samples.
@@ -129,17 +150,24 @@ class Cutter:
 
     def find_joined_system(self, frame: Frame) -> bool:
         """Says whether a first system message is printed only with the user turn behind it."""
-        system, user = Message("system", "s"), Message("user", "u")
+        units: list[Unit] = [(Message("system", "s"),), (Message("user", "u"),)]
         try:
-            both = self._template.render((system, user), frame)
+            both = self._template.render((*units[0], *units[1]), frame)
         except TemplateRenderError:
             return False
         try:
-            return not both.startswith(self._head(((system,),), frame))
+            apart = self._head(units[:1], frame) + self._delta(units, 1, frame)
         except TemplateRenderError:
             return True
+        return not both.startswith(apart)
+
+    @property
+    def last_end(self) -> str:
+        """What stands between the last answer and the user turn behind it."""
+        return self.end_text or self.headers["user"]
 
     def _find_end(self) -> str:
+        """Returns what ends an answer; nothing where only the header of the next turn does."""
         window = (*_WINDOWS["assistant"], _FOLLOWERS["assistant"])
         try:
             text = self._template.render(window, self._options)
@@ -150,11 +178,49 @@ class Cutter:
             raise TemplateRefusedError("the template does not print an answer as it is")
         end = self._leading_special(tail)
         alone = self._template.render(_WINDOWS["assistant"], self._options).partition(MARK)[2]
+        if end is not None and not alone:
+            self.headers = self._find_headers()
+            return ""
         if end is None or self._leading_special(alone) is None:
             raise TemplateRefusedError(
                 f"an answer is followed by {tail[:20]!r}: it has no end token of its own"
             )
         return end
+
+    def _find_headers(self) -> dict[RoleName, str]:
+        """Returns what begins the turns behind answers, which may be sampled as their end."""
+        headers: dict[RoleName, str] = {}
+        said, called = _WINDOWS["assistant"], (_ASKED, _CALLED)
+        windows: dict[RoleName, tuple[Message, ...]] = {
+            "user": said,
+            "system": said,
+            "tool": called,
+        }
+        for role, window in windows.items():
+            follower = Message(role, "c", tool_call_id=CALL.id, name=CALL.name)
+            header = self._header(window, (*window, follower), generation_prompt=False)
+            if header is not None:
+                headers[role] = header
+        header = self._header(said, said, generation_prompt=True)
+        if header is not None:
+            headers["assistant"] = header
+        return headers
+
+    def _header(
+        self,
+        window: tuple[Message, ...],
+        messages: tuple[Message, ...],
+        *,
+        generation_prompt: bool,
+    ) -> str | None:
+        try:
+            alone = self._template.render(window, self._options)
+            longer = self._template.render(
+                messages, self._options, generation_prompt=generation_prompt
+            )
+        except TemplateRenderError:
+            return None
+        return self._leading_special(longer[len(alone) :]) if longer.startswith(alone) else None
 
     def _find_call_end(self) -> str:
         """Returns what ends an answer with calls: most often what ends any answer.
@@ -162,6 +228,8 @@ class Cutter:
         Another token counts where the model is known to stop at it; else it may only be a mark
         inside of the answer.
         """
+        if self.headers:
+            return ""
         call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARK}"}}')
         result = Message("tool", _FOLLOWED, tool_call_id=CALL.id, name=CALL.name)
         window = (_ASKED, Message("assistant", "", (call,)), result)
@@ -178,6 +246,16 @@ class Cutter:
             if name in between and self._tokenizer.special_id(name) in self._tokenizer.stop_ids
         }
         return min(stops, key=between.find, default=self.end_text)
+
+    def _find_beside_calls(self) -> str:
+        """Returns a text that the template takes beside calls: some take none."""
+        said = Message("assistant", MARK, (CALL,))
+        result = Message("tool", "c", tool_call_id=CALL.id, name=CALL.name)
+        try:
+            self._template.render((_ASKED, said, result), self._options)
+        except TemplateRenderError:
+            return ""
+        return MARK
 
     def _end_of(self, answer: Message) -> str:
         return self.call_end_text if answer.tool_calls else self.end_text
@@ -206,9 +284,15 @@ class Cutter:
                 longer = self._template.render((*_WINDOWS[where], follower), self._options)
             except TemplateRenderError:
                 continue
-            shared = _common_prefix(shared, longer.partition(MARK)[2])
-        lead = self._through_first_special(shared)
+            common = _common_prefix(shared, longer.partition(MARK)[2])
+            # One that is printed into the message itself cannot follow: it is refused later.
+            shared = (
+                common if self._first_special(common) or not self._first_special(tail) else shared
+            )
+        special = self._first_special(shared)
+        lead = shared.partition(special)[0] + special if special else ""
         self._leads[where], self._closings[where] = lead, tail[len(lead) :]
+        self._ends[where] = special + self._closings[where]
 
     def _head(self, units: Sequence[Unit], frame: Frame) -> str:
         messages = tuple(message for unit in units for message in unit)
@@ -220,7 +304,10 @@ class Cutter:
         before, previous, unit = place(units, at), units[at - 1], units[at]
         window = _WINDOWS[before] if before != "start" else ()
         if before == "assistant":
-            window = (_ASKED, Message("assistant", MARK, previous[0].tool_calls))
+            calls = previous[0].tool_calls
+            window = (_ASKED, Message("assistant", self._beside_calls if calls else MARK, calls))
+        if self.moves_system and at > 1 and unit[0].role == "user" and units[0][0].role == "system":
+            window = (*units[0], *window)
         text = self._template.render((*window, *unit, *_follower(unit)), options)
         if before == "assistant":
             behind = self._behind_answer(window, text, options)
@@ -244,6 +331,8 @@ class Cutter:
         at = alone.rfind(end, max(alone.find(MARK), 0))
         if at >= 0 and text.startswith(alone[: at + len(end)]):
             return text[at + len(end) :]
+        if self.headers:
+            raise TemplateRenderError("what follows an answer changes how it is printed")
         _, found, behind = text.partition(MARK)
         _, ended, behind = behind.partition(end)
         if not found or not ended:
@@ -251,8 +340,7 @@ class Cutter:
         return behind
 
     def _render_cached(self, window: tuple[Message, ...], options: Frame) -> str:
-        ids = "".join(call.id for call in window[-1].tool_calls)
-        key = options.key + unit_key(window) + ids.encode()
+        key = options.key + unit_key(window, call_ids=True)
         text = self._renders.get(key)
         if text is None:
             text = self._template.render(window, options)
@@ -266,12 +354,12 @@ class Cutter:
         if closing is None:
             raise TemplateRenderError(f"the template does not print {where} messages")
         if where == "assistant":
-            end = self._end_of(unit[0])
-            at = text.rfind(end, 0, text.rfind(_FOLLOWED))
+            end, follower = self._end_of(unit[0]), text.rfind(_FOLLOWED)
+            at = max(text.rfind(one, 0, follower) for one in self.headers.values() or (end,))
             if at < 0:
                 raise TemplateRenderError("an answer in the history does not end")
             return text[: at + len(end)]
-        if not text.endswith(self._leads[where] + closing):
+        if not text.endswith(self._ends[where]):
             raise TemplateRenderError(f"a {where} message does not end as others of its kind")
         return text[: len(text) - len(closing)]
 
@@ -279,12 +367,14 @@ class Cutter:
         fitting = [name for name in self._tokenizer.special_texts if text.startswith(name)]
         return max(fitting, key=len, default=None)
 
-    def _through_first_special(self, text: str) -> str:
-        """Returns the text up to and with its first unmergeable token; nothing without one."""
+    def _first_special(self, text: str) -> str:
+        """Returns the unmergeable token that ends first in a text; nothing without one."""
         ends = [
-            at + len(name) for name in self._tokenizer.added_texts if (at := text.find(name)) >= 0
+            (at + len(name), name)
+            for name in self._tokenizer.added_texts
+            if (at := text.find(name)) >= 0
         ]
-        return text[: min(ends, default=0)]
+        return min(ends, default=(0, ""))[1]
 
 
 def _common_prefix(one: str, other: str) -> str:

@@ -5,7 +5,13 @@ from contextlib import aclosing
 
 import grpc
 
-from rollmesh.runtime.channels import open_channel, read_stream, request_metadata, typed_errors
+from rollmesh.runtime.channels import (
+    open_channel,
+    read_stream,
+    request_metadata,
+    typed_errors,
+    whole_call,
+)
 from rollmesh.runtime.errors import (
     EngineMismatchError,
     PromptTooLongError,
@@ -21,8 +27,7 @@ class EngineClients:
 
     def __init__(self) -> None:
         """Begins without channels."""
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._stubs: dict[str, engine_pb2_grpc.EngineServiceAsyncStub] = {}
+        self._engines: dict[str, _Engine] = {}
 
     async def generate(
         self, address: str, request: engine_pb2.GenerateRequest, timeout_ms: int
@@ -32,10 +37,14 @@ class EngineClients:
         Raises:
             EngineMismatchError: The engine does not take the prompt: it has another model.
         """
-        call = self._stub(address).Generate(
-            request, timeout=timeout_ms / 1000, metadata=request_metadata()
-        )
+        timeout_s, metadata = timeout_ms / 1000, request_metadata()
+        engine = self._engine(address)
         try:
+            if not request.max_chunk_tokens:
+                with typed_errors():
+                    yield await engine.generate_whole(request, timeout=timeout_s, metadata=metadata)
+                return
+            call = engine.stub.Generate(request, timeout=timeout_s, metadata=metadata)
             async with aclosing(read_stream(call)) as responses:
                 async for response in responses:
                     yield response
@@ -48,20 +57,33 @@ class EngineClients:
     async def abort(self, address: str, request_id: str) -> None:
         """Asks an engine to end a request with what it has."""
         with typed_errors():
-            await self._stub(address).Abort(
+            await self._engine(address).stub.Abort(
                 engine_pb2.AbortRequest(request_ids=[request_id]), timeout=_ABORT_TIMEOUT_S
             )
 
     async def close(self) -> None:
         """Closes all channels."""
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
-        self._stubs.clear()
+        for engine in self._engines.values():
+            await engine.channel.close()
+        self._engines.clear()
 
-    def _stub(self, address: str) -> "engine_pb2_grpc.EngineServiceAsyncStub":
-        stub = self._stubs.get(address)
-        if stub is None:
-            channel = self._channels[address] = open_channel(address)
-            stub = self._stubs[address] = engine_pb2_grpc.EngineServiceStub(channel)
-        return stub
+    def _engine(self, address: str) -> "_Engine":
+        engine = self._engines.get(address)
+        if engine is None:
+            engine = self._engines[address] = _Engine(open_channel(address))
+        return engine
+
+
+class _Engine:
+    """One engine's channel and calls."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.stub: engine_pb2_grpc.EngineServiceAsyncStub
+        self.stub = engine_pb2_grpc.EngineServiceStub(channel)
+        self.generate_whole = whole_call(
+            channel,
+            "rollmesh.v1.EngineService/Generate",
+            engine_pb2.GenerateRequest,
+            engine_pb2.GenerateResponse,
+        )

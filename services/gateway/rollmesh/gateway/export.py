@@ -1,6 +1,9 @@
-"""Trajectories from a tree: one per leaf, each sampled token trained in exactly one of them."""
+"""What of a tree is trained: one trajectory per leaf or per turn, or the tree itself, packed.
 
-from collections.abc import Iterator
+In each of them a sampled token is trained in exactly one place, or says why not.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +11,7 @@ import numpy as np
 from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.messages import RoleName
-from rollmesh.gateway.tree import Node, Tree, VersionSpan
+from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
 
 
@@ -48,6 +51,74 @@ class Trajectory:
     reasons: tuple[Fidelity, ...]
     """Sorted; exactly (EXACT,) where nothing else is to be said."""
     turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A node of a packed tree: a run of its tokens."""
+
+    node_id: int
+    parent_index: int | None
+    """Place of the parent among the nodes; None for a root."""
+    start: int
+    end: int
+    glue: int
+    """Number of leading tokens that were not sampled."""
+    role: RoleName
+    sample: Sample | None
+    trained: bool
+    lineage: Lineage
+    reasons: frozenset[Fidelity]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTree:
+    """A tree, each token once; arrays of equal length N, one node's tokens after another's."""
+
+    nodes: tuple[TreeNode, ...]
+    """Parents first."""
+    token_ids: TokenIds
+    """uint32 [N]."""
+    logprobs: Logprobs
+    """float32 [N]; 0.0 where a token was not sampled."""
+    loss_mask: Mask
+    """bool [N]; true where the token is trained."""
+    spans: tuple[VersionSpan, ...]
+    """Policy versions of the sampled tokens, by index into `token_ids`."""
+    reasons: tuple[Fidelity, ...]
+    """Sorted; exactly (EXACT,) where nothing else is to be said."""
+
+
+def pack_tree(tree: Tree) -> PackedTree:
+    """Returns the whole tree; auxiliary calls are not trained and say AUXILIARY."""
+    token_ids = np.zeros(tree.tokens, np.uint32)
+    logprobs = np.zeros(tree.tokens, np.float32)
+    mask = np.zeros(tree.tokens, np.bool_)
+    spans: list[VersionSpan] = []
+    nodes: list[TreeNode] = []
+    index_of: dict[int, int] = {}
+    found = lineages(tree, tree.nodes.values())
+    end = 0
+    for node in tree.nodes.values():
+        assert node.parent is not None
+        start, end = end, end + len(node.token_ids)
+        packed = _packed(node, start, index_of.get(node.parent.node_id), found[node.node_id])
+        index_of[node.node_id] = len(nodes)
+        nodes.append(packed)
+        token_ids[start:end] = node.token_ids
+        if node.sample is not None:
+            middle = start + node.glue
+            logprobs[middle:end] = node.sample.logprobs
+            mask[middle:end] = packed.trained
+            spans += [VersionSpan(v, s + middle, e + middle) for v, s, e in node.sample.spans]
+    return PackedTree(
+        nodes=tuple(nodes),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        loss_mask=mask,
+        spans=_joined(spans),
+        reasons=_overall(nodes, spans),
+    )
 
 
 def export_tree(tree: Tree) -> Iterator[Trajectory]:
@@ -112,17 +183,29 @@ def _export(leaf: Node, lineage: Lineage, trained: set[int]) -> Trajectory:
     )
 
 
+def _packed(node: Node, start: int, parent_index: int | None, lineage: Lineage) -> TreeNode:
+    auxiliary = node.sample is not None and lineage is Lineage.AUXILIARY
+    untrained = Fidelity.AUXILIARY if auxiliary else None
+    return TreeNode(
+        node_id=node.node_id,
+        parent_index=parent_index,
+        start=start,
+        end=start + len(node.token_ids),
+        glue=node.glue,
+        role=node.unit[0].role,
+        sample=node.sample,
+        trained=node.sample is not None and untrained is None,
+        lineage=lineage,
+        reasons=node.reasons if node.sample is None else _reasons(node, node.sample, untrained),
+    )
+
+
 def _glue(node: Node) -> frozenset[Fidelity]:
     return node.reasons if node.sample is None else frozenset()
 
 
 def _sampled(node: Node, start: int, end: int, untrained: Fidelity | None) -> Segment:
     assert node.sample is not None
-    extra = {untrained} if untrained is not None else set()
-    if node.sample.finish is Finish.LENGTH:
-        extra.add(Fidelity.LENGTH_CUT)
-    if len({span.policy_version for span in node.sample.spans}) > 1:
-        extra.add(Fidelity.MIXED_VERSIONS)
     return Segment(
         start=start,
         end=end,
@@ -130,15 +213,26 @@ def _sampled(node: Node, start: int, end: int, untrained: Fidelity | None) -> Se
         role="assistant",
         sampled=True,
         trained=untrained is None,
-        reasons=node.reasons | extra,
+        reasons=_reasons(node, node.sample, untrained),
         finish=node.sample.finish,
         engine_id=node.sample.engine_id,
         prompt_crc32=node.sample.prompt_crc32,
     )
 
 
-def _overall(segments: list[Segment], spans: list[VersionSpan]) -> tuple[Fidelity, ...]:
-    reasons = frozenset[Fidelity]().union(*(segment.reasons for segment in segments))
+def _reasons(node: Node, sample: Sample, untrained: Fidelity | None) -> frozenset[Fidelity]:
+    extra = {untrained} if untrained is not None else set()
+    if sample.finish is Finish.LENGTH:
+        extra.add(Fidelity.LENGTH_CUT)
+    if len({span.policy_version for span in sample.spans}) > 1:
+        extra.add(Fidelity.MIXED_VERSIONS)
+    return node.reasons | extra
+
+
+def _overall(
+    parts: Sequence[Segment] | Sequence[TreeNode], spans: list[VersionSpan]
+) -> tuple[Fidelity, ...]:
+    reasons = frozenset[Fidelity]().union(*(part.reasons for part in parts))
     if len({span.policy_version for span in spans}) > 1:
         reasons |= {Fidelity.MIXED_VERSIONS}
     return tuple(sorted(reasons)) or (Fidelity.EXACT,)

@@ -1,4 +1,4 @@
-"""Typed reasons, lineage and finish of nodes; numbered as in `rollmesh/v1/types.proto`."""
+"""Typed reasons, lineage, finish and export; numbered as in `rollmesh/v1`."""
 
 from enum import IntEnum
 
@@ -20,6 +20,7 @@ class Fidelity(IntEnum):
     ORPHANED = 12
     SHARED_PREFIX = 13
     STOP_STRING = 14
+    CONSTRAINED = 15
 
 
 class Lineage(IntEnum):
@@ -40,3 +41,11 @@ class Finish(IntEnum):
     STOP = 1
     LENGTH = 2
     ABORT = 3
+
+
+class ExportMode(IntEnum):
+    """In which form a tree goes to the trainer."""
+
+    LEAVES = 1
+    TURNS = 2
+    TREE = 3

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rollmesh.gateway import harmony, object_formats, tagged_calls
+from rollmesh.gateway import harmony, object_formats, pythonic_calls, tagged_calls
 from rollmesh.gateway.messages import Frame
 from rollmesh.gateway.object_calls import ObjectCallParser
 from rollmesh.gateway.object_formats import ObjectFormat
 from rollmesh.gateway.pieces import ToolParser
+from rollmesh.gateway.pythonic_calls import PythonicCallParser, PythonicFormat
 from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.tagged_calls import TaggedCallParser, TaggedFormat
 from rollmesh.gateway.whole_calls import WholeCallParser
@@ -19,7 +20,7 @@ VLLM = "vllm:"
 """In front of the name of a parser that vLLM has."""
 
 HARMONY = "openai"
-FORMATS: dict[str, ObjectFormat | TaggedFormat] = {
+FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
     "hermes": object_formats.HERMES,
     "llama3_json": object_formats.LLAMA3,
     "mistral": object_formats.MISTRAL,
@@ -28,6 +29,8 @@ FORMATS: dict[str, ObjectFormat | TaggedFormat] = {
     "kimi_k2": object_formats.KIMI_K2,
     "qwen3_coder": tagged_calls.QWEN_CODER,
     "glm45": tagged_calls.GLM,
+    "pythonic": pythonic_calls.PYTHONIC,
+    "llama4_pythonic": pythonic_calls.LLAMA4,
 }
 """By the names that vLLM's `--tool-call-parser` has for them."""
 # The first whose marks all stand in the template's source; the order matters where one format's
@@ -41,6 +44,8 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v31", ("<\uff5ctool\u2581call\u2581begin\uff5c>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("hermes", ("<tool_call>",)),
+    ("llama4_pythonic", ("<|python_start|>",)),
+    ("pythonic", ("[func_name1(",)),
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ('"parameters": ', "<|eot_id|>")),
 )
@@ -59,6 +64,8 @@ class AnswerFormat:
     """Whether answers may begin with `<think>`."""
     shown: tuple[str, ...] = ()
     """Special tokens that are text for a parser whose marks are not known."""
+    args_mark: bool = False
+    """Whether the template prints `[ARGS]` between a call's name and its arguments."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -85,6 +92,8 @@ class AnswerFormat:
         format_ = FORMATS[self.tools]
         if isinstance(format_, TaggedFormat):
             return TaggedCallParser(format_, schemas)
+        if isinstance(format_, PythonicFormat):
+            return PythonicCallParser(format_, schemas.keys())
         return ObjectCallParser(format_, schemas.keys())
 
 
@@ -92,7 +101,8 @@ def detect(template_source: str) -> AnswerFormat:
     """Returns the format that a template's marks speak for; Hermes where none do."""
     for name, signs in _SIGNS:
         if all(sign in template_source for sign in signs):
-            return AnswerFormat(name, OPEN in template_source and name != HARMONY)
+            reasoning = OPEN in template_source and name != HARMONY
+            return AnswerFormat(name, reasoning, args_mark="[ARGS]" in template_source)
     return AnswerFormat("hermes", OPEN in template_source)
 
 

@@ -13,18 +13,17 @@ from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
-from rollmesh.gateway.export import export_tree, export_turns
+from rollmesh.gateway.fidelity import ExportMode
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.outbox import Outbox
-from rollmesh.gateway.rewards import check_rewards, write_rewards
+from rollmesh.gateway.record import exported_lineages, trajectory_ids, write_record
+from rollmesh.gateway.rewards import check_rewards
 from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Tree
 from rollmesh.gateway.turns import TurnRunner
-from rollmesh.gateway.wire import trajectory_id, write_trajectory
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
-    DeadlineError,
     GenerationAbortedError,
     RollmeshError,
     SessionClosedError,
@@ -48,22 +47,20 @@ class Gateway:
     def __init__(
         self,
         *,
-        end_ids: frozenset[int],
+        new_tree: Callable[[], Tree],
         database: Database,
         runner: TurnRunner,
         outbox: Outbox,
         tasks: asyncio.TaskGroup,
         max_sessions: int,
-        turn_timeout_ms: int,
     ) -> None:
         """Begins without sessions; `restore` brings back those of the journal."""
-        self._end_ids = end_ids
+        self._new_tree = new_tree
         self._database = database
         self._runner = runner
         self._outbox = outbox
         self._tasks = tasks
         self._max_sessions = max_sessions
-        self._turn_timeout_ms = turn_timeout_ms
         self._sessions: dict[str, Session] = {}
         self._by_request_id: dict[str, SessionSpec] = {}
         self._closed: dict[str, list[str]] = {}
@@ -83,7 +80,7 @@ class Gateway:
 
     async def restore(self) -> None:
         """Rebuilds the open sessions from the journal."""
-        for stored in await self._database.run(lambda db: journal.read_open(db, self._end_ids)):
+        for stored in await self._database.run(lambda db: journal.read_open(db, self._new_tree)):
             session = Session(stored.spec, stored.tree)
             for node_id, record in stored.answers.items():
                 node = stored.tree.nodes[node_id]
@@ -153,7 +150,7 @@ class Gateway:
             sampling=json_format.MessageToJson(request.sampling, indent=None),
             metadata=dict(request.metadata),
             finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
-            export_turns=request.export_mode == gateway_pb2.EXPORT_MODE_TURNS,
+            export_mode=request.export_mode or ExportMode.LEAVES,
         )
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
@@ -162,7 +159,7 @@ class Gateway:
         except RollmeshError:
             self._by_request_id.pop(spec.request_id, None)
             raise
-        self._sessions[session_id] = Session(spec, Tree(self._end_ids))
+        self._sessions[session_id] = Session(spec, self._new_tree())
         return spec
 
     def authorise(self, session: Session, key: str) -> None:
@@ -182,6 +179,7 @@ class Gateway:
         """Yields the pieces of an answer and then its end, durable by then.
 
         Raises:
+            IdempotencyKeyReusedError: The key names the sample of another request.
             RollmeshError: There is no answer and nothing was kept.
         """
         session.used_ms = clock.monotonic_ms()
@@ -195,10 +193,10 @@ class Gateway:
             return
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
-        turn = session.in_flight.get(request.fingerprint)
+        turn = session.find_turn(request)
         if turn is None:
             turn = Turn(request)
-            session.in_flight[request.fingerprint] = turn
+            session.in_flight[request.identity] = turn
             turn.task = self._tasks.create_task(self._run(session, turn))
         async with _subscribed(turn):
             async for event in turn.events():
@@ -206,6 +204,7 @@ class Gateway:
                     await faults.reach("gateway-before-reply")
                     yield event
                     session.delivered.add(event.node.node_id)
+                    await faults.reach("gateway-after-reply")
                 elif request.stream:
                     yield event
 
@@ -220,13 +219,13 @@ class Gateway:
         if closed is not None:
             return closed
         session = self.session(request.session_id)
-        check_rewards(session.tree, _trajectory_ids(session), request.rewards)
+        check_rewards(session.tree, trajectory_ids(session), request.rewards)
         session.closing = True
         try:
-            for turn in session.in_flight.values():
-                if turn.task is not None:
-                    turn.task.cancel()
-            record = await asyncio.to_thread(_record, session, request, clock.unix_ms())
+            await _end_turns(session)
+            # Again: a turn that was being committed may have gone on from a leaf.
+            check_rewards(session.tree, trajectory_ids(session), request.rewards)
+            record = await asyncio.to_thread(write_record, session, request, clock.unix_ms())
             ids = [trajectory.trajectory_id for trajectory in record.trajectories]
             data = record.SerializeToString()
             session_id = request.session_id
@@ -234,9 +233,9 @@ class Gateway:
         except BaseException:
             session.closing = False
             raise
-        for trajectory in record.trajectories:
-            name = types_pb2.Lineage.Name(trajectory.lineage).removeprefix("LINEAGE_").lower()
-            metrics.TRAJECTORIES.labels(name).inc()
+        await faults.reach("gateway-after-close")
+        for lineage in exported_lineages(record):
+            metrics.TRAJECTORIES.labels(lineage).inc()
         self._closed[session_id] = ids
         del self._sessions[session_id]
         self._by_request_id.pop(session.spec.request_id, None)
@@ -272,15 +271,12 @@ class Gateway:
     async def _run(self, session: Session, turn: Turn) -> None:
         """Owns one turn: whatever happens becomes its end."""
         try:
-            async with asyncio.timeout(self._turn_timeout_ms / 1000):
-                answered = await self._runner.run(session, turn)
+            answered = await self._runner.run(session, turn)
             metrics.committed(answered.node)
             turn.end(answered)
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
             turn.end(error)
-        except TimeoutError:
-            turn.end(DeadlineError(f"the turn took longer than {self._turn_timeout_ms} ms"))
         except asyncio.CancelledError:
             turn.end(GenerationAbortedError("the turn was cancelled; nothing was kept"))
             raise
@@ -289,8 +285,8 @@ class Gateway:
             turn.end(RollmeshError(f"unexpected {type(error).__name__}; the log has it"))
         finally:
             session.used_ms = clock.monotonic_ms()
-            if session.in_flight.get(turn.request.fingerprint) is turn:
-                del session.in_flight[turn.request.fingerprint]
+            if session.in_flight.get(turn.request.identity) is turn:
+                del session.in_flight[turn.request.identity]
 
 
 @asynccontextmanager
@@ -303,7 +299,22 @@ async def _subscribed(turn: Turn) -> AsyncIterator[None]:
         turn.subscribers -= 1
         abandoned = turn.subscribers == 0 and not (turn.ended or turn.committing)
         if abandoned and not turn.request.finish_on_disconnect and turn.task is not None:
+            turn.abandoned = True
             turn.task.cancel()
+
+
+async def _end_turns(session: Session) -> None:
+    """Ends what is being sampled; waits for what is on its way to the journal."""
+    committing: list[asyncio.Task[None]] = []
+    for turn in session.in_flight.values():
+        if turn.task is None:
+            continue
+        if turn.committing:
+            committing.append(turn.task)
+        else:
+            turn.task.cancel()
+    if committing:
+        await asyncio.wait(committing)
 
 
 def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:
@@ -318,40 +329,6 @@ def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:
         for index, call in enumerate(message.tool_calls)
     ]
     return pieces
-
-
-def _record(
-    session: Session, request: gateway_pb2.CloseSessionRequest, closed_unix_ms: int
-) -> types_pb2.SessionRecord:
-    spec = session.spec
-    record = types_pb2.SessionRecord(
-        session_id=spec.session_id,
-        group_id=spec.group_id,
-        sample_index=spec.sample_index,
-        group_size=spec.group_size,
-        outcome=request.outcome,
-        metadata={**spec.metadata, **request.metadata},
-        trajectories=[
-            write_trajectory(spec.session_id, trajectory)
-            for trajectory in (export_turns if spec.export_turns else export_tree)(session.tree)
-        ],
-        opened_unix_ms=spec.opened_unix_ms,
-        closed_unix_ms=closed_unix_ms,
-        turns=session.tree.turns,
-        superseded=request.superseded,
-    )
-    # Again: a turn that was being committed at the close may have gone on from a leaf.
-    ids = {trajectory.trajectory_id for trajectory in record.trajectories}
-    check_rewards(session.tree, ids, request.rewards)
-    write_rewards(record, request.rewards)
-    return record
-
-
-def _trajectory_ids(session: Session) -> set[str]:
-    tree = session.tree
-    turns = (node for node in tree.nodes.values() if node.sample is not None)
-    ends = turns if session.spec.export_turns else tree.leaves()
-    return {trajectory_id(session.spec.session_id, node.node_id) for node in ends}
 
 
 def _digest(key: str) -> bytes:

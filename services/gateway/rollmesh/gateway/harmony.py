@@ -39,6 +39,11 @@ class HarmonyParser(Machine):
         self._names = names
         self._kind = "header"
 
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        return self._kind == "header" and not self._held
+
     def finish(self) -> list[Piece]:
         """Says that no more text comes; returns the last pieces."""
         pieces: list[Piece] = []

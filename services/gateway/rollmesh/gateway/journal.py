@@ -3,19 +3,19 @@
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish
 from rollmesh.gateway.messages import Message, ToolCall
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
-SCHEMA_VERSION = 1  # counts up with every change of what is below
+SCHEMA_VERSION = 2  # counts up with every change of what is below
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL, trajectory_ids TEXT);
@@ -46,8 +46,8 @@ class SessionSpec:
     """Default sampling parameters: the JSON form of `SamplingParams`."""
     metadata: dict[str, str] = field(default_factory=dict)
     finish_on_disconnect: bool = False
-    export_turns: bool = False
-    """One trajectory for each turn, instead of each leaf."""
+    export_mode: int = ExportMode.LEAVES
+    """In which form the tree is exported: an `ExportMode`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:
 def insert_turn(
     db: sqlite3.Connection, session_id: str, nodes: list[Node], answer: AnswerRecord
 ) -> None:
-    """Stores the nodes that a turn added; the last is the sampled one."""
+    """Stores the nodes of a turn that may not be stored yet; the last is the sampled one."""
     frame = nodes[-1].frame
     db.execute(
         "INSERT OR IGNORE INTO frames VALUES (?, ?, ?)",
@@ -90,7 +90,7 @@ def insert_turn(
     for node in nodes:
         text = json.dumps(dataclasses.asdict(answer)) if node is nodes[-1] else None
         row = (session_id, *_node_row(node), text)
-        db.execute("INSERT INTO nodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", row)
+        db.execute("INSERT OR IGNORE INTO nodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", row)
 
 
 def close_session(
@@ -134,13 +134,13 @@ def count_undelivered(db: sqlite3.Connection) -> int:
     return int(db.execute("SELECT count(*) FROM outbox").fetchone()[0])
 
 
-def read_open(db: sqlite3.Connection, end_ids: frozenset[int]) -> list[StoredSession]:
+def read_open(db: sqlite3.Connection, new_tree: Callable[[], Tree]) -> list[StoredSession]:
     """Rebuilds all open sessions exactly."""
     frames = {row[0]: make_frame(row[1], row[2]) for row in db.execute("SELECT * FROM frames")}
     sessions: list[StoredSession] = []
     specs = db.execute("SELECT spec FROM sessions WHERE trajectory_ids IS NULL ORDER BY rowid")
     for (text,) in specs.fetchall():
-        stored = StoredSession(SessionSpec(**json.loads(text)), Tree(end_ids))
+        stored = StoredSession(SessionSpec(**json.loads(text)), new_tree())
         for row in _node_rows(db, stored.spec.session_id):
             _attach_row(stored, row, frames)
         sessions.append(stored)
@@ -197,6 +197,7 @@ def _attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Any]) -> No
             glue,
             sample=_sample(sample, token_ids[glue:], logprobs) if sample else None,
             reasons=frozenset(map(Fidelity, json.loads(reasons))),
+            stored=True,
         )
     )
     if answer:

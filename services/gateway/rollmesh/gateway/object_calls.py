@@ -71,6 +71,11 @@ class ObjectCallParser(Machine):
         return pieces
 
     @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        return self._state is _State.TEXT and not self._held
+
+    @property
     def _arguments(self) -> str:
         return self.calls[-1][1]
 
@@ -241,20 +246,20 @@ class ObjectCallParser(Machine):
 
     def _whole_body(self, body: str, close: str, pieces: list[Piece]) -> None:
         """Reads a body that did not begin as usual: keys in another order, or no call at all."""
-        calls = _read_calls(body, self._format.keys)
-        known = self._names is None or all(name in self._names for name, _ in calls)
+        calls = _read_calls(body, self._format.keys, self._format.id_key)
+        known = self._names is None or all(name in self._names for name, _, _ in calls)
         if not calls or not known:
             if body.strip() or self._opened:
                 self._refuse(body + close, pieces)
             return
-        for name, arguments in calls:
-            self.begin_call(name, pieces)
+        for name, arguments, call_id in calls:
+            self.begin_call(name, pieces, call_id)
             self.emit_arguments(arguments, pieces)
         self._between = self._format.bare
 
 
-def _read_calls(body: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Returns name and arguments of a JSON object, or of each in an array; nothing for others.
+def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str, str, str]]:
+    """Returns name, arguments and id of a JSON object, or of each in an array; else nothing.
 
     Arguments are the text as it stands in the body.
     """
@@ -264,7 +269,7 @@ def _read_calls(body: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return []
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, str, str]] = []
     for entry in value if isinstance(value, list) else [value]:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             return []
@@ -279,7 +284,8 @@ def _read_calls(body: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
             arguments = json.dumps(entry[key], ensure_ascii=False)
         else:
             arguments = _source_of(body, key)
-        found.append((entry["name"], arguments))
+        call_id = entry.get(id_key)
+        found.append((entry["name"], arguments, call_id if isinstance(call_id, str) else ""))
     return found
 
 

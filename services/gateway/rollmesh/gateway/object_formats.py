@@ -28,8 +28,15 @@ class ObjectFormat:
     """Marks inside of calls; text where there is none."""
     keys: tuple[str, ...] = ()
     """Keys of the arguments, where a call may also be a JSON object with keys in any order."""
+    id_key: str = ""
+    """Key of a call's id where the calls are JSON; empty where the format has none there."""
     bare: bool = False
     """Whether an answer may begin with a call that nothing opens."""
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """What begins a call."""
+        return (self.open,)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -65,6 +72,7 @@ MISTRAL = ObjectFormat(
     close="",
     inside=("[CALL_ID]", "[ARGS]"),
     keys=("arguments", "parameters"),
+    id_key="id",
 )
 DEEPSEEK_V3 = ObjectFormat(
     open="<\uff5ctool\u2581call\u2581begin\uff5c>",

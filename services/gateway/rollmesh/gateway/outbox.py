@@ -7,6 +7,7 @@ from functools import partial
 import grpc
 
 from rollmesh.gateway import journal
+from rollmesh.runtime import faults
 from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import RollmeshError
@@ -54,6 +55,7 @@ class Outbox:
             async with asyncio.TaskGroup() as group:
                 for _, record in batch:
                     group.create_task(self._deliver(record))
+            await faults.reach("gateway-after-handover")
             ids = [session_id for session_id, _ in batch]
             await self._database.run(partial(journal.delete_delivered, session_ids=ids))
             self.undelivered -= len(batch)

@@ -52,6 +52,11 @@ class ToolParser(Protocol):
     reasoning: str
     """Text of the reasoning so far."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        ...
+
     def feed(self, text: str) -> list[Piece]:
         """Takes text; returns the pieces that became certain."""
         ...

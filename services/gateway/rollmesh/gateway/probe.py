@@ -16,8 +16,9 @@ from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.contract import REWRITING, Contract, Finding, Kind
 from rollmesh.gateway.cutter import CALL, Cutter, Place, TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit, units_of
-from rollmesh.gateway.template import ChatTemplate, TemplateRenderError
-from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.reasoning import OPEN
+from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
+from rollmesh.gateway.tokenizer import ModelTokenizer
 
 _TOOLS = (
     b'[{"type": "function", "function": {"name": "look_up", "description": "Looks up.",'
@@ -32,6 +33,7 @@ _SYSTEM, _USER = Message("system", "Be  brief. "), Message("user", " Where?\n")
 _ANSWER, _EMPTY = Message("assistant", "  Here. \n"), Message("user", "")
 _PLAIN = Message("assistant", "Here.")
 _THOUGHT = Message("assistant", "Here.", reasoning="thought7zq")
+_INLINE = Message("assistant", f"{OPEN}thought7zq</think>Here.")
 _CALLS = Message("assistant", "", (CALL,))
 _SAYS_AND_CALLS = Message("assistant", "Let me see.", (CALL, CALL))
 _RESULT = Message("tool", '{"found": "caf\u00e9"}\n', tool_call_id=CALL.id, name=CALL.name)
@@ -57,7 +59,13 @@ _CALLING = (
     (_USER, _CALLS, _RESULT, _USER),
     (_USER, _CALLS, _RESULT, _CALLS, _RESULT, _PLAIN, _USER, _CALLS, _RESULT),
 )
-_SYSTEMS = ((_USER, _PLAIN, _SYSTEM, _USER), (_SYSTEM, _USER, _PLAIN, _SYSTEM, _USER))
+_SYSTEMS = (
+    (_USER, _PLAIN, _SYSTEM, _USER),
+    (_SYSTEM, _USER, _PLAIN, _SYSTEM, _USER),
+    (_USER, _SYSTEM),
+    (_USER, _SYSTEM, _USER),
+    (_USER, _CALLS, _RESULT, _SYSTEM),
+)
 _THINKING = ((_USER, _THOUGHT, _USER), (_SYSTEM, _USER, _THOUGHT, _USER, _PLAIN, _USER))
 
 
@@ -76,7 +84,7 @@ class Probed:
     cutter: Cutter
 
 
-def probe(template: ChatTemplate, tokenizer: Tokenizer, options_json: bytes) -> Probed:
+def probe(template: ModelTemplate, tokenizer: ModelTokenizer, options_json: bytes) -> Probed:
     """Probes a template.
 
     Args:
@@ -97,7 +105,7 @@ def probe(template: ChatTemplate, tokenizer: Tokenizer, options_json: bytes) -> 
 
 class _Probe:
     def __init__(
-        self, template: ChatTemplate, tokenizer: Tokenizer, cutter: Cutter, options: Frame
+        self, template: ModelTemplate, tokenizer: ModelTokenizer, cutter: Cutter, options: Frame
     ) -> None:
         self._template = template
         self._tokenizer = tokenizer
@@ -118,25 +126,23 @@ class _Probe:
             findings.add(Finding.PRINTS_CALL_IDS)
         if _DATE.search(self._template.source):
             findings.add(Finding.PRINTS_DATE)
+        if self._cutter.headers:
+            findings.add(Finding.HEADERS_END)
         kind = Kind.EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
         return Contract(
             kind if plain else Kind.REWRITES,
-            self._cutter.end_text,
+            self._tokenizer.shown(self._cutter.end_text),
             frozenset(findings),
             {f"{before}, {role}": why for (before, role), why in self._cutter.refused.items()}
             | {f"{last}, answer": why for last, why in self._cutter.refused_glue.items()},
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
+            {role: self._tokenizer.shown(one) for role, one in self._cutter.headers.items()},
         )
 
     def _find_system_and_tools(self) -> set[Finding]:
         """Looks at the head of a conversation, and lets the cutter know."""
         findings: set[Finding] = set()
-        for frame in self._frames:
-            joined = self._cutter.find_joined_system(frame)
-            self._cutter.joins_system[bool(frame.tools_json)] = joined
-            if joined:
-                findings.add(Finding.SYSTEM_IN_USER)
         if self._ignores_tools():
             findings.add(Finding.IGNORES_TOOLS)
             self._cutter.ignores_tools = True
@@ -144,6 +150,14 @@ class _Probe:
         elif self._repeats_tools():
             findings.add(Finding.REPEATS_TOOLS)
             self._cutter.repeats_tools = True
+        if self._moves_system():
+            findings.add(Finding.MOVES_SYSTEM)
+            self._cutter.moves_system = True
+        for frame in self._frames:
+            joined = self._cutter.find_joined_system(frame)
+            self._cutter.joins_system[bool(frame.tools_json)] = joined
+            if joined:
+                findings.add(Finding.SYSTEM_IN_USER)
         return findings
 
     def _find_rewrites(self, *, plain: bool) -> set[Finding]:
@@ -170,8 +184,14 @@ class _Probe:
             for frame in self._frames:
                 outcome = self._try(units, frame)
                 self._counts[outcome] += 1
-                exact = exact and outcome is not _Outcome.KEPT
+                if outcome is _Outcome.KEPT and not self._is_explained(messages, frame):
+                    exact = False
         return exact
+
+    def _is_explained(self, messages: tuple[Message, ...], frame: Frame) -> bool:
+        """Says whether what is printed otherwise stands in a finding: tools or system message."""
+        moved = self._cutter.moves_system and messages[0].role == "system"
+        return moved or (self._cutter.repeats_tools and bool(frame.tools_json))
 
     def _try(self, units: list[Unit], frame: Frame) -> _Outcome:
         """Compares ever longer beginnings, so that what fails is known by its last role.
@@ -191,11 +211,25 @@ class _Probe:
                 if whole:
                     self._cutter.refused_glue["assistant"] = why
             elif why:
+                before, role = self._culprit(units[:size], frame)
                 if (before, role) in _ESSENTIAL:
                     raise TemplateRefusedError(f"{role} after {before}: {why}")
                 self._cutter.refused[before, role] = why
                 return outcome
         return outcome
+
+    def _culprit(self, units: list[Unit], frame: Frame) -> tuple[Place, RoleName]:
+        """Returns the first pair of roles that cannot be cut and may be missing, else the last."""
+        pairs: list[tuple[Place, RoleName]] = [
+            (place(units, at), units[at][0].role) for at in range(len(units))
+        ]
+        for at, pair in enumerate(pairs):
+            try:
+                self._cutter.pieces(units[: at + 1], at, frame)
+            except TemplateRenderError:
+                if pair not in _ESSENTIAL:
+                    return pair
+        return pairs[-1]
 
     def _judge(self, units: list[Unit], frame: Frame, *, whole: bool) -> tuple[_Outcome, str]:
         """Returns what came of a comparison, and why it failed.
@@ -239,7 +273,15 @@ class _Probe:
         first = self._render((_USER,), self._tools).count('"look_up"')
         later = (_USER, _PLAIN, _USER, _PLAIN, _USER)
         whole = self._render(later, self._tools)
-        return first > 0 and '"look_up"' in whole.rpartition(self._cutter.end_text)[2]
+        return first > 0 and '"look_up"' in whole.rpartition(self._cutter.last_end)[2]
+
+    def _moves_system(self) -> bool:
+        """Says whether a later user turn shows the first system message."""
+        try:
+            whole = self._render((_SYSTEM, _USER, _PLAIN, _USER), self._bare)
+        except TemplateRenderError:
+            return False
+        return _SYSTEM.content.strip() in whole.rpartition(self._cutter.last_end)[2]
 
     def _glue_begins_answers(self) -> bool:
         asked = self._template.render((_USER,), self._bare, generation_prompt=True)
@@ -247,9 +289,14 @@ class _Probe:
         return answered.startswith(f"{asked}{_PLAIN.content}{self._cutter.end_text}")
 
     def _drops_reasoning(self) -> bool:
-        last = self._render((_USER, _THOUGHT), self._bare)
-        earlier = self._render((_USER, _THOUGHT, _USER), self._bare)
-        return _THOUGHT.reasoning in last and _THOUGHT.reasoning not in earlier
+        """Says whether reasoning that is part of an answer is not printed once another follows."""
+        kept, thinks = set[bool](), OPEN in self._template.source
+        for answer in (_THOUGHT, _INLINE):
+            last = self._render((_USER, answer), self._bare)
+            earlier = self._render((_USER, answer, _USER), self._bare)
+            if _THOUGHT.reasoning in last or thinks:
+                kept.add(_THOUGHT.reasoning in earlier)
+        return False in kept
 
     def _prints_call_ids(self) -> bool:
         other = ToolCall("other9zq1", CALL.name, CALL.arguments)

@@ -12,14 +12,15 @@ from rollmesh.client.membership import Membership
 from rollmesh.gateway import journal, metrics, vllm_parser
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.continuation import Continuation
+from rollmesh.gateway.contract import MOVING
 from rollmesh.gateway.engines import EngineClients
 from rollmesh.gateway.formats import FORMATS, HARMONY, VLLM, AnswerFormat, detect
 from rollmesh.gateway.gateway import Gateway
+from rollmesh.gateway.model_files import load_model
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.servicer import GatewayServicer
 from rollmesh.gateway.session import SessionLimits
-from rollmesh.gateway.template import load_template
-from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer, read_json
+from rollmesh.gateway.tokenizer import ModelFilesError, read_json
 from rollmesh.gateway.turns import TurnRunner
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime.config import ConfigError
@@ -40,12 +41,14 @@ class GatewayService:
             TemplateRefusedError: The template cannot be continued exactly.
         """
         self._config = config
-        self._tokenizer = Tokenizer(config.model_path)
-        template = load_template(config.model_path, self._tokenizer)
+        template, self._tokenizer = load_model(config.model_path)
         self._continuation = Continuation(template, self._tokenizer)
         self._format = _format_of(config, template.source, self._shown())
         if config.history not in {"keep", "rewrite"}:
             raise ConfigError(f"history: there is no {config.history!r}; give keep or rewrite")
+        moved = self._continuation.contract.findings & MOVING
+        if config.history == "rewrite" and moved:
+            raise ConfigError(f"history: give keep: the template {min(moved)}")
         self._max_context_tokens = config.max_context_tokens or _context_of(config)
         self._servicer = GatewayServicer(
             gateway_pb2.GetGatewayInfoResponse(
@@ -101,13 +104,12 @@ class GatewayService:
             )
             async with asyncio.TaskGroup() as tasks:
                 gateway = Gateway(
-                    end_ids=self._continuation.end_ids,
+                    new_tree=self._continuation.new_tree,
                     database=database,
                     runner=runner,
                     outbox=outbox,
                     tasks=tasks,
                     max_sessions=config.max_sessions,
-                    turn_timeout_ms=config.turn_timeout_ms,
                 )
                 gateway.forgotten = leases.forget
                 await gateway.restore()
@@ -185,7 +187,7 @@ def _format_of(config: GatewayConfig, template_source: str, shown: tuple[str, ..
     if config.reasoning_parser not in {"auto", "none", "think"}:
         raise ConfigError("reasoning_parser: give auto, none or think")
     reasoning = {"auto": found.reasoning, "think": True, "none": False}[config.reasoning_parser]
-    return AnswerFormat(tools, reasoning, shown if tools.startswith(VLLM) else ())
+    return AnswerFormat(tools, reasoning, shown if tools.startswith(VLLM) else (), found.args_mark)
 
 
 def _context_of(config: GatewayConfig) -> int:

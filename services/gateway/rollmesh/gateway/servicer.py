@@ -5,23 +5,37 @@ from contextlib import aclosing
 
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.wire import read_chat, write_event, write_nodes
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, StartingError
 from rollmesh.runtime.interceptors import Context
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_ID_CHARS = 128
+_RETRY_MS = 200
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Serves one gateway."""
 
-    gateway: Gateway
-    """Set before the service is SERVING."""
-
     def __init__(self, info: gateway_pb2.GetGatewayInfoResponse) -> None:
         """Takes the part of the gateway's info that does not change."""
         self._info = info
+        self._gateway: Gateway | None = None
+
+    @property
+    def gateway(self) -> Gateway:
+        """The gateway; set before the service is SERVING.
+
+        Raises:
+            StartingError: It is not set yet: its sessions are being rebuilt.
+        """
+        if self._gateway is None:
+            raise StartingError("the gateway is rebuilding its sessions", retry_delay_ms=_RETRY_MS)
+        return self._gateway
+
+    @gateway.setter
+    def gateway(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
     async def CreateSession(
         self, request: gateway_pb2.CreateSessionRequest, context: Context
@@ -32,6 +46,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         if request.sample_index >= (request.group_size or 1):
             raise InvalidFieldError(
                 "sample_index", f"is {request.sample_index}; give one below group_size"
+            )
+        if request.export_mode not in gateway_pb2.ExportMode.values():
+            raise InvalidFieldError(
+                "export_mode", f"is {request.export_mode}; give one of ExportMode"
             )
         size = sum(len(key) + len(value) for key, value in request.metadata.items())
         if size > _MAX_METADATA_BYTES:
@@ -48,7 +66,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncIterator[gateway_pb2.ChatResponse]:
         session = self.gateway.session(request.session_id)
         self.gateway.authorise(session, request.session_key)
-        turn_request = read_chat(request, session.spec)
+        turn_request = read_chat(request, session)
         async with aclosing(self.gateway.chat(session, turn_request)) as events:
             async for event in events:
                 yield write_event(event)

@@ -1,8 +1,9 @@
 """An open session: its tree, its turns in flight, and how retries find their answer.
 
-A retry is not a sample. A request is a retry when it equals one that is in flight, or when it
-equals an answered one and says so (idempotency key, retry count) or its answer never left whole.
-The same request after an answer that did leave is a new sample: a sibling.
+A retry is not a sample. What a request asks for again is told by its idempotency key, which names
+one sample however often it is asked for. Without a key a request is a retry when it equals one that
+is in flight, or when it equals an answered one and says so (retry count) or its answer never left
+whole. The same request after an answer that did leave is a new sample: a sibling.
 """
 
 import asyncio
@@ -10,11 +11,17 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from rollmesh.gateway.answer import Delta
+from rollmesh.gateway.forced import Wanted
 from rollmesh.gateway.journal import AnswerRecord, SessionSpec
 from rollmesh.gateway.messages import Frame, Message
+from rollmesh.gateway.reading import MessageReader
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import RollmeshError, SessionLimitError
+from rollmesh.runtime.errors import (
+    IdempotencyKeyReusedError,
+    RollmeshError,
+    SessionLimitError,
+)
 from rollmesh.v1 import types_pb2
 
 
@@ -26,13 +33,24 @@ class TurnRequest:
     frame: Frame
     sampling: types_pb2.SamplingParams
     stops: tuple[str, ...]
-    parse_calls: bool
+    wanted: Wanted
     stream: bool
     fingerprint: str
     """Digest of all that makes the answer; equal for a retry."""
     idempotency_key: str = ""
+    """Names the sample; with the choice, of which each is a sample. May be empty."""
     retry_count: int = 0
     finish_on_disconnect: bool = False
+
+    @property
+    def may_stop_early(self) -> bool:
+        """Whether pieces of the answer are needed before its end."""
+        return self.stream or bool(self.stops) or self.wanted.one_call
+
+    @property
+    def identity(self) -> str:
+        """What a retry has in common with the first try."""
+        return self.idempotency_key or self.fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +74,8 @@ class Turn:
         self.task: asyncio.Task[None] | None = None
         self.committing = False
         """Whether the answer is on its way to the journal: from then on it is kept."""
+        self.abandoned = False
+        """Whether it was ended because nobody waits for it; no one joins it any more."""
         self._deltas: list[Delta] = []
         self._result: Answered | RollmeshError | None = None
         self._changed = asyncio.Event()
@@ -140,25 +160,52 @@ class Session:
     spec: SessionSpec
     tree: Tree
     answers: dict[str, Answered] = field(default_factory=dict)
-    """The newest answer of each fingerprint."""
+    """The answer of each idempotency key, and the newest without one of each fingerprint."""
     delivered: set[int] = field(default_factory=set)
     """Node ids of answers that left whole."""
     in_flight: dict[str, Turn] = field(default_factory=dict)
-    """By fingerprint."""
+    """By what retries have in common."""
+    reader: MessageReader = field(default_factory=MessageReader)
+    """Reads its requests."""
     closing: bool = False
     used_ms: int = field(default_factory=clock.monotonic_ms)
     """When it was last used, on the monotonic clock."""
 
     def find_answer(self, request: TurnRequest) -> Answered | None:
-        """Returns the answer that a request is a retry of; None where it is a new sample."""
-        found = self.answers.get(request.fingerprint)
+        """Returns the answer that a request is a retry of; None where it is a new sample.
+
+        Raises:
+            IdempotencyKeyReusedError: The key names the sample of another request.
+        """
+        found = self.answers.get(request.identity)
         if found is None:
             return None
         if request.idempotency_key:
-            return found if found.record.idempotency_key == request.idempotency_key else None
+            _check_same(found.record.fingerprint, request)
+            return found
         is_retry = request.retry_count > 0 or found.node.node_id not in self.delivered
         return found if is_retry else None
 
+    def find_turn(self, request: TurnRequest) -> Turn | None:
+        """Returns the turn in flight that a request is a retry of; None where there is none.
+
+        Raises:
+            IdempotencyKeyReusedError: The key names the sample of another request.
+        """
+        turn = self.in_flight.get(request.identity)
+        if turn is None or turn.abandoned:
+            return None
+        _check_same(turn.request.fingerprint, request)
+        return turn
+
     def answered(self, answered: Answered) -> None:
         """Remembers a committed turn."""
-        self.answers[answered.record.fingerprint] = answered
+        record = answered.record
+        self.answers[record.idempotency_key or record.fingerprint] = answered
+
+
+def _check_same(fingerprint: str, request: TurnRequest) -> None:
+    if fingerprint != request.fingerprint:
+        raise IdempotencyKeyReusedError(
+            "idempotency_key", "was given with another request; give each request its own"
+        )

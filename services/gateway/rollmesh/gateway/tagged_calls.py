@@ -100,6 +100,11 @@ class TaggedCallParser(Machine):
         self._opened = ""  # the opening tag, where there was one
         self._looked = 0
 
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        return not (self._inside or self._held)
+
     def finish(self) -> list[Piece]:
         """Says that no more text comes; returns the last pieces."""
         pieces: list[Piece] = []

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import jinja2.ext
@@ -26,6 +26,25 @@ _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "c
 
 class TemplateRenderError(Exception):
     """The template refuses these messages; the message says why in the template's own words."""
+
+
+class ModelTemplate(Protocol):
+    """Prints conversations as a model has learned them."""
+
+    source: str
+    """What tells how answers are written."""
+    sha256: str
+    """SHA-256 of the source, hexadecimal."""
+
+    def render(
+        self, messages: Sequence[Message], frame: Frame, *, generation_prompt: bool = False
+    ) -> str:
+        """Returns the text of a conversation.
+
+        Raises:
+            TemplateRenderError: The template refuses the messages.
+        """
+        ...
 
 
 class ChatTemplate:

@@ -7,13 +7,17 @@ from pathlib import Path
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.contract import REWRITING, Contract
 from rollmesh.gateway.cutter import TemplateRefusedError
-from rollmesh.gateway.template import TemplateRenderError, load_template
-from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer
+from rollmesh.gateway.model_files import load_model
+from rollmesh.gateway.template import TemplateRenderError
+from rollmesh.gateway.tokenizer import ModelFilesError
 
 
 def report(contract: Contract) -> str:
     """Returns what was found, for people."""
-    lines = [f"{contract}", "", f"an answer ends with   {contract.end_text}"]
+    ends = contract.end_text or " or ".join(
+        text for role, text in contract.headers.items() if role != "assistant"
+    )
+    lines = [f"{contract}", "", f"an answer ends with   {ends}"]
     lines.append(f"probes, whole render  {contract.verified}")
     lines.append(f"probes, last turn     {contract.kept}")
     if kept := contract.findings & REWRITING:
@@ -34,8 +38,7 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="folder with tokenizer.json and chat template")
     model: Path = parser.parse_args().model
     try:
-        tokenizer = Tokenizer(model)
-        found = Continuation(load_template(model, tokenizer), tokenizer).contract
+        found = Continuation(*load_model(model)).contract
     except ModelFilesError as error:
         print(f"rollmesh template check: {error}", file=sys.stderr)
         return 2

@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
-
-from rollmesh.gateway.tokenizer import Tokenizer
-from rollmesh.runtime.arrays import TokenIds
+from rollmesh.gateway.tokenizer import ModelTokenizer
 
 
 class IncrementalDecoder:
@@ -14,34 +11,27 @@ class IncrementalDecoder:
     Invariant: the pieces returned so far, joined, are a prefix of the text of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, shown: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, shown: Sequence[str] = ()) -> None:
         """Begins an empty text.
 
         Args:
             tokenizer: The model's tokenizer.
             shown: Special tokens that are part of the text; others are left out.
         """
-        self._rust = tokenizer.rust
         self._hidden = tokenizer.special_ids - {tokenizer.special_id(text) for text in shown}
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._pending: list[int] = []
+        self._stream = tokenizer.stream()
 
     def feed(self, token_id: int) -> str:
         """Takes one id; returns the text that became certain, often empty."""
-        if token_id in self._hidden:
-            return ""
-        piece = self._stream.step(self._rust, token_id)
-        if piece is None:
-            self._pending.append(token_id)
-            return ""
-        self._pending.clear()
-        return str(piece)
+        return "" if token_id in self._hidden else self._stream.feed(token_id)
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        """Takes ids; returns the text that became certain."""
+        return self._stream.feed_all([id_ for id_ in token_ids if id_ not in self._hidden])
 
     def finish(self) -> str:
         """Returns what is left: bytes that never became a character, as U+FFFD."""
-        left = str(self._rust.decode(self._pending, skip_special_tokens=False))
-        self._pending.clear()
-        return left
+        return self._stream.finish()
 
 
 class StopStrings:
@@ -52,6 +42,11 @@ class StopStrings:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is any stop string."""
+        return bool(self._stops)
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Takes text; returns the text that is certain and whether a stop string was completed."""
@@ -78,8 +73,3 @@ class StopStrings:
             if any(stop.startswith(tail) for stop in self._stops):
                 return size
         return 0
-
-
-def decode_all(tokenizer: Tokenizer, ids: TokenIds) -> str:
-    """Returns what an `IncrementalDecoder` would, at once."""
-    return tokenizer.decode(ids)

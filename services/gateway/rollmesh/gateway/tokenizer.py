@@ -1,17 +1,67 @@
 """A model's tokenizer, loaded from its directory without transformers."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.decoders import DecodeStream
 
 from rollmesh.runtime.arrays import TokenIds
 
 
 class ModelFilesError(Exception):
     """A file of the model's directory is missing or cannot be used; the message names it."""
+
+
+class TextStream(Protocol):
+    """Turns ids into text one by one; a character split over ids waits until it is whole."""
+
+    def feed(self, token_id: int) -> str:
+        """Takes one id; returns the text that became certain, often empty."""
+        ...
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        """Takes ids; returns the text that became certain."""
+        ...
+
+    def finish(self) -> str:
+        """Returns what is left: bytes that never became a character, as U+FFFD."""
+        ...
+
+
+class ModelTokenizer(Protocol):
+    """Turns what a template prints into ids, and ids into text."""
+
+    stop_ids: frozenset[int]
+    """Ids at which the model is known to stop."""
+    special_ids: frozenset[int]
+    special_texts: tuple[str, ...]
+    """The special tokens as the template prints them."""
+    added_texts: tuple[str, ...]
+    """Text that is never merged with its neighbours."""
+
+    def encode(self, text: str) -> TokenIds:
+        """Returns the ids of template text, nothing added; dtype uint32, shape [N]."""
+        ...
+
+    def decode(self, ids: TokenIds) -> str:
+        """Returns the text of ids, special tokens left out."""
+        ...
+
+    def special_id(self, text: str) -> int | None:
+        """Returns the id of a token that is never split; None where `text` is no such token."""
+        ...
+
+    def shown(self, text: str) -> str:
+        """Returns a special token as people write it."""
+        ...
+
+    def stream(self) -> TextStream:
+        """Returns what turns ids into text one by one, special tokens included."""
+        ...
 
 
 class Tokenizer:
@@ -41,10 +91,12 @@ class Tokenizer:
             id_ for id_, added in self.rust.get_added_tokens_decoder().items() if added.special
         )
         added = self.rust.get_added_tokens_decoder().values()
+        self._added_ids = {
+            one.content: id_ for id_, one in self.rust.get_added_tokens_decoder().items()
+        }
         self.special_texts = tuple(one.content for one in added if one.special and one.content)
         self.added_texts = tuple(one.content for one in added if one.content)
         """Text that is one token wherever it stands."""
-        self.vocabulary_tokens: int = self.rust.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> TokenIds:
         """Returns the ids of template text, nothing added; dtype uint32, shape [N]."""
@@ -58,9 +110,49 @@ class Tokenizer:
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of a token that is never split; None where `text` is no such token."""
-        id_ = self.rust.token_to_id(text)
-        added = self.rust.get_added_tokens_decoder()
-        return id_ if id_ is not None and id_ in added else None
+        return self._added_ids.get(text)
+
+    def shown(self, text: str) -> str:
+        """Returns a special token as people write it."""
+        return text
+
+    def stream(self) -> TextStream:
+        """Returns what turns ids into text one by one, special tokens included."""
+        return _Stream(self.rust)
+
+
+class _Stream:
+    """The library's own, and what is left at its end."""
+
+    def __init__(self, rust: RustTokenizer) -> None:
+        self._rust = rust
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._fresh = True
+        self._pending: list[int] = []
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        # What comes first may be the whole answer: decoded at once it takes a tenth of the time.
+        if self._fresh and token_ids:
+            stream = DecodeStream(skip_special_tokens=False)
+            piece = stream.step(self._rust, list(token_ids))
+            if piece is not None:  # it does not end within a character
+                self._stream, self._fresh = stream, False
+                return str(piece)
+        return "".join(map(self.feed, token_ids))
+
+    def feed(self, token_id: int) -> str:
+        self._fresh = False
+        piece = self._stream.step(self._rust, token_id)
+        if piece is None:
+            self._pending.append(token_id)
+            return ""
+        self._pending.clear()
+        return str(piece)
+
+    def finish(self) -> str:
+        left = str(self._rust.decode(self._pending, skip_special_tokens=False))
+        self._pending.clear()
+        return left
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -67,6 +67,8 @@ class Node:
     """Number of leading ids that were not sampled; all of them where `sample` is None."""
     sample: Sample | None = None
     reasons: frozenset[Fidelity] = frozenset()
+    stored: bool = False
+    """Whether the journal has it."""
     ends_turn: bool = True
     """False for an answer that was cut: the node behind it closes it."""
     end: int = 0
@@ -103,9 +105,15 @@ class Match(NamedTuple):
 class Tree:
     """All conversations of one session."""
 
-    def __init__(self, end_ids: frozenset[int]) -> None:
-        """Begins without a conversation; `end_ids` end an answer."""
+    def __init__(self, end_ids: frozenset[int], *, call_ids: bool = False) -> None:
+        """Begins without a conversation.
+
+        Args:
+            end_ids: Ids that end an answer.
+            call_ids: Messages with other ids of tool calls are others: the template prints them.
+        """
         self._end_ids = end_ids
+        self._call_ids = call_ids
         self._next_id = 1
         self._roots: dict[bytes, Node] = {}
         self.nodes: dict[int, Node] = {}
@@ -135,7 +143,7 @@ class Tree:
             frontier = [
                 Match(child, depth + 1, match.reasons | reasons)
                 for match in frontier
-                for child, reasons in _children_like(match.node, unit)
+                for child, reasons in self._children_like(match.node, unit)
             ]
             if not frontier:
                 break
@@ -152,8 +160,8 @@ class Tree:
 
     def add_unit(self, parent: Node, unit: Unit, token_ids: TokenIds) -> Node:
         """Attaches an unsampled unit, or returns the equal one that another request attached."""
-        for node in parent.by_key.get(unit_key(unit), ()):
-            if node.sample is None:
+        for node in parent.by_key.get(self._key(unit), ()):
+            if node.sample is None and not contradicts_reasoning(node.unit[0], unit[0]):
                 return node
         reasons = self.root_reasons(parent.frame) if parent.parent is None else frozenset()
         node = Node(
@@ -191,9 +199,9 @@ class Tree:
         node.end = parent.end + len(node.token_ids)
         node.token_ids.flags.writeable = False
         parent.children.append(node)
-        parent.by_key.setdefault(unit_key(node.unit), []).append(node)
+        parent.by_key.setdefault(self._key(node.unit), []).append(node)
         if node.sample is not None:
-            parent.by_lenient_key.setdefault(lenient_key(node.unit), []).append(node)
+            parent.by_lenient_key.setdefault(self._lenient_key(node.unit), []).append(node)
         self.nodes[node.node_id] = node
         self.tokens += len(node.token_ids)
         self.text_bytes += _text_size(node.unit)
@@ -201,18 +209,24 @@ class Tree:
         return node
 
     def detach(self, node: Node) -> None:
-        """Takes back a node without children: what made it could not be stored."""
+        """Takes back a node that could not be stored, unless another has gone on from it."""
         assert node.parent is not None
-        if node.children:
+        if node.children or node.stored:
             return
         parent = node.parent
         parent.children.remove(node)
-        parent.by_key[unit_key(node.unit)].remove(node)
+        parent.by_key[self._key(node.unit)].remove(node)
         if node.sample is not None:
-            parent.by_lenient_key[lenient_key(node.unit)].remove(node)
+            parent.by_lenient_key[self._lenient_key(node.unit)].remove(node)
         del self.nodes[node.node_id]
         self.tokens -= len(node.token_ids)
         self.text_bytes -= _text_size(node.unit)
+
+    def reattach(self, node: Node) -> None:
+        """Puts a path back that was taken back while another turn was made to go on from it."""
+        for one in node.path():
+            if one.node_id not in self.nodes:
+                self.attach(one)
 
     def leaves(self) -> Iterator[Node]:
         """Yields the nodes without children, oldest first."""
@@ -227,6 +241,37 @@ class Tree:
             root = Node(0, None, frame, (), np.empty(0, np.uint32), 0)
             self._roots[frame.key] = root
         return root
+
+    def _key(self, unit: Unit) -> bytes:
+        return unit_key(unit, call_ids=self._call_ids)
+
+    def _lenient_key(self, unit: Unit) -> bytes:
+        return lenient_key(unit, call_ids=self._call_ids)
+
+    def _children_like(
+        self, parent: Node, unit: Unit
+    ) -> Iterator[tuple[Node, frozenset[Fidelity]]]:
+        """Yields the children that a request's unit stands for, with what was overlooked."""
+        nothing: frozenset[Fidelity] = frozenset()
+        exact = parent.by_key.get(self._key(unit), ())
+        for node in exact:
+            if not contradicts_reasoning(node.unit[0], unit[0]):
+                yield node, nothing
+        if unit[0].role != "assistant" or len(exact) == len(parent.children):
+            return
+        lenient = frozenset({Fidelity.LENIENT_ECHO})
+        near = parent.by_lenient_key.get(self._lenient_key(unit), ())
+        for node in near:
+            if node not in exact and not contradicts_reasoning(node.unit[0], unit[0]):
+                yield node, lenient
+        if exact or near or not unit[0].tool_calls:
+            return
+        for node in parent.children:
+            sampled = node.unit[0]
+            if node.sample is None or contradicts_reasoning(sampled, unit[0]):
+                continue
+            if is_mended_echo(sampled, unit[0]):
+                yield node, lenient
 
 
 def _text_size(unit: Unit) -> int:
@@ -252,27 +297,3 @@ def _unbranched(root: Node, units: list[Unit]) -> tuple[Node, int]:
             break
         node, depth = node.children[0], depth + 1
     return node, depth
-
-
-def _children_like(parent: Node, unit: Unit) -> Iterator[tuple[Node, frozenset[Fidelity]]]:
-    """Yields the children that a request's unit stands for, with what was overlooked."""
-    nothing: frozenset[Fidelity] = frozenset()
-    exact = parent.by_key.get(unit_key(unit), ())
-    for node in exact:
-        if node.sample is None or not contradicts_reasoning(node.unit[0], unit[0]):
-            yield node, nothing
-    if unit[0].role != "assistant" or len(exact) == len(parent.children):
-        return
-    lenient = frozenset({Fidelity.LENIENT_ECHO})
-    near = parent.by_lenient_key.get(lenient_key(unit), ())
-    for node in near:
-        if node not in exact and not contradicts_reasoning(node.unit[0], unit[0]):
-            yield node, lenient
-    if exact or near or not unit[0].tool_calls:
-        return
-    for node in parent.children:
-        sampled = node.unit[0]
-        if node.sample is None or contradicts_reasoning(sampled, unit[0]):
-            continue
-        if is_mended_echo(sampled, unit[0]):
-            yield node, lenient

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -20,24 +20,27 @@ from rollmesh.gateway.answer import Answer
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.cutter import TemplateRefusedError
 from rollmesh.gateway.engines import EngineClients
-from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.fidelity import Fidelity
+from rollmesh.gateway.forced import Calls, constraint_of
 from rollmesh.gateway.formats import AnswerFormat
-from rollmesh.gateway.messages import Frame, Unit, units_of
+from rollmesh.gateway.generation import Generation, checked_sample
+from rollmesh.gateway.messages import Frame, Message, Unit, units_of
 from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.session import Answered, Session, SessionLimits, Turn, TurnRequest
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.text import IncrementalDecoder
-from rollmesh.gateway.tokenizer import Tokenizer
-from rollmesh.gateway.tree import Match, Node, Sample, VersionSpan
+from rollmesh.gateway.tokenizer import ModelTokenizer
+from rollmesh.gateway.tree import Match, Sample
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime import clock, faults
-from rollmesh.runtime.arrays import Logprobs, TokenIds, pack_ids, unpack_ids, unpack_logprobs
+from rollmesh.runtime.arrays import TokenIds, pack_ids, unpack_ids, unpack_logprobs
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
     ContextLengthExceededError,
+    DeadlineError,
     EngineDeadError,
     EngineLostError,
-    GenerationAbortedError,
+    InvalidConstraintError,
     InvalidMessagesError,
     RemoteError,
     RollmeshError,
@@ -45,7 +48,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.v1 import engine_pb2, types_pb2
 
 _STREAMED_CHUNK = 16
-_INLINE_IDS = 32  # more ids than these are decoded off the event loop
+_INLINE_IDS = 128  # more ids than these are decoded off the event loop
 _SHORT_CHARS = 16_384  # tokenised in about 3 ms; more text than this has threads of its own
 _ATTEMPTS = 3
 _ID_CHARS, _ID_SIZE = string.ascii_letters + string.digits, 9
@@ -62,21 +65,16 @@ class Prepared:
     """Units the tree does not hold, each with the ids it adds."""
     glue: TokenIds
     """What stands between the last unit and the sampled ids."""
-    prompt: TokenIds
-    """The whole prompt."""
+    prompt: bytes
+    """The whole prompt, packed as it goes to the engine."""
+    prompt_tokens: int
+    """Number of its ids."""
+    prompt_crc32: int
+    """What the engine must say it received."""
     inside_reasoning: bool
     """Whether the generation prompt has opened the reasoning."""
-
-
-@dataclass(slots=True)
-class Generation:
-    """What came back from the engine so far."""
-
-    answer: Answer
-    engine_id: str
-    ids: list[TokenIds] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    finish: engine_pb2.GenerateFinish | None = None
+    constraint: engine_pb2.Constraint | None
+    """What the answer must be."""
 
 
 class TurnRunner:
@@ -85,7 +83,7 @@ class TurnRunner:
     def __init__(  # noqa: PLR0913 - keywords, given once
         self,
         *,
-        tokenizer: Tokenizer,
+        tokenizer: ModelTokenizer,
         continuation: Continuation,
         answer_format: AnswerFormat,
         leases: LeaseClient,
@@ -120,35 +118,50 @@ class TurnRunner:
         self._turn_timeout_ms = turn_timeout_ms
 
     async def run(self, session: Session, turn: Turn) -> Answered:
-        """Samples and commits one turn.
+        """Samples and commits one turn; what is on its way to the journal is not cut short.
 
         Raises:
             RollmeshError: Nothing was committed.
         """
+        try:
+            async with asyncio.timeout(self._turn_timeout_ms / 1000):
+                sampled = await self._sample(session, turn)
+        except TimeoutError as error:
+            message = f"the turn took longer than {self._turn_timeout_ms} ms"
+            raise DeadlineError(message) from error
+        turn.committing = True
+        return await self._commit(session, turn.request, *sampled)
+
+    async def _sample(
+        self, session: Session, turn: Turn
+    ) -> tuple[Prepared, Message, Sample, frozenset[Fidelity]]:
         request = turn.request
         units = units_of(request.messages)
         self._limits.check(session)
         match = session.tree.match(request.frame, units)
         prepared = await self._off_loop(
-            lambda: self._prepare(match, request.frame, units),
+            lambda: self._prepare(match, request, units),
             is_long=_new_chars(match, request.frame, units) > _SHORT_CHARS,
         )
-        sampling = self._sampling(request, len(prepared.prompt))
+        sampling = self._sampling(request, prepared.prompt_tokens)
         generation = await self._generate_somewhere(session, turn, prepared, sampling)
         turn.emit(generation.answer.end_text())
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
             whole.take(await self._vllm_parser.read(whole.text, request.frame.tools_json))
         turn.emit(generation.answer.finish())
-        sample = _check(generation, prepared)
+        sample = checked_sample(
+            generation,
+            prompt_tokens=prepared.prompt_tokens,
+            prompt_crc32=prepared.prompt_crc32,
+        )
         reasons = set(prepared.match.reasons)
         if generation.answer.malformed:
             reasons.add(Fidelity.MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
             reasons.add(Fidelity.STOP_STRING)
-        turn.committing = True
-        return await self._commit(
-            session, request, prepared, generation, sample, frozenset(reasons)
-        )
+        if prepared.constraint is not None:
+            reasons.add(Fidelity.CONSTRAINED)
+        return prepared, generation.answer.message(), sample, frozenset(reasons)
 
     def _heed_template(self, match: Match, frame: Frame, units: list[Unit]) -> Match:
         """Returns the match with what the template would do to its path.
@@ -167,24 +180,26 @@ class TurnRunner:
         assert parent is not None
         return Match(parent, at, reasons)
 
-    def _prepare(self, match: Match, frame: Frame, units: list[Unit]) -> Prepared:
+    def _prepare(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""
+        frame = request.frame
         try:
             match = self._heed_template(match, frame, units)
             fresh = self._continuation.pieces(units, match.depth, frame)
             glue = self._continuation.glue(units, frame)
         except (TemplateRenderError, TemplateRefusedError) as error:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
-        if not match.node.ends_turn:  # close the cut turn as the template would have
-            end = np.array([self._continuation.end_id], np.uint32)
-            if fresh:
-                fresh[0] = np.concatenate([end, fresh[0]])
-            else:
-                glue = np.concatenate([end, glue])
+        if fresh:
+            fresh[0] = self._continuation.behind(match.node, fresh[0])
+        else:
+            glue = self._continuation.behind(match.node, glue)
         pieces = list(zip(units[match.depth :], fresh, strict=True))
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
         inside = self._format.reasoning and self._continuation.opens_reasoning(units, frame)
-        return Prepared(match, pieces, glue, prompt, inside)
+        constraint = constraint_of(request.wanted, self._format, frame, inside_reasoning=inside)
+        packed = pack_ids(prompt)
+        crc32 = zlib.crc32(packed)
+        return Prepared(match, pieces, glue, packed, len(prompt), crc32, inside, constraint)
 
     def _sampling(self, request: TurnRequest, prompt_tokens: int) -> types_pb2.SamplingParams:
         room = self._max_context_tokens - prompt_tokens
@@ -200,7 +215,7 @@ class TurnRunner:
         sampling = types_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         if not sampling.ignore_eos:
-            sampling.stop_token_ids.append(self._continuation.end_id)
+            sampling.stop_token_ids.extend(self._continuation.stop_ids)
         sampling.max_tokens = min(sampling.max_tokens, room) if sampling.max_tokens else room
         return sampling
 
@@ -220,6 +235,8 @@ class TurnRunner:
                     return await self._generate(
                         session, turn, prepared, sampling, grant.address, grant.engine_id
                     )
+                except InvalidConstraintError as error:
+                    raise turn.request.wanted.refused(error) from error
                 except (EngineDeadError, RemoteError) as error:
                     metrics.ENGINE_LOSSES.inc()
                     lost.append(grant.engine_id)
@@ -247,22 +264,26 @@ class TurnRunner:
             Answer(
                 IncrementalDecoder(self._tokenizer, self._format.marks),
                 request.stops,
-                parser=self._format.parser(request.frame, calls=request.parse_calls),
+                parser=self._format.parser(
+                    request.frame, calls=request.wanted.calls is not Calls.NONE
+                ),
                 reasoning=(
                     ReasoningSplitter(inside=prepared.inside_reasoning)
                     if self._format.reasoning
                     else None
                 ),
                 new_call_id=new_call_id,
+                one_call=request.wanted.one_call,
             ),
             engine_id,
         )
         message = engine_pb2.GenerateRequest(
             request_id=uuid.uuid4().hex,
             session_id=session.spec.session_id,
-            token_ids_u32le=pack_ids(prepared.prompt),
+            token_ids_u32le=prepared.prompt,
             sampling=sampling,
-            max_chunk_tokens=_STREAMED_CHUNK if request.stream or request.stops else 0,
+            max_chunk_tokens=_STREAMED_CHUNK if request.may_stop_early else 0,
+            constraint=prepared.constraint,
         )
         stream = self._engines.generate(address, message, self._turn_timeout_ms)
         aborted = False
@@ -279,6 +300,7 @@ class TurnRunner:
     async def _take(
         self, generation: Generation, turn: Turn, response: engine_pb2.GenerateResponse
     ) -> None:
+        await faults.reach("gateway-mid-turn")
         ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
         generation.ids.append(ids)
         generation.logprobs.append(unpack_logprobs(response.logprobs_f32le, "logprobs_f32le"))
@@ -296,19 +318,18 @@ class TurnRunner:
         session: Session,
         request: TurnRequest,
         prepared: Prepared,
-        generation: Generation,
+        message: Message,
         sample: Sample,
         reasons: frozenset[Fidelity],
     ) -> Answered:
         """Attaches the turn, and takes it back where the journal cannot keep it."""
         tree, parent = session.tree, prepared.match.node
-        added: list[Node] = []
+        tree.reattach(parent)
         for unit, ids in prepared.new_units:
-            before = len(tree.nodes)
             parent = tree.add_unit(parent, unit, ids)
-            added += [parent] if len(tree.nodes) > before else []
-        node = tree.add_sample(parent, generation.answer.message(), prepared.glue, sample, reasons)
-        added.append(node)
+        node = tree.add_sample(parent, message, prepared.glue, sample, reasons)
+        # Another turn that shares a unit with this one may not have stored it, or may fail to.
+        added = [one for one in node.path() if not one.stored]
         record = journal.AnswerRecord(
             answer_id=f"chatcmpl-{session.spec.session_id}-{node.node_id}",
             fingerprint=request.fingerprint,
@@ -322,6 +343,8 @@ class TurnRunner:
             for one in reversed(added):
                 tree.detach(one)
             raise
+        for one in added:
+            one.stored = True
         await faults.reach("gateway-after-commit")
         answered = Answered(node, record)
         session.answered(answered)
@@ -341,40 +364,3 @@ def _new_chars(match: Match, frame: Frame, units: list[Unit]) -> int:
     """Returns the size of the text that the tree does not hold, about."""
     fresh = sum(len(message.content) for unit in units[match.depth :] for message in unit)
     return fresh if match.depth else fresh + len(frame.tools_json)
-
-
-def _check(generation: Generation, prepared: Prepared) -> Sample:
-    """Returns what was sampled, cut at the stop string.
-
-    Raises:
-        GenerationAbortedError: An operator aborted the generation.
-        RollmeshError: The engine contradicts itself or received other ids than were sent.
-    """
-    finish = generation.finish
-    assert finish is not None
-    ids, logprobs = np.concatenate(generation.ids), np.concatenate(generation.logprobs)
-    if len(ids) != len(logprobs):
-        raise RollmeshError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} tokens")
-    if finish.prompt_crc32 != zlib.crc32(pack_ids(prepared.prompt)):
-        raise RollmeshError("the engine received other prompt ids than the session recorded")
-    cut = generation.answer.stopped_at
-    if cut is None and finish.reason == types_pb2.FINISH_REASON_ABORT:
-        raise GenerationAbortedError("the generation was aborted; nothing was kept, try again")
-    size = len(ids) if cut is None else cut
-    spans = tuple(
-        VersionSpan(span.policy_version, span.start, min(span.end, size))
-        for span in finish.version_spans
-        if span.start < size
-    )
-    if size and (not spans or spans[0].start != 0 or spans[-1].end != size):
-        raise RollmeshError("the engine's version spans do not cover what it sampled")
-    return Sample(
-        token_ids=ids[:size],
-        logprobs=logprobs[:size],
-        spans=spans,
-        finish=Finish.STOP if cut is not None else Finish(finish.reason),
-        engine_id=generation.engine_id,
-        prompt_tokens=len(prepared.prompt),
-        cached_tokens=finish.cached_tokens,
-        prompt_crc32=finish.prompt_crc32,
-    )

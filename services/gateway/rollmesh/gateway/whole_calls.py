@@ -32,6 +32,11 @@ class WholeCallParser(Collector):
         self.text = ""
         """The answer so far."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on."""
+        return not self.text
+
     def feed(self, text: str) -> list[Piece]:
         """Takes text; nothing of it is certain."""
         self.text += text

@@ -1,41 +1,46 @@
 """Between protos and the gateway's plain types."""
 
+import json
 from collections.abc import Iterable
+from functools import lru_cache
 
 from google.protobuf import json_format
 
 from rollmesh.gateway.answer import Delta, ReasoningDelta
 from rollmesh.gateway.canonical import fingerprint, make_frame
-from rollmesh.gateway.export import Trajectory
 from rollmesh.gateway.fidelity import Fidelity, Lineage
-from rollmesh.gateway.journal import SessionSpec
+from rollmesh.gateway.forced import Calls, Wanted
+from rollmesh.gateway.formats import tool_schemas
 from rollmesh.gateway.lineage import lineages
-from rollmesh.gateway.messages import Message, RoleName, ToolCall
-from rollmesh.gateway.session import Answered, TurnRequest
+from rollmesh.gateway.messages import Frame, Message, RoleName
+from rollmesh.gateway.reading import ROLES
+from rollmesh.gateway.session import Answered, Session, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
-from rollmesh.runtime.arrays import pack_ids, pack_logprobs, pack_mask
-from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
+from rollmesh.runtime.arrays import pack_ids
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
-_ROLES: dict[int, RoleName] = {
-    types_pb2.ROLE_SYSTEM: "system",
-    types_pb2.ROLE_USER: "user",
-    types_pb2.ROLE_ASSISTANT: "assistant",
-    types_pb2.ROLE_TOOL: "tool",
+_ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
+_CALLS: dict[int, Calls] = {
+    gateway_pb2.TOOL_CHOICE_UNSPECIFIED: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_NONE: Calls.NONE,
+    gateway_pb2.TOOL_CHOICE_AUTO: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_REQUIRED: Calls.REQUIRED,
+    gateway_pb2.TOOL_CHOICE_NAMED: Calls.NAMED,
 }
-_ROLE_NUMBERS = {name: number for number, name in _ROLES.items()}
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
+_MAX_SCHEMA_BYTES = 64 * 1024
+_DEFAULTS_CACHED = 256
 
 
-def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnRequest:
+def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest:
     """Checks a chat request and fills in the session's defaults.
 
     Raises:
         InvalidFieldError: Names the field.
     """
-    messages = tuple(_read_message(at, message) for at, message in enumerate(request.messages))
-    if not messages:
-        raise InvalidMessagesError("messages", "is empty; send at least one message")
+    spec = session.spec
+    messages, digest = session.reader.read(request)
     stops = tuple(request.stop)
     if len(stops) > _MAX_STOPS or any(not 0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
         raise InvalidFieldError(
@@ -46,53 +51,86 @@ def read_chat(request: gateway_pb2.ChatRequest, spec: SessionSpec) -> TurnReques
     except ValueError as error:
         field = "template_options_json" if "options" in str(error) else "tools_json"
         raise InvalidFieldError(field, str(error)) from error
-    sampling = json_format.Parse(spec.sampling, types_pb2.SamplingParams())
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(_defaults(spec.sampling))
     sampling.MergeFrom(request.sampling)
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
+    wanted = _read_wanted(request, frame)
     settings = [
-        json_format.MessageToJson(sampling),
+        sampling.SerializeToString(deterministic=True).hex(),
         stops,
         request.choice_index,
         request.tool_choice,
+        request.tool_name,
+        wanted.one_call,
+        None if wanted.json_schema is None else [wanted.json_schema.decode(), wanted.strict],
     ]
-    only_messages = gateway_pb2.ChatRequest(messages=request.messages)
-    content = only_messages.SerializeToString(deterministic=True)
     policy = request.disconnect_policy
     return TurnRequest(
         messages=messages,
         frame=frame,
         sampling=sampling,
         stops=stops,
-        parse_calls=request.tool_choice != gateway_pb2.TOOL_CHOICE_NONE,
+        wanted=wanted,
         stream=request.stream,
-        fingerprint=fingerprint(frame, content, settings).hex(),
-        idempotency_key=request.idempotency_key,
+        fingerprint=fingerprint(frame, digest, settings).hex(),
+        idempotency_key=_sample_key(request),
         retry_count=request.retry_count,
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
         or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
     )
 
 
-def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise InvalidMessagesError(f"messages[{at}].role", "is not set; name who wrote it")
-    calls = message.tool_calls
-    return Message(
-        role,
-        message.content,
-        tuple(ToolCall(call.id, call.name, call.arguments_json) for call in calls) if calls else (),
-        message.tool_call_id,
-        message.reasoning_content,
-        message.name,
+def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
+    calls = _CALLS.get(request.tool_choice)
+    if calls is None:
+        raise InvalidFieldError("tool_choice", f"there is no {request.tool_choice}")
+    if calls in {Calls.REQUIRED, Calls.NAMED} and not frame.tools_json:
+        raise InvalidFieldError("tool_choice", "wants a call, but there are no tools; send some")
+    named = calls is Calls.NAMED
+    if named and request.tool_name not in tool_schemas(frame.tools_json):
+        raise InvalidFieldError("tool_choice", f"names {request.tool_name!r}, which is no tool")
+    schema = request.json_format.schema_json if request.HasField("json_format") else None
+    if schema:
+        _check_schema(schema)
+    return Wanted(
+        calls,
+        request.tool_name if named else "",
+        request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
+        schema,
+        request.json_format.strict,
     )
+
+
+def _sample_key(request: gateway_pb2.ChatRequest) -> str:
+    """Returns the name of one choice's sample: the choices of a request share its key."""
+    key = request.idempotency_key
+    return f"{request.choice_index} {key}" if key else ""
+
+
+def _check_schema(schema: bytes) -> None:
+    if len(schema) > _MAX_SCHEMA_BYTES:
+        raise InvalidFieldError(
+            "json_format", f"its schema has {len(schema)} bytes; give at most {_MAX_SCHEMA_BYTES}"
+        )
+    try:
+        value = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError("json_format", f"its schema is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidFieldError("json_format", "its schema is not an object")
+
+
+@lru_cache(_DEFAULTS_CACHED)
+def _defaults(sampling_json: str) -> types_pb2.SamplingParams:
+    return json_format.Parse(sampling_json, types_pb2.SamplingParams())
 
 
 def write_message(message: Message) -> types_pb2.ChatMessage:
     """Returns the proto of a message; content is absent where it is empty."""
     return types_pb2.ChatMessage(
-        role=types_pb2.Role.ValueType(_ROLE_NUMBERS[message.role]),
+        role=write_role(message.role),
         content=message.content or None,
         tool_calls=[
             types_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
@@ -128,7 +166,7 @@ def _write_done(answered: Answered) -> gateway_pb2.ChatDone:
         completion_tokens=len(sample.token_ids),
         cached_tokens=sample.cached_tokens,
         node_id=node.node_id,
-        reasons=_reasons(node.reasons),
+        reasons=write_reasons(node.reasons),
         answer_id=answered.record.answer_id,
         created_unix_ms=answered.record.created_unix_ms,
     )
@@ -149,59 +187,23 @@ def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
     result = gateway_pb2.SessionNode(
         node_id=node.node_id,
         parent_node_id=node.parent.node_id,
-        role=types_pb2.Role.ValueType(_ROLE_NUMBERS[node.unit[0].role]),
+        role=write_role(node.unit[0].role),
         token_ids_u32le=pack_ids(node.token_ids),
         glue_tokens=node.glue,
         sampled=node.sample is not None,
         lineage=types_pb2.Lineage.ValueType(lineage),
-        reasons=_reasons(node.reasons),
+        reasons=write_reasons(node.reasons),
     )
     if node.sample is not None:
         result.finish_reason = types_pb2.FinishReason.ValueType(node.sample.finish)
     return result
 
 
-def trajectory_id(session_id: str, leaf_node_id: int) -> str:
-    """Returns the id of the trajectory that ends with a node."""
-    return f"{session_id}-{leaf_node_id}"
+def write_role(role: RoleName) -> types_pb2.Role.ValueType:
+    """Returns the proto of a role."""
+    return types_pb2.Role.ValueType(_ROLE_NUMBERS[role])
 
 
-def write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Trajectory:
-    """Returns the proto of an exported trajectory."""
-    return types_pb2.Trajectory(
-        trajectory_id=trajectory_id(session_id, trajectory.leaf_node_id),
-        session_id=session_id,
-        leaf_node_id=trajectory.leaf_node_id,
-        lineage=types_pb2.Lineage.ValueType(trajectory.lineage),
-        token_ids_u32le=pack_ids(trajectory.token_ids),
-        logprobs_f32le=pack_logprobs(trajectory.logprobs),
-        loss_mask_u8=pack_mask(trajectory.loss_mask),
-        prompt_tokens=trajectory.prompt_tokens,
-        version_spans=[
-            types_pb2.VersionSpan(policy_version=version, start=start, end=end)
-            for version, start, end in trajectory.spans
-        ],
-        segments=[
-            types_pb2.TrajectorySegment(
-                start=segment.start,
-                end=segment.end,
-                node_id=segment.node_id,
-                role=types_pb2.Role.ValueType(_ROLE_NUMBERS[segment.role]),
-                sampled=segment.sampled,
-                trained=segment.trained,
-                reasons=_reasons(segment.reasons),
-                finish_reason=(
-                    types_pb2.FinishReason.ValueType(segment.finish) if segment.finish else None
-                ),
-                engine_id=segment.engine_id,
-                prompt_crc32=segment.prompt_crc32,
-            )
-            for segment in trajectory.segments
-        ],
-        reasons=_reasons(trajectory.reasons),
-        turns=trajectory.turns,
-    )
-
-
-def _reasons(reasons: Iterable[Fidelity]) -> list[types_pb2.FidelityReason.ValueType]:
+def write_reasons(reasons: Iterable[Fidelity]) -> list[types_pb2.FidelityReason.ValueType]:
+    """Returns the protos of reasons, sorted."""
     return [types_pb2.FidelityReason.ValueType(reason) for reason in sorted(reasons)]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from rollmesh.router import metrics
 from rollmesh.router.control import Control
 from rollmesh.router.leases import Engine, Grant, LeaseTable, Refusal
+from rollmesh.runtime import faults
 from rollmesh.runtime.channels import drained_on_refusal
 from rollmesh.runtime.errors import InvalidFieldError, ReplicaIdInUseError
 from rollmesh.runtime.interceptors import Context
@@ -62,8 +63,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 match request.WhichOneof("part"):
                     case "acquire":
                         yield self._acquire(stream_id, request.acquire)
+                        await faults.reach("router-after-grant")
                     case "release":
                         self._table.release(stream_id, request.release.lease_id)
+                        await faults.reach("router-after-release")
                     case "forget":
                         self._table.forget(request.forget.session_id)
                     case "hello":
@@ -115,6 +118,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def _acquire(
         self, stream_id: str, acquire: router_pb2.AcquireLease
     ) -> router_pb2.DispatchResponse:
+        for lease_id in acquire.released_lease_ids:
+            self._table.release(stream_id, lease_id)
         result = self._table.acquire(
             stream_id,
             acquire.lease_id,

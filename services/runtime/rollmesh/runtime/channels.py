@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from rollmesh.runtime.errors import RollmeshError, from_rpc_error
 from rollmesh.runtime.logs import current_request_id
@@ -19,6 +20,8 @@ WINDOW_OPTIONS: list[tuple[str, int]] = [
 ]
 """For both ends: a long conversation crosses at once, not in windows of 64 KB each way."""
 
+_Request = TypeVar("_Request", bound=Message)
+_Answer = TypeVar("_Answer", bound=Message)
 _DRAIN_S = 30.0
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
@@ -35,6 +38,27 @@ _OPTIONS: list[tuple[str, int]] = [
 def open_channel(address: str) -> grpc.aio.Channel:
     """Opens a channel to `host:port`; it connects when first used and reconnects by itself."""
     return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+def whole_call(
+    channel: grpc.aio.Channel, method: str, request: type[_Request], answer: type[_Answer]
+) -> "grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer]":
+    """Returns a streaming method as a call with one answer, for requests that get just one.
+
+    On the wire the two are the same; here it takes one step of the event loop instead of four.
+
+    Args:
+        channel: Where to call.
+        method: Service and method: `package.Service/Method`.
+        request: Class of the request.
+        answer: Class of the answer.
+    """
+    return channel.unary_unary(
+        f"/{method}",
+        request_serializer=request.SerializeToString,
+        # A stream may also end well without any answer: that is an empty one here.
+        response_deserializer=lambda data: answer.FromString(data or b""),
+    )
 
 
 def request_metadata() -> tuple[tuple[str, str], ...]:

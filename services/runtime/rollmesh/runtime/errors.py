@@ -75,6 +75,12 @@ class InvalidSamplingError(InvalidFieldError):
     reason = "INVALID_SAMPLING"
 
 
+class InvalidConstraintError(InvalidFieldError):
+    """A constraint cannot be enforced: it is malformed, too large, or the model's files lack it."""
+
+    reason = "INVALID_CONSTRAINT"
+
+
 class InvalidWeightsError(InvalidFieldError):
     """New weights do not fit the model; the old ones stay."""
 
@@ -91,6 +97,12 @@ class ContextLengthExceededError(InvalidFieldError):
     """A conversation leaves no room in the model's context."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class IdempotencyKeyReusedError(InvalidFieldError):
+    """The idempotency key names the sample of another request."""
+
+    reason = "IDEMPOTENCY_KEY_REUSED"
 
 
 class RequestIdInUseError(RollmeshError):
@@ -202,6 +214,13 @@ class StoreError(RollmeshError):
     """The store failed; nothing of the request was kept."""
 
     reason = "STORE_FAILED"
+
+
+class StartingError(RollmeshError):
+    """The service listens and cannot answer yet: it is reading its store."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "STARTING"
 
 
 class ShuttingDownError(RollmeshError):

@@ -1,21 +1,37 @@
 """Named points at which a test may stop a process to kill it there.
 
-A point does nothing unless the process was started with its name armed (`--fault NAME`). Armed, it
-says so on standard output, once, and then blocks until the process is killed.
+A point does nothing unless the process was started with its name armed: `--fault NAME`, or
+`--fault NAME:7` for the seventh time that it is reached. Armed, it says so on standard output,
+once, and then blocks until the process is killed.
 """
 
 import asyncio
 
-_armed: set[str] = set()
+from rollmesh.runtime.config import ConfigError
+
+_armed: dict[str, int] = {}
 
 
 def arm(names: str) -> None:
-    """Arms the points of a comma-separated list."""
-    _armed.update(name for name in names.split(",") if name)
+    """Arms the points of a comma-separated list.
+
+    Raises:
+        ConfigError: A count is no number above 0.
+    """
+    for entry in filter(None, names.split(",")):
+        name, _, times = entry.partition(":")
+        if times and not (times.isdecimal() and int(times)):
+            raise ConfigError(f"fault: {entry!r}: give NAME or NAME:COUNT, the count at least 1")
+        _armed[name] = int(times or 1)
 
 
 async def reach(name: str) -> None:
     """Blocks for good at an armed point, after printing `FAULT name`; else returns at once."""
-    if name in _armed:
+    left = _armed.get(name)
+    if left is None:
+        return
+    _armed[name] = left - 1
+    if left == 1:
         print(f"FAULT {name}", flush=True)  # noqa: T201 - the line the test waits for
+    if left <= 1:
         await asyncio.Event().wait()

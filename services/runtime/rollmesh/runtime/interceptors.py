@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 
 from rollmesh.runtime.errors import RollmeshError, status_code_of, to_status
 from rollmesh.runtime.logs import current_request_id, fields, set_request_id
-from rollmesh.runtime.metrics import RPC_SECONDS, RPCS
+from rollmesh.runtime.metrics import count_rpc
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -73,8 +73,7 @@ class _Watch:
         self._code = "CANCELLED"
 
     def ended(self) -> None:
-        RPCS.labels(self._method, self._code).inc()
-        RPC_SECONDS.labels(self._method).observe(time.perf_counter() - self._started)
+        count_rpc(self._method, self._code, time.perf_counter() - self._started)
 
     def succeeded(self) -> None:
         self._code = "OK"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import Counter, Histogram, start_http_server
@@ -15,6 +16,15 @@ RPC_SECONDS = Histogram(
     ["method"],
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600),
 )
+
+_counter = lru_cache(RPCS.labels)  # looking children up takes a lock and longer than counting
+_timer = lru_cache(RPC_SECONDS.labels)
+
+
+def count_rpc(method: str, code: str, seconds: float) -> None:
+    """Counts an RPC that has ended."""
+    _counter(method, code).inc()
+    _timer(method).observe(seconds)
 
 
 @contextmanager

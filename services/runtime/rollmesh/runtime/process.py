@@ -1,6 +1,7 @@
 """The edge of a service process: flags in, one READY line out, an exit code."""
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from rollmesh.runtime.serving import (
 )
 
 _Config = TypeVar("_Config", bound=ServerConfig)
+_GARBAGE_THRESHOLD = 20_000  # messages and conversations are no cycles: seldom is enough
 
 
 def run_service(
@@ -39,10 +41,10 @@ def run_service(
     try:
         config = parse_config(config_class, name, argv, environ)
         configure_logging(name, config.log_level)
+        faults.arm(config.fault)
     except ConfigError as error:
         print(f"rollmesh {name}: {error}", file=sys.stderr)  # noqa: T201 - the edge
         return 2
-    faults.arm(config.fault)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             failure = runner.run(_serve(build, config))
@@ -61,6 +63,9 @@ async def _serve(build: Callable[[_Config], Service], config: _Config) -> str | 
 
 
 def print_ready(bound: Bound) -> None:
-    """Prints the line that tests and the supervisor wait for."""
+    """Prints the line that tests and the supervisor wait for; what is loaded by now stays."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GARBAGE_THRESHOLD, *gc.get_threshold()[1:])
     line = {"port": bound.port, "metrics_port": bound.metrics_port}
     print("READY", json.dumps(line), flush=True)  # noqa: T201 - the edge

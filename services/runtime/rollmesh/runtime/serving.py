@@ -59,7 +59,7 @@ class ServerConfig:
     supervised: bool = False
     """Stop when standard input ends; for a supervisor, which holds it open while it lives."""
     fault: str = ""
-    """Comma-separated names of fault points to arm; for tests."""
+    """Fault points to arm, for tests: NAME or NAME:COUNT, separated by commas."""
 
 
 class Listening(Protocol):

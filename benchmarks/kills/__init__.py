@@ -1,0 +1,1 @@
+"""SIGKILL at every boundary; then every answered turn must have arrived, once."""

@@ -1,0 +1,208 @@
+"""`make kills`: the whole matrix; the last line is one JSON object.
+
+At least so many kills (argument, 500 without one) of gateway, collector, router, engines, sidecar,
+trainer and agents, at every boundary of theirs and at random moments, while agents work. Then the
+processes are let live until every session was delivered, and what agents were answered is compared
+with what the trainer got.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.kills.audit import Audit
+from benchmarks.kills.lanes import Lane
+from examples.demo.chatml import make_tokenizer
+from rollmesh.client import Client, MeshAddresses, Session
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.mesh import plan_mesh, read_mesh
+from rollmesh.runtime.supervisor import free_ports
+
+_KILLS = 500
+_AT_ONCE = 2  # processes that are down at the same time
+_DRAIN_S = 180
+_STEP_S = 0.25
+_CONTEXT = 4096
+_MESH = """\
+[mesh]
+data_dir = "{folder}/mesh"
+model_path = "{folder}/model"
+engines = 2
+
+[engine]
+backend = "scripted"
+vocabulary_tokens = {vocabulary}
+eos_id = {eos}
+reply_tokens = 24
+tokens_per_second = 300
+max_context_tokens = {context}
+
+[gateway]
+max_context_tokens = {context}
+"""
+
+
+@dataclass
+class Matrix:
+    """A mesh whose processes die."""
+
+    folder: Path
+    addresses: str
+    lanes: list[Lane] = field(default_factory=list)
+
+    @property
+    def agents_log(self) -> Path:
+        """What the agents wrote."""
+        return self.folder / "agents.txt"
+
+    @property
+    def trainer_log(self) -> Path:
+        """What the trainer wrote."""
+        return self.folder / "trainer.jsonl"
+
+    @property
+    def kills(self) -> Counter[str]:
+        """Number of kills by process and boundary."""
+        return Counter(
+            {
+                f"{lane.service}-{boundary}": count
+                for lane in self.lanes
+                for boundary, count in lane.kills.items()
+            }
+        )
+
+
+def plan(folder: Path, seed: int) -> Matrix:
+    """Writes the model's files and returns the lanes in the order in which they start."""
+    tokenizer = make_tokenizer(["begin go on 0 1 2 3 4 5"] * 50, 400, folder / "model", _CONTEXT)
+    path = folder / "mesh.toml"
+    path.write_text(
+        _MESH.format(
+            folder=folder,
+            vocabulary=tokenizer.get_vocab_size(),
+            eos=tokenizer.token_to_id("<|im_end|>"),
+            context=_CONTEXT,
+        )
+    )
+    with closing(free_ports()) as ports:
+        specs = plan_mesh(read_mesh(path), lambda: next(ports))
+    addresses = json.dumps({spec.service: spec.address for spec in specs})
+    matrix = Matrix(folder, addresses)
+    for at, spec in enumerate(specs):
+        matrix.lanes.append(
+            Lane(
+                spec.service,
+                lambda boundary, times, spec=spec: (  # type: ignore[misc]
+                    f"rollmesh.{spec.service}",
+                    *spec.flags,
+                    *([f"--fault={spec.service}-{boundary}:{times}"] if boundary else []),
+                ),
+                folder / f"{spec.name}.log",
+                seed + at,
+            )
+        )
+    lives = iter(range(1, 1 << 30))
+    matrix.lanes += [
+        Lane(
+            "trainer",
+            lambda _, times: (
+                "benchmarks.kills.trainer",
+                addresses,
+                str(matrix.trainer_log),
+                str(times),
+            ),
+            folder / "trainer.log",
+            seed + 100,
+        ),
+        Lane(
+            "agents",
+            lambda _, times: (
+                "benchmarks.kills.agents",
+                addresses,
+                str(matrix.agents_log),
+                str(seed + next(lives)),
+                str(10 * times),
+            ),
+            folder / "agents.log",
+            seed + 101,
+        ),
+    ]
+    return matrix
+
+
+async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, float]:
+    """Kills so many processes; returns the counts.
+
+    Raises:
+        TimeoutError: Not everything arrived in time after the last kill.
+    """
+    matrix = plan(folder, seed)
+    started = time.monotonic()
+    try:
+        for lane in matrix.lanes:
+            await lane.start()
+        places = asyncio.Semaphore(_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            for lane in matrix.lanes:
+                group.create_task(
+                    lane.live_and_die(lambda: sum(matrix.kills.values()) < wanted, places)
+                )
+        agents = matrix.lanes[-1]
+        await agents.stop()
+        leaked = await _drain(matrix)
+    finally:
+        for lane in reversed(matrix.lanes):
+            await lane.stop()
+    audit = Audit.read(matrix.agents_log, matrix.trainer_log)
+    for name, count in sorted(matrix.kills.items()):
+        print(f"{count:5d}  {name}")
+    return {
+        "kills": sum(matrix.kills.values()),
+        "answered": len(audit.answered),
+        "delivered": audit.delivered,
+        "lost": audit.lost,
+        "doubled": audit.doubled,
+        "leases_leaked": leaked,
+        "drift_turns": audit.drift,
+        "redelivered": audit.redelivered,
+        "sessions": len(audit.opened),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+async def _drain(matrix: Matrix) -> int:
+    """Closes what dead agents left open, waits until all is delivered; returns leaked leases."""
+    async with Client(MeshAddresses.from_json(matrix.addresses)) as client:
+        async with asyncio.timeout(_DRAIN_S):
+            found = Audit.read(matrix.agents_log, matrix.trainer_log)
+            for session_id in found.opened - found.closed:
+                await client.close_session(Session(session_id, "", ""), outcome="ABORTED")
+            while found.opened - found.received.keys():
+                await asyncio.sleep(_STEP_S)
+                found = Audit.read(matrix.agents_log, matrix.trainer_log)
+            while True:
+                try:
+                    replicas = (await client.replicas()).replicas
+                except RollmeshError:
+                    continue
+                return sum(replica.leases + replica.hello.load.running for replica in replicas)
+    raise AssertionError("unreachable")
+
+
+def main() -> int:
+    """Prints the counts; returns 1 where something was lost, doubled or leaked."""
+    wanted = int(sys.argv[1]) if len(sys.argv) > 1 else _KILLS
+    with tempfile.TemporaryDirectory() as folder:
+        result = asyncio.run(run_matrix(Path(folder), wanted))
+    print(json.dumps(result))
+    return int(any(result[name] for name in ("lost", "doubled", "leases_leaked", "drift_turns")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""A trainer in a process of its own: what it is delivered goes to a file, then it acknowledges.
+
+The file gets a JSON line for each delivery before the acknowledgement is sent, and one when that is
+durable. Arguments: the mesh's addresses as JSON, the file, and the number of deliveries after which
+to print `FAULT` and block before the acknowledgement (0 is never). It ends with its standard input.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollmesh.client import Client, MeshAddresses, SessionResult
+
+_CREDITS = 16
+_LEASE_MS = 60_000
+
+
+def describe(session: SessionResult) -> dict[str, Any]:
+    """Returns what the audit needs of a session, as JSON values."""
+    digest = hashlib.sha256()
+    turns: list[tuple[str, bool]] = []
+    drift = 0
+    for trajectory in session.trajectories:
+        ids = np.ascontiguousarray(trajectory.token_ids, "<u4")
+        for data in (ids, trajectory.logprobs, trajectory.loss_mask):
+            digest.update(data.tobytes())
+        for segment in trajectory.segments:
+            if not segment.sampled:
+                continue
+            turns.append((f"chatcmpl-{session.session_id}-{segment.node_id}", segment.trained))
+            drift += zlib.crc32(ids[: segment.start].tobytes()) != segment.prompt_crc32
+    return {
+        "session_id": session.session_id,
+        "digest": digest.hexdigest(),
+        "turns": turns,
+        "drift": drift,
+    }
+
+
+async def main(addresses: str, log: str, fault_after: str) -> None:
+    """Takes deliveries until it is stopped."""
+    file = os.open(Path(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    left = int(fault_after)
+
+    def note(entry: dict[str, Any]) -> None:
+        os.write(file, f"{json.dumps(entry)}\n".encode())
+
+    async def consume(client: Client) -> None:
+        nonlocal left
+        async with client.subscribe(
+            "trainer", unit="session", credits=_CREDITS, lease_ms=_LEASE_MS
+        ) as deliveries:
+            async for delivery in deliveries:
+                sessions = [describe(session) for session in delivery.sessions]
+                note({"received": delivery.delivery_id, "sessions": sessions})
+                left -= 1
+                if left == 0:
+                    print("FAULT trainer-before-acknowledgement", flush=True)
+                    await asyncio.Event().wait()
+                await deliveries.acknowledge(delivery)
+                note({"acknowledged": delivery.delivery_id})
+
+    async with Client(MeshAddresses.from_json(addresses)) as client, asyncio.TaskGroup() as group:
+        consuming = group.create_task(consume(client))
+        print("READY {}", flush=True)
+        await asyncio.to_thread(sys.stdin.buffer.read)
+        consuming.cancel()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

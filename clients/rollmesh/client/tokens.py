@@ -1,0 +1,56 @@
+"""The token arrays that trajectories and trees have in common."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.runtime.arrays import (
+    Logprobs,
+    Mask,
+    TokenIds,
+    unpack_ids,
+    unpack_logprobs,
+    unpack_mask,
+)
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import types_pb2
+
+
+class TokenArrays(NamedTuple):
+    """Arrays of equal length N."""
+
+    token_ids: TokenIds
+    """uint32 [N]."""
+    logprobs: Logprobs
+    """float32 [N]."""
+    loss_mask: Mask
+    """bool [N]."""
+    policy_versions: NDArray[np.int64]
+    """int64 [N]; -1 where a token was not sampled."""
+
+
+def unpack_tokens(proto: types_pb2.Trajectory | types_pb2.TrajectoryTree) -> TokenArrays:
+    """Reads the arrays of a trajectory or a tree.
+
+    Raises:
+        InvalidFieldError: They differ in length.
+    """
+    token_ids = unpack_ids(proto.token_ids_u32le, "token_ids_u32le")
+    logprobs = unpack_logprobs(proto.logprobs_f32le, "logprobs_f32le")
+    mask = unpack_mask(proto.loss_mask_u8, "loss_mask_u8")
+    if not len(token_ids) == len(logprobs) == len(mask):
+        raise InvalidFieldError(
+            type(proto).__name__, "has arrays of different lengths; send one entry per token"
+        )
+    versions = np.full(len(token_ids), -1, np.int64)
+    for span in proto.version_spans:
+        versions[span.start : span.end] = span.policy_version
+    return TokenArrays(token_ids, logprobs, mask, versions)
+
+
+def reason_names(reasons: Iterable[types_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
+    """Returns the names of reasons, without their prefix."""
+    names = map(types_pb2.FidelityReason.Name, reasons)
+    return tuple(name.removeprefix("FIDELITY_REASON_") for name in names)

@@ -1,0 +1,125 @@
+"""Conversation trees for tests, and what an engine would have seen of them."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollmesh.gateway.canonical import make_frame
+from rollmesh.gateway.export import Trajectory, export_tree
+from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.messages import Message, ToolCall, units_of
+from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
+
+END = 1
+BARE = make_frame(b"", b"")
+TOOLS = make_frame(b'[{"type": "function", "function": {"name": "f"}}]', b"")
+
+
+@dataclass
+class World:
+    """A tree, and what an engine would have seen of it."""
+
+    tree: Tree = field(default_factory=lambda: Tree(frozenset({END})))
+    seen: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+    """By sampled node: the prompt the engine got, and what it sampled."""
+    next_id: int = 100
+
+    def ids(self, count: int) -> np.ndarray:
+        """Ids that occur nowhere else: any confusion of nodes shows."""
+        self.next_id += count
+        return np.arange(self.next_id - count, self.next_id, dtype=np.uint32)
+
+    def turn(
+        self,
+        messages: tuple[Message, ...],
+        reply: Message,
+        *,
+        frame: object = BARE,
+        finish: Finish = Finish.STOP,
+        version: int = 0,
+        tokens: int = 3,
+    ) -> Node:
+        units = units_of(messages)
+        match = self.tree.match(frame, units)  # type: ignore[arg-type]
+        parent = match.node
+        closing = [] if parent.ends_turn else [END]
+        for unit in units[match.depth :]:
+            ids = np.array([*closing, *self.ids(2).tolist(), END], np.uint32)
+            parent, closing = self.tree.add_unit(parent, unit, ids), []
+        glue = np.array([*closing, *self.ids(1).tolist()], np.uint32)
+        sampled = self.ids(tokens)
+        if finish is Finish.STOP:
+            sampled = np.append(sampled, np.uint32(END)).astype(np.uint32)
+        prompt = np.concatenate([*parent.context(), glue])
+        sample = Sample(
+            sampled,
+            np.full(len(sampled), -0.5, np.float32),
+            (VersionSpan(version, 0, len(sampled)),),
+            finish,
+            "engine-0",
+            len(prompt),
+            0,
+            0,
+        )
+        node = self.tree.add_sample(parent, reply, glue, sample, match.reasons)
+        self.seen[node.node_id] = (prompt.tolist(), sampled.tolist())
+        return node
+
+    def export(self) -> list[Trajectory]:
+        return list(export_tree(self.tree))
+
+    def check(self) -> None:
+        """What must hold of any export."""
+        trained: dict[int, int] = {}
+        for trajectory in self.export():
+            ids = trajectory.token_ids.tolist()
+            assert len(ids) == len(trajectory.logprobs) == len(trajectory.loss_mask)
+            assert [s.start for s in trajectory.segments] == [
+                0,
+                *(s.end for s in trajectory.segments),
+            ][:-1]
+            for segment in trajectory.segments:
+                mask = trajectory.loss_mask[segment.start : segment.end]
+                assert bool(mask.all()) == segment.trained == bool(mask.any())
+                if segment.sampled:
+                    prompt, sampled = self.seen[segment.node_id]
+                    assert ids[: segment.start] == prompt  # what the engine saw
+                    assert ids[segment.start : segment.end] == sampled  # what it sampled
+                    trained[segment.node_id] = trained.get(segment.node_id, 0) + segment.trained
+                    assert segment.trained or Fidelity.SHARED_PREFIX in segment.reasons
+                else:
+                    assert not segment.trained
+        assert trained == dict.fromkeys(self.seen, 1)
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def said(text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, calls)
+
+
+def random_world(seed: int, turns: int) -> World:
+    """Branches, siblings, edits, other tools, cuts and echoes, by chance."""
+    dice, world = random.Random(seed), World()
+    histories: list[tuple[Message, ...]] = [()]
+    for _ in range(turns):
+        history = dice.choice(histories)
+        kind = dice.randrange(4)
+        ask = (user(dice.choice("xyz")),) if kind or not history else ()
+        if history and dice.random() < 0.2:
+            ask = (Message("tool", "r"), Message("tool", dice.choice("rs")), *ask)
+        request = (*history, *ask)
+        reply = said(dice.choice(["A", "B", " A ", ""]))
+        world.turn(
+            request,
+            reply,
+            frame=dice.choice([BARE, BARE, TOOLS]),
+            finish=dice.choice([Finish.STOP, Finish.LENGTH]),
+            version=dice.randrange(3),
+        )
+        echo = reply if dice.random() < 0.7 else said(reply.content.strip())
+        histories.append((*request, echo))
+    return world

@@ -1,0 +1,134 @@
+"""What a retry gets, with the published openai package: one row of the table in each test."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollmesh.client import Client, SessionResult
+from tests.meshes import Mesh, scripted_mesh
+from tests.processes import running
+
+ASK: list[Any] = [{"role": "user", "content": "plain"}]
+OTHER: list[Any] = [{"role": "user", "content": "other"}]
+RULES = [("plain", "The answer is 42. I am not sure."), ("other", "I am not sure.")]
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+def key(text: str) -> dict[str, str]:
+    return {"idempotency-key": text}
+
+
+async def ask(agent: Any, messages: list[Any] = ASK, **fields: Any) -> Any:
+    return await agent.chat.completions.create(model="policy", messages=messages, **fields)
+
+
+async def streamed(agent: Any, **fields: Any) -> str:
+    """Text of a streamed answer."""
+    text = ""
+    async for chunk in await ask(agent, stream=True, **fields):
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    return text
+
+
+async def delivered(client: Client) -> SessionResult:
+    async with client.subscribe("trainer", unit="session") as sessions, asyncio.timeout(60):
+        delivery = await anext(sessions)
+        await sessions.acknowledge(delivery)
+    return delivery.sessions[0]
+
+
+async def test_a_key_names_its_sample_whatever_was_asked_since(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            first = await ask(agent, extra_headers=key("first"))
+            second = await ask(agent, extra_headers=key("second"))
+            unnamed = await ask(agent)
+            assert len({first.id, second.id, unnamed.id}) == 3
+            again = await ask(agent, extra_headers=key("first"))
+            assert (again.id, again.choices) == (first.id, first.choices)
+            text = await streamed(agent, extra_headers=key("second"))
+            assert text == second.choices[0].message.content
+        result = await delivered(client)
+    assert (result.turns, len(result.trajectories)) == (3, 3)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_key_given_with_another_request_is_refused(mesh: Mesh, *, stream: bool) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            await ask(agent, extra_headers=key("one"))
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask(agent, OTHER, extra_headers=key("one"), stream=stream)
+            error: Any = refused.value
+            assert (error.code, error.param) == ("idempotency_key_reused", "idempotency_key")
+        assert (await delivered(client)).turns == 1
+
+
+async def test_the_choices_of_a_request_share_its_key(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            first = await ask(agent, n=3, extra_headers=key("one"))
+            again = await ask(agent, n=3, extra_headers=key("one"))
+            assert (again.id, again.choices) == (first.id, first.choices)
+        assert (await delivered(client)).turns == 3
+
+
+@pytest.mark.parametrize("header", [key("one"), RETRY], ids=["idempotency-key", "retry-count"])
+async def test_a_retry_over_another_way_gets_the_same_answer(
+    mesh: Mesh, tmp_path: Path, header: dict[str, str]
+) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            given = header if "idempotency-key" in header else {}
+            first = await ask(mesh.openai(session), extra_headers=given)
+            gateway = mesh.processes["gateway"].address
+            async with running("sidecar", tmp_path / "second", gateway=gateway) as other:
+                url = f"http://{other.address}/sessions/{session.session_id}/v1"
+                agent = mesh.agent(url, session.api_key)
+                assert (await ask(agent, extra_headers=header)).id == first.id
+            await mesh.restart("gateway")
+            again = await ask(mesh.openai(session, max_retries=5), extra_headers=header)
+            assert (again.id, again.choices) == (first.id, first.choices)
+        assert (await delivered(client)).turns == 1
+
+
+async def test_a_retry_of_a_stream_that_still_flows_gets_all_of_it(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=20) as mesh,
+        mesh.client() as client,
+    ):
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            stream = await ask(agent, stream=True)
+            await anext(aiter(stream))
+            async with asyncio.TaskGroup() as group:
+                second = group.create_task(streamed(agent, extra_headers=RETRY))
+                whole = group.create_task(ask(agent, extra_headers=RETRY))
+            assert second.result() == RULES[0][1]
+            assert whole.result().choices[0].message.content == RULES[0][1]
+            await stream.close()
+        assert (await delivered(client)).turns == 1
+
+
+async def test_a_retry_of_a_stream_that_broke_is_answered_whole_and_once(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=20) as mesh,
+        mesh.client() as client,
+    ):
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            stream = await ask(agent, stream=True, extra_headers=key("one"))
+            await anext(aiter(stream))
+            await stream.close()  # the generation is aborted
+            assert await streamed(agent, extra_headers=key("one")) == RULES[0][1]
+        assert (await delivered(client)).turns == 1
