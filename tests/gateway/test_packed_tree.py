@@ -88,7 +88,7 @@ def test_rewards_of_turns_are_on_their_nodes_and_nowhere_else(
     world = random_world(seed, turns)
     sampled = [node_id for node_id, node in world.tree.nodes.items() if node.sample is not None]
     given_ = data.draw(st.dictionaries(st.sampled_from(sampled), st.floats(-9, 9)))
-    close = gateway_pb2.CloseSessionRequest(rewards={"turn_rewards": given_})
+    close = gateway_pb2.CloseSessionRequest(rewards=types_pb2.SessionRewards(turn_rewards=given_))
     tree = SessionResult.from_proto(record_of(world, ExportMode.TREE, close)).tree
     assert tree is not None
     expected = [given_.get(node.node_id, np.nan) for node in tree.nodes]
