@@ -8,7 +8,7 @@ from rollmesh.client import SessionResult, TrajectoryTree
 from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.messages import Message
-from rollmesh.gateway.record import exported_lineages, write_record
+from rollmesh.gateway.record import exported_lineages, trajectory_ids, write_record
 from rollmesh.gateway.session import Session
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
@@ -93,6 +93,18 @@ def test_rewards_of_turns_are_on_their_nodes_and_nowhere_else(
     assert tree is not None
     expected = [given_.get(node.node_id, np.nan) for node in tree.nodes]
     np.testing.assert_array_equal(tree.turn_rewards, np.array(expected, np.float64))
+
+
+@given(seed=st.integers(0, 2**32), turns=st.integers(0, 25))
+@settings(max_examples=40)
+def test_the_trajectories_that_can_be_rewarded_are_those_of_the_record(
+    seed: int, turns: int
+) -> None:
+    world = random_world(seed, turns)
+    for mode in (ExportMode.LEAVES, ExportMode.TURNS):
+        session = Session(SessionSpec("s", "key", 0, export_mode=mode), world.tree)
+        found = {one.trajectory_id for one in record_of(world, mode).trajectories}
+        assert trajectory_ids(session) == found
 
 
 def test_a_tree_says_what_is_to_be_known_of_its_nodes() -> None:
