@@ -45,7 +45,7 @@ async def test_a_gateway_killed_after_the_commit_answers_the_retry_once(
                 await ask(mesh, session, messages)
             (result,) = await sessions(client, 1)
     (trajectory,) = result.trajectories
-    assert (trajectory.turns, trajectory.reasons) == (2, ("EXACT",))
+    assert (trajectory.turns, trajectory.reasons) == (2, ("RETRY_REPLAY",))
 
 
 async def test_the_sdks_own_retries_ride_out_a_gateway_restart(

@@ -30,7 +30,8 @@ TIMEOUT_S = 20
 PASSING = {"ENGINE_LOST", "ENGINE_DEAD", "GENERATION_ABORTED", "SHUTTING_DOWN", "REMOTE"}
 PASSING |= {"NO_ENGINE", "STORE_FAILED", "STARTING"}
 MODES = dict(zip(ExportMode, gateway_pb2.ExportMode.values()[1:], strict=True))
-EXCUSES = {types_pb2.FIDELITY_REASON_AUXILIARY}
+ORPHANED = types_pb2.FIDELITY_REASON_ORPHANED
+EXCUSES = {types_pb2.FIDELITY_REASON_AUXILIARY, ORPHANED}
 POLICIES = gateway_pb2.DisconnectPolicy.values()
 
 
@@ -148,6 +149,10 @@ class Agent:
             assert "".join(piece.content for piece in pieces) == done.message.content
         else:
             assert not pieces
+        said = types_pb2.FIDELITY_REASON_RETRY_REPLAY
+        kept = [reason for reason in done.reasons if reason != said]
+        del done.reasons[:]
+        done.reasons.extend(kept)  # a retry's answer says that it is one
         before = self.answered.setdefault(done.answer_id, done)
         assert before == done
 
@@ -159,6 +164,7 @@ class Rows:
     mesh: LiveMesh
     trained: Counter[int] = field(default_factory=Counter)
     excused: set[int] = field(default_factory=set)
+    orphaned: set[int] = field(default_factory=set)
     nodes: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
 
     def add(
@@ -178,12 +184,15 @@ class Rows:
         self.trained[part.node_id] += part.trained
         if set(part.reasons) & EXCUSES:
             self.excused.add(part.node_id)
+        if ORPHANED in part.reasons:
+            self.orphaned.add(part.node_id)
 
     def check(self, agent: Agent) -> None:
         for node_id in self.nodes:
             assert self.trained[node_id] == (node_id not in self.excused)
         answered = {done.node_id: done for done in agent.answered.values()}
         assert answered.keys() <= self.nodes.keys()
+        assert not answered.keys() & self.orphaned  # what an agent got is none
         assert len(self.nodes) <= len(answered) + agent.unanswered
         for node_id, done in answered.items():
             prompt, sampled = self.nodes[node_id]

@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from rollmesh.client import Client, SessionResult
+from rollmesh.runtime.channels import open_channel
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import running
 
@@ -132,3 +134,36 @@ async def test_a_retry_of_a_stream_that_broke_is_answered_whole_and_once(
             await stream.close()  # the generation is aborted
             assert await streamed(agent, extra_headers=key("one")) == RULES[0][1]
         assert (await delivered(client)).turns == 1
+
+
+@pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "comes back"])
+async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_asked_for_again(
+    tmp_path: Path, tokenizer_dir: Path, *, comes_back: bool
+) -> None:
+    slow = scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=50)
+    finish = gateway_pb2.DISCONNECT_POLICY_FINISH
+    async with slow as mesh, mesh.client() as client:
+        session = await client.open_session(
+            gateway_pb2.CreateSessionRequest(disconnect_policy=finish)
+        )
+        agent = mesh.openai(session)
+        async with await ask(agent, stream=True) as stream:
+            await anext(aiter(stream))  # and leaves in the middle
+        async with asyncio.timeout(30):
+            while not (await turns(mesh, session.session_id)):
+                continue
+        if comes_back:
+            answer = await ask(agent)
+            assert answer.choices[0].message.content == "The answer is 42. I am not sure."
+        await client.close_session(session)
+        result = await delivered(client)
+    (trajectory,) = result.trajectories
+    assert trajectory.loss_mask.any() == comes_back
+    assert trajectory.reasons == (("RETRY_REPLAY",) if comes_back else ("ORPHANED",))
+
+
+async def turns(mesh: Mesh, session_id: str) -> int:
+    """Number of answered turns, as the gateway says."""
+    async with open_channel(mesh.processes["gateway"].address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        return (await stub.GetSession(gateway_pb2.GetSessionRequest(session_id=session_id))).turns

@@ -90,7 +90,7 @@ class PackedTree:
 
 
 def pack_tree(tree: Tree) -> PackedTree:
-    """Returns the whole tree; auxiliary calls are not trained and say AUXILIARY."""
+    """Returns the whole tree; auxiliary calls and orphans are not trained and say so."""
     token_ids = np.zeros(tree.tokens, np.uint32)
     logprobs = np.zeros(tree.tokens, np.float32)
     mask = np.zeros(tree.tokens, np.bool_)
@@ -125,7 +125,8 @@ def export_tree(tree: Tree) -> Iterator[Trajectory]:
     """Yields the trajectories of all leaves, oldest leaf first.
 
     A sampled node on several paths is trained in the first of them; the others carry its tokens
-    with mask 0 and the reason SHARED_PREFIX. Auxiliary calls are not trained and say AUXILIARY.
+    with mask 0 and the reason SHARED_PREFIX. Auxiliary calls are not trained and say AUXILIARY;
+    nor are answers that never reached the agent, which say ORPHANED.
     """
     trained: set[int] = set()
     leaves = list(tree.leaves())
@@ -162,8 +163,8 @@ def _export(leaf: Node, lineage: Lineage, trained: set[int]) -> Trajectory:
         if node.sample is None:
             continue
         untrained = Fidelity.SHARED_PREFIX if node.node_id in trained else None
-        if untrained is None and lineage is Lineage.AUXILIARY:
-            untrained = Fidelity.AUXILIARY
+        if untrained is None:
+            untrained = _why_untrained(node, lineage)
         trained.add(node.node_id)
         logprobs[middle:at] = node.sample.logprobs
         mask[middle:at] = untrained is None
@@ -184,8 +185,7 @@ def _export(leaf: Node, lineage: Lineage, trained: set[int]) -> Trajectory:
 
 
 def _packed(node: Node, start: int, parent_index: int | None, lineage: Lineage) -> TreeNode:
-    auxiliary = node.sample is not None and lineage is Lineage.AUXILIARY
-    untrained = Fidelity.AUXILIARY if auxiliary else None
+    untrained = _why_untrained(node, lineage) if node.sample is not None else None
     return TreeNode(
         node_id=node.node_id,
         parent_index=parent_index,
@@ -198,6 +198,12 @@ def _packed(node: Node, start: int, parent_index: int | None, lineage: Lineage) 
         lineage=lineage,
         reasons=node.reasons if node.sample is None else _reasons(node, node.sample, untrained),
     )
+
+
+def _why_untrained(node: Node, lineage: Lineage) -> Fidelity | None:
+    if lineage is Lineage.AUXILIARY:
+        return Fidelity.AUXILIARY
+    return Fidelity.ORPHANED if Fidelity.ORPHANED in node.reasons else None
 
 
 def _glue(node: Node) -> frozenset[Fidelity]:

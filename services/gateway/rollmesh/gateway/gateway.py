@@ -13,13 +13,13 @@ from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
-from rollmesh.gateway.fidelity import ExportMode
+from rollmesh.gateway.fidelity import ExportMode, Fidelity
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.record import exported_lineages, trajectory_ids, write_record
 from rollmesh.gateway.rewards import check_rewards
 from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
-from rollmesh.gateway.tree import Tree
+from rollmesh.gateway.tree import Node, Tree
 from rollmesh.gateway.turns import TurnRunner
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.database import Database
@@ -186,10 +186,11 @@ class Gateway:
         found = session.find_answer(request)
         if found is not None:
             metrics.REPLAYED_ANSWERS.inc()
+            await self._mark_replayed(session, found.node)
             for piece in _replayed(found, request):
                 yield piece
             yield found
-            session.delivered.add(found.node.node_id)
+            session.left(found)
             return
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
@@ -198,12 +199,12 @@ class Gateway:
             turn = Turn(request)
             session.in_flight[request.identity] = turn
             turn.task = self._tasks.create_task(self._run(session, turn))
-        async with _subscribed(turn):
+        async with _subscribed(session, turn):
             async for event in turn.events():
                 if isinstance(event, Answered):
                     await faults.reach("gateway-before-reply")
                     yield event
-                    session.delivered.add(event.node.node_id)
+                    session.left(event)
                     await faults.reach("gateway-after-reply")
                 elif request.stream:
                     yield event
@@ -268,12 +269,22 @@ class Gateway:
                 if turn.task is not None:
                     turn.task.cancel()
 
+    async def _mark_replayed(self, session: Session, node: Node) -> None:
+        """Records that a turn was answered more than once from one sample."""
+        if Fidelity.RETRY_REPLAY in node.reasons:
+            return
+        node.reasons |= {Fidelity.RETRY_REPLAY}
+        session_id = session.spec.session_id
+        await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
+
     async def _run(self, session: Session, turn: Turn) -> None:
         """Owns one turn: whatever happens becomes its end."""
         try:
             answered = await self._runner.run(session, turn)
             metrics.committed(answered.node)
             turn.end(answered)
+            if not turn.subscribers:
+                session.unseen.add(answered.node.node_id)
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
             turn.end(error)
@@ -290,13 +301,16 @@ class Gateway:
 
 
 @asynccontextmanager
-async def _subscribed(turn: Turn) -> AsyncIterator[None]:
+async def _subscribed(session: Session, turn: Turn) -> AsyncIterator[None]:
     """Counts a subscriber; the last to leave an unfinished turn ends it, unless it is to finish."""
     turn.subscribers += 1
+    turn.joins += 1
     try:
         yield
     finally:
         turn.subscribers -= 1
+        if not turn.subscribers:
+            session.deserted(turn)
         abandoned = turn.subscribers == 0 and not (turn.ended or turn.committing)
         if abandoned and not turn.request.finish_on_disconnect and turn.task is not None:
             turn.abandoned = True

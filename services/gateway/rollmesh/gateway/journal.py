@@ -93,6 +93,14 @@ def insert_turn(
         db.execute("INSERT OR IGNORE INTO nodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", row)
 
 
+def update_reasons(db: sqlite3.Connection, session_id: str, node: Node) -> None:
+    """Stores what is to be known about a node by now."""
+    db.execute(
+        "UPDATE nodes SET reasons = ? WHERE session_id = ? AND node_id = ?",
+        (json.dumps(sorted(node.reasons)), session_id, node.node_id),
+    )
+
+
 def close_session(
     db: sqlite3.Connection, session_id: str, trajectory_ids: list[str], record: bytes
 ) -> None:

@@ -27,6 +27,7 @@ def write_record(
     Runs in a worker thread.
     """
     spec, tree = session.spec, session.tree
+    session.mark_orphans()
     packed, trajectories = None, []
     match ExportMode(spec.export_mode):
         case ExportMode.TREE:

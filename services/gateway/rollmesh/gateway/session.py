@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from rollmesh.gateway.answer import Delta
+from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.forced import Wanted
 from rollmesh.gateway.journal import AnswerRecord, SessionSpec
 from rollmesh.gateway.messages import Frame, Message
@@ -71,6 +72,8 @@ class Turn:
         """Begins a turn that nobody has joined."""
         self.request = request
         self.subscribers = 0
+        self.joins = 0
+        """How often somebody asked for its answer."""
         self.task: asyncio.Task[None] | None = None
         self.committing = False
         """Whether the answer is on its way to the journal: from then on it is kept."""
@@ -84,6 +87,11 @@ class Turn:
     def ended(self) -> bool:
         """Whether there is an answer or an error."""
         return self._result is not None
+
+    @property
+    def answered(self) -> Answered | None:
+        """The committed turn, once there is one."""
+        return self._result if isinstance(self._result, Answered) else None
 
     @property
     def has_emitted(self) -> bool:
@@ -163,6 +171,8 @@ class Session:
     """The answer of each idempotency key, and the newest without one of each fingerprint."""
     delivered: set[int] = field(default_factory=set)
     """Node ids of answers that left whole."""
+    unseen: set[int] = field(default_factory=set)
+    """Node ids of answers that were committed when nobody waited for them any more."""
     in_flight: dict[str, Turn] = field(default_factory=dict)
     """By what retries have in common."""
     reader: MessageReader = field(default_factory=MessageReader)
@@ -197,6 +207,27 @@ class Session:
             return None
         _check_same(turn.request.fingerprint, request)
         return turn
+
+    def left(self, answered: Answered) -> None:
+        """Notes that an answer went out whole."""
+        self.delivered.add(answered.node.node_id)
+        self.unseen.discard(answered.node.node_id)
+
+    def deserted(self, turn: Turn) -> None:
+        """Notes that nobody waits for a turn any more, which may have ended unseen."""
+        answered = turn.answered
+        if answered is not None and answered.node.node_id not in self.delivered:
+            self.unseen.add(answered.node.node_id)
+
+    def mark_orphans(self) -> None:
+        """Marks the answers that never reached the agent, which went on without them.
+
+        After a restart it is not known who had an answer; then everybody has.
+        """
+        for node_id in self.unseen:
+            node = self.tree.nodes[node_id]
+            reasons = node.reasons - {Fidelity.ORPHANED}  # of a close that could not be stored
+            node.reasons = reasons if node.children else reasons | {Fidelity.ORPHANED}
 
     def answered(self, answered: Answered) -> None:
         """Remembers a committed turn."""
