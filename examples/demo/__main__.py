@@ -158,6 +158,7 @@ async def _step(
         n=_SAMPLES,
         concurrency=_CONCURRENCY,
         timeout_s=_AGENT_TIMEOUT_S,
+        progress=False,
     )
     if set(summary.counts) != {"COMPLETED"}:
         _console.print(f"[yellow]outcomes: {summary.counts}")

@@ -1,4 +1,7 @@
 import asyncio
+import signal
+import sys
+from typing import Any
 
 import pytest
 
@@ -6,7 +9,7 @@ from rollmesh.client import Client, MeshAddresses, Session, sync
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, TooManySessionsError
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.client.conftest import addresses_of
-from tests.sidecar.scripted_gateway import ScriptedGateway
+from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
 COMPLETED = types_pb2.SESSION_OUTCOME_COMPLETED
 FAILED = types_pb2.SESSION_OUTCOME_FAILED
@@ -30,7 +33,7 @@ async def test_a_session_tells_an_agent_where_to_go_and_closes_with_its_reward(
     assert (opened.group_id, opened.sample_index, opened.group_size) == ("g", 2, 8)
     assert opened.sampling == types_pb2.SamplingParams(temperature=0.5)
     assert dict(opened.metadata) == {"a": "b"}
-    assert (closed.reward, closed.outcome) == (1.0, COMPLETED)
+    assert (closed.rewards.reward, closed.outcome) == (1.0, COMPLETED)
 
 
 async def test_a_session_closed_in_the_block_is_closed_once(
@@ -40,7 +43,9 @@ async def test_a_session_closed_in_the_block_is_closed_once(
         session.reward = 0.5
         ids = await client.close_session(session, outcome="ABORTED", metadata={"c": "d"})
     assert ids == [f"{session.session_id}-1"]
-    assert [(closed.outcome, closed.reward) for closed in gateway.closed] == [(ABORTED, 0.5)]
+    assert [(closed.outcome, closed.rewards.reward) for closed in gateway.closed] == [
+        (ABORTED, 0.5)
+    ]
     assert dict(gateway.closed[0].metadata) == {"c": "d"}
 
 
@@ -49,7 +54,7 @@ async def test_no_reward_is_not_a_reward_of_zero(gateway: ScriptedGateway, clien
         pass
     async with client.session() as session:
         session.reward = 0.0
-    assert [closed.HasField("reward") for closed in gateway.closed] == [False, True]
+    assert [closed.rewards.HasField("reward") for closed in gateway.closed] == [False, True]
 
 
 async def test_an_exception_closes_as_failed_and_goes_on(
@@ -125,4 +130,42 @@ async def test_the_sync_client_does_the_same_without_a_loop(
     assert await asyncio.to_thread(work) == {"COMPLETED": 2}
     outcomes = [closed.outcome for closed in gateway.closed]
     assert outcomes == [COMPLETED, FAILED, COMPLETED, COMPLETED]
-    assert gateway.closed[0].reward == 0.5
+    assert gateway.closed[0].rewards.reward == 0.5
+
+
+INTERRUPTED = """
+import asyncio, sys
+from rollmesh.client import MeshAddresses, sync
+
+async def agent(prompt, session):
+    print("begun", flush=True)
+    await asyncio.Event().wait()
+
+addresses = MeshAddresses(router="", gateway=sys.argv[1], collector="", sidecar="")
+with sync.Client(addresses) as client:
+    try:
+        client.rollout(["p"], runner=agent, n=1)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+async def test_ctrl_c_in_the_sync_client_closes_its_sessions_first() -> None:
+    gateway = ScriptedGateway()
+    close = gateway.CloseSession
+
+    async def slow(request: Any, context: Any) -> Any:
+        await asyncio.sleep(0.5)  # time in which a client that does not wait is gone
+        return await close(request, context)
+
+    gateway.CloseSession = slow  # type: ignore[method-assign]
+    async with asyncio.timeout(60), serving(gateway) as address:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", INTERRUPTED, address, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"begun\n"
+        process.send_signal(signal.SIGINT)
+        output, _ = await process.communicate()
+        assert (process.returncode, output) == (0, b"interrupted\n")
+        assert [closed.outcome for closed in gateway.closed] == [ABORTED]

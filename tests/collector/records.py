@@ -55,7 +55,14 @@ def tree() -> types_pb2.TrajectoryTree:
         nodes=[
             types_pb2.TrajectoryNode(node_id=1, start=0, end=2, glue_tokens=2),
             types_pb2.TrajectoryNode(
-                node_id=2, parent_index=0, start=2, end=4, glue_tokens=1, sampled=True, trained=True
+                node_id=2,
+                parent_index=0,
+                start=2,
+                end=4,
+                glue_tokens=1,
+                sampled=True,
+                trained=True,
+                reward=0.5,
             ),
             types_pb2.TrajectoryNode(
                 node_id=3, parent_index=0, start=4, end=6, glue_tokens=1, sampled=True, trained=True

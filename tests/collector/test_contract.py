@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -250,13 +251,36 @@ async def test_a_session_that_is_a_tree_is_delivered_as_one(stub: Any) -> None:
         pytest.param("tree.nodes[1].glue_tokens", {"tree.nodes.1.glue_tokens": 3}, id="glue"),
         pytest.param("tree.nodes[1].parent_index", {"tree.nodes.1.parent_index": 1}, id="parent"),
         pytest.param("tree.nodes", {"tree.nodes.2.end": 5}, id="not-covered"),
+        pytest.param("tree.nodes[0].reward", {"tree.nodes.0.reward": 1.0}, id="agent-rewarded"),
+        pytest.param("tree.nodes[1].reward", {"tree.nodes.1.reward": nan}, id="reward-no-number"),
         pytest.param("tree.version_spans", {"tree.version_spans.1.end": 7}, id="versions"),
     ],
 )
 async def test_a_tree_that_contradicts_itself_is_refused(
     stub: Any, field: str, change: dict[str, Any]
 ) -> None:
-    session = tree_record("s")
+    await refused_by_field(stub, tree_record("s"), field, change)
+
+
+@pytest.mark.parametrize(
+    ("segment", "reward"),
+    [
+        pytest.param(0, 1.0, id="of-the-agent's-own-message"),
+        pytest.param(1, inf, id="no-number"),
+    ],
+)
+async def test_a_reward_that_no_turn_can_have_is_refused(
+    stub: Any, segment: int, reward: float
+) -> None:
+    change = {f"trajectories.0.segments.{segment}.reward": reward}
+    field = f"trajectories[0].segments[{segment}].reward"
+    await refused_by_field(stub, record("s"), field, change)
+
+
+async def refused_by_field(
+    stub: Any, session: types_pb2.SessionRecord, field: str, change: dict[str, Any]
+) -> None:
+    """Changes a session by paths and sees it refused with the field's name."""
     for path, value in change.items():
         *owners, name = path.split(".")
         owner: Any = session

@@ -8,7 +8,7 @@ from rollmesh.client import SessionResult, TrajectoryTree
 from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.messages import Message
-from rollmesh.gateway.record import exported_lineages, write_record
+from rollmesh.gateway.record import exported_lineages, trajectory_ids, write_record
 from rollmesh.gateway.session import Session
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
@@ -17,9 +17,11 @@ from tests.gateway.worlds import TOOLS, World, random_world, said, user
 CLOSE = gateway_pb2.CloseSessionRequest(outcome=types_pb2.SESSION_OUTCOME_COMPLETED)
 
 
-def record_of(world: World, mode: ExportMode) -> types_pb2.SessionRecord:
+def record_of(
+    world: World, mode: ExportMode, close: gateway_pb2.CloseSessionRequest = CLOSE
+) -> types_pb2.SessionRecord:
     spec = SessionSpec("s", "key", 0, export_mode=mode)
-    return write_record(Session(spec, world.tree), CLOSE, 1)
+    return write_record(Session(spec, world.tree), close, 1)
 
 
 def tree_of(world: World) -> TrajectoryTree:
@@ -76,6 +78,33 @@ def test_every_sampled_token_is_in_the_tree_once_and_trained_or_excused(
             assert tree.loss_mask[start : node.end].all() == node.trained
             assert node.trained or types_pb2.FIDELITY_REASON_AUXILIARY in node.reasons
     assert found == world.seen
+
+
+@given(seed=st.integers(0, 2**32), turns=st.integers(1, 25), data=st.data())
+@settings(max_examples=40)
+def test_rewards_of_turns_are_on_their_nodes_and_nowhere_else(
+    seed: int, turns: int, data: st.DataObject
+) -> None:
+    world = random_world(seed, turns)
+    sampled = [node_id for node_id, node in world.tree.nodes.items() if node.sample is not None]
+    given_ = data.draw(st.dictionaries(st.sampled_from(sampled), st.floats(-9, 9)))
+    close = gateway_pb2.CloseSessionRequest(rewards=types_pb2.SessionRewards(turn_rewards=given_))
+    tree = SessionResult.from_proto(record_of(world, ExportMode.TREE, close)).tree
+    assert tree is not None
+    expected = [given_.get(node.node_id, np.nan) for node in tree.nodes]
+    np.testing.assert_array_equal(tree.turn_rewards, np.array(expected, np.float64))
+
+
+@given(seed=st.integers(0, 2**32), turns=st.integers(0, 25))
+@settings(max_examples=40)
+def test_the_trajectories_that_can_be_rewarded_are_those_of_the_record(
+    seed: int, turns: int
+) -> None:
+    world = random_world(seed, turns)
+    for mode in (ExportMode.LEAVES, ExportMode.TURNS):
+        session = Session(SessionSpec("s", "key", 0, export_mode=mode), world.tree)
+        found = {one.trajectory_id for one in record_of(world, mode).trajectories}
+        assert trajectory_ids(session) == found
 
 
 def test_a_tree_says_what_is_to_be_known_of_its_nodes() -> None:

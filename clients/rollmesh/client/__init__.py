@@ -2,14 +2,15 @@
 
 from rollmesh.client.client import Client, MeshAddresses, Session
 from rollmesh.client.delivery import Subscription
-from rollmesh.client.rollout import (
-    AgentRunner,
-    RolloutSummary,
-    SampleOutcome,
-    register_runner,
-    rollout,
-)
+from rollmesh.client.groups import GroupOutcome, SampleOutcome
+from rollmesh.client.rewards import Rewards
+from rollmesh.client.rollout import Rollout, rollout, rollout_groups
+from rollmesh.client.runners import AgentRunner, register_runner
+from rollmesh.client.scoring import Episode, RewardFunction
+from rollmesh.client.settings import Limits, Retries, RolloutSettings
+from rollmesh.client.summary import RolloutSummary
 from rollmesh.client.trajectories import Delivery, SessionResult, Trajectory
+from rollmesh.client.transcripts import Transcript, TranscriptTurn
 from rollmesh.client.trees import TrajectoryTree
 from rollmesh.client.weights import WeightsPushError
 
@@ -17,7 +18,15 @@ __all__ = [
     "AgentRunner",
     "Client",
     "Delivery",
+    "Episode",
+    "GroupOutcome",
+    "Limits",
     "MeshAddresses",
+    "Retries",
+    "RewardFunction",
+    "Rewards",
+    "Rollout",
+    "RolloutSettings",
     "RolloutSummary",
     "SampleOutcome",
     "Session",
@@ -25,7 +34,10 @@ __all__ = [
     "Subscription",
     "Trajectory",
     "TrajectoryTree",
+    "Transcript",
+    "TranscriptTurn",
     "WeightsPushError",
     "register_runner",
     "rollout",
+    "rollout_groups",
 ]

@@ -4,7 +4,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -12,7 +12,11 @@ from typing import Any, Literal, TypeAlias
 import grpc
 
 from rollmesh.client.delivery import Subscription
+from rollmesh.client.groups import Outcome
 from rollmesh.client.retries import retried
+from rollmesh.client.rewards import Rewards
+from rollmesh.client.supervision import shielded
+from rollmesh.client.transcripts import Transcript
 from rollmesh.client.weights import WeightsPushError, push_checkpoint, push_tensors
 from rollmesh.runtime.channels import open_channel, request_metadata, typed_errors
 from rollmesh.runtime.errors import InvalidFieldError
@@ -26,11 +30,10 @@ from rollmesh.v1 import (
     types_pb2,
 )
 
-Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED"]
-"""How a session ended."""
 ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
 """In which form a session's conversation tree goes to the trainer."""
 _TIMEOUT_S = 60.0
+_LEAVE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +65,18 @@ class Session:
     """Bearer token that opens this session and nothing else."""
     base_url: str
     """What an agent sets as its base URL."""
-    reward: float | None = None
+    rewards: Rewards = field(default_factory=Rewards)
     """Set by whoever scores the session, before it is closed."""
     closed: bool = False
+
+    @property
+    def reward(self) -> float | None:
+        """Reward of the whole session."""
+        return self.rewards.session
+
+    @reward.setter
+    def reward(self, reward: float | None) -> None:
+        self.rewards.session = reward
 
 
 class Client(AbstractAsyncContextManager["Client"]):
@@ -98,7 +110,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         export: ExportForm = "leaves",
         request_id: str = "",
     ) -> AsyncIterator[Session]:
-        """Holds a session open; leaving closes it with `session.reward`.
+        """Holds a session open; leaving closes it with `session.rewards`.
 
         It is closed FAILED after an exception and ABORTED after a cancellation.
 
@@ -115,26 +127,51 @@ class Client(AbstractAsyncContextManager["Client"]):
         Raises:
             RollmeshError: The gateway refuses.
         """
-        session = await self.open_session(
-            gateway_pb2.CreateSessionRequest(
-                request_id=request_id,
-                group_id=group_id,
-                sample_index=sample_index,
-                group_size=group_size,
-                sampling=_read_sampling(sampling or {}),
-                metadata=dict(metadata or {}),
-                export_mode=gateway_pb2.ExportMode.Value(f"EXPORT_MODE_{export.upper()}"),
-            )
+        request = self.session_request(
+            group_id=group_id,
+            sample_index=sample_index,
+            group_size=group_size,
+            sampling=sampling,
+            metadata=metadata,
+            export=export,
+            request_id=request_id,
         )
+        session = await self.open_session(request)
         try:
             yield session
         except BaseException as error:
             if not session.closed:
                 outcome: Outcome = "FAILED" if isinstance(error, Exception) else "ABORTED"
-                await self.close_session(session, outcome=outcome)
+                await shielded(self.close_session(session, outcome=outcome), _LEAVE_S)
             raise
         if not session.closed:
             await self.close_session(session)
+
+    def session_request(
+        self,
+        *,
+        group_id: str = "",
+        sample_index: int = 0,
+        group_size: int = 1,
+        sampling: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        export: ExportForm = "leaves",
+        request_id: str = "",
+    ) -> gateway_pb2.CreateSessionRequest:
+        """Returns what asks for a session; the arguments are those of `session`.
+
+        Raises:
+            InvalidFieldError: A sampling parameter does not exist or has the wrong type.
+        """
+        return gateway_pb2.CreateSessionRequest(
+            request_id=request_id,
+            group_id=group_id,
+            sample_index=sample_index,
+            group_size=group_size,
+            sampling=_read_sampling(sampling or {}),
+            metadata=dict(metadata or {}),
+            export_mode=gateway_pb2.ExportMode.Value(f"EXPORT_MODE_{export.upper()}"),
+        )
 
     async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
         """Opens a session, trying again while the gateway is full; the caller closes it."""
@@ -155,15 +192,27 @@ class Client(AbstractAsyncContextManager["Client"]):
         *,
         outcome: Outcome = "COMPLETED",
         metadata: Mapping[str, str] | None = None,
+        superseded: bool = False,
     ) -> list[str]:
-        """Closes a session with its reward; returns the ids of its trajectories."""
+        """Closes a session with its rewards; returns the ids of its trajectories.
+
+        Args:
+            session: The session.
+            outcome: How it ended.
+            metadata: Added to the session's.
+            superseded: Whether another session takes its place in the group.
+
+        Raises:
+            InvalidFieldError: A reward is of what the session does not have; it stays open.
+            RollmeshError: The gateway refuses, or is away for too long.
+        """
         request = gateway_pb2.CloseSessionRequest(
             session_id=session.session_id,
             outcome=types_pb2.SessionOutcome.Value(f"SESSION_OUTCOME_{outcome}"),
             metadata=dict(metadata or {}),
+            rewards=session.rewards.to_proto(session.session_id),
+            superseded=superseded,
         )
-        if session.reward is not None:
-            request.reward = session.reward
         response = await retried(
             lambda timeout_s: self._gateway().CloseSession(
                 request, timeout=timeout_s, wait_for_ready=True
@@ -172,6 +221,17 @@ class Client(AbstractAsyncContextManager["Client"]):
         )
         session.closed = True
         return list(response.trajectory_ids)
+
+    async def transcript(self, session: Session) -> Transcript:
+        """Returns what was said so far in an open session."""
+        request = gateway_pb2.GetSessionRequest(session_id=session.session_id, with_messages=True)
+        response = await retried(
+            lambda timeout_s: self._gateway().GetSession(
+                request, timeout=timeout_s, wait_for_ready=True
+            ),
+            _TIMEOUT_S,
+        )
+        return Transcript.from_proto(response)
 
     def subscribe(
         self,

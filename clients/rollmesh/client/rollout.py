@@ -1,147 +1,189 @@
-"""Runs agents: prompts times n sessions, a cap on how many at once, failures kept apart."""
+"""Runs agents: samples times n sessions, a cap on how many at once, failures kept apart.
+
+Memory does not grow with the samples: they are taken from their iterable as places become free, a
+group is held from its first session to its last, and what is not taken from the iterator of groups
+holds the places that follow.
+"""
 
 import asyncio
-import logging
-import traceback
+import functools
 import uuid
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sized
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from rollmesh.client.client import Client, ExportForm, Session
-from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.logs import fields
+from rollmesh.client.attempts import Attempts, Place
+from rollmesh.client.client import Client
+from rollmesh.client.groups import GroupOutcome, GroupState, needed_of
+from rollmesh.client.progress import Show, showing
+from rollmesh.client.settings import RolloutSettings
+from rollmesh.client.summary import RolloutSummary
 
-_log = logging.getLogger(__name__)
-
-AgentRunner: TypeAlias = Callable[[Any, Session], Awaitable[float | None]]
-"""Runs one agent on one prompt in one session; returns the reward, None to leave it out."""
-
-_RUNNERS: dict[str, AgentRunner] = {}
+Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
+"""What runners get, one group each; taken as places become free."""
+_Keywords = ParamSpec("_Keywords")
+_Result = TypeVar("_Result")
 
 
-def register_runner(name: str, runner: AgentRunner) -> None:
-    """Makes a runner known by name.
+class Rollout(AsyncIterator[GroupOutcome]):
+    """A running rollout: iterates over its groups as they end. Made by `rollout_groups`."""
+
+    def __init__(
+        self, client: Client, samples: Samples, settings: RolloutSettings, show: Show
+    ) -> None:
+        """Takes what to run; nothing has begun."""
+        self.summary = RolloutSummary()
+        """What has come of it so far."""
+        self._samples = samples
+        self._settings = settings
+        self._show = show
+        self._attempts = Attempts(client, settings)
+        self._places = asyncio.Semaphore(settings.concurrency)
+        self._running: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Queue[GroupOutcome | None] = asyncio.Queue(settings.concurrency)
+        self._source_error: Exception | None = None
+
+    async def __anext__(self) -> GroupOutcome:
+        """Waits for the next group to end.
+
+        Raises:
+            Exception: What the samples' iterable raised, once the groups before it have ended.
+        """
+        group = await self._ended.get()
+        if group is not None:
+            return group
+        self._ended.put_nowait(None)  # for whoever asks again
+        if self._source_error is not None:
+            raise self._source_error
+        raise StopAsyncIteration
+
+    async def feed(self, tasks: asyncio.TaskGroup) -> None:
+        """Begins a place whenever one is free, until the samples end."""
+        try:
+            async for sample in _each(self._samples):
+                group, stop = self._begin(sample), asyncio.get_running_loop().create_future()
+                metadata = self._settings.metadata
+                carried = dict(metadata(sample)) if metadata else {}
+                for index in range(group.size):
+                    await self._places.acquire()
+                    place = Place(group, index, stop, carried)
+                    task = tasks.create_task(self._run(place))
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
+        except Exception as error:  # noqa: BLE001 - the edge to the user's code: the iterator raises it
+            self._source_error = error
+        while self._running:
+            await asyncio.wait(self._running)
+        await self._ended.put(None)
+
+    def cancel(self) -> None:
+        """Ends the places that run."""
+        for task in self._running:
+            task.cancel()
+
+    def _begin(self, sample: Any) -> GroupState:
+        settings = self._settings
+        group_id = settings.group_id(sample) if settings.group_id else uuid.uuid4().hex
+        return GroupState(group_id, sample, settings.n, needed_of(settings.needed, settings.n))
+
+    async def _run(self, place: Place) -> None:
+        try:
+            outcome = await self._attempts.run(place)
+            self.summary.add(outcome)
+            group = place.group.add(outcome)
+            if place.group.failed and not place.stop.done():
+                place.stop.set_result(None)
+            if group is not None:
+                self.summary.add_group(group)
+            self._show(self.summary)
+            if self._settings.on_sample is not None:
+                self._settings.on_sample(outcome)
+            if group is not None:
+                await self._ended.put(group)
+        finally:
+            self._places.release()
+
+
+def _with_settings(
+    make: Callable[_Keywords, RolloutSettings],
+) -> Callable[
+    [Callable[[Client, Samples, RolloutSettings], _Result]],
+    Callable[Concatenate[Client, Samples, _Keywords], _Result],
+]:
+    """Gives a function the settings as keyword arguments, types included."""
+
+    def wrap(
+        call: Callable[[Client, Samples, RolloutSettings], _Result],
+    ) -> Callable[Concatenate[Client, Samples, _Keywords], _Result]:
+        def called(
+            client: Client, samples: Samples, /, *args: _Keywords.args, **settings: _Keywords.kwargs
+        ) -> _Result:
+            return call(client, samples, make(*args, **settings))
+
+        functools.update_wrapper(called, call)
+        return called
+
+    return wrap
+
+
+@_with_settings(RolloutSettings)
+def rollout_groups(
+    client: Client, samples: Samples, settings: RolloutSettings
+) -> AbstractAsyncContextManager[Rollout]:
+    """Rolls samples out while the block runs: `async with ... as groups: async for g in groups`.
+
+    Leaving the block early ends what runs; no session stays open. The keyword arguments are those
+    of `RolloutSettings`.
 
     Raises:
-        InvalidFieldError: The name is taken by another one.
+        InvalidFieldError: A setting is wrong.
     """
-    if _RUNNERS.get(name, runner) is not runner:
-        raise InvalidFieldError("name", f"{name!r} is taken; give another")
-    _RUNNERS[name] = runner
+    return _rolling(client, samples, settings)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleOutcome:
-    """What came of one session."""
+@_with_settings(RolloutSettings)
+async def rollout(client: Client, samples: Samples, settings: RolloutSettings) -> RolloutSummary:
+    """Runs every sample `n` times, as one group each; waits for all.
 
-    group_id: str
-    sample_index: int
-    outcome: str
-    """COMPLETED, FAILED or ABORTED (past its time)."""
-    reward: float | None
-    error: str = ""
-
-
-@dataclass(slots=True)
-class RolloutSummary:
-    """What came of a rollout."""
-
-    samples: list[SampleOutcome] = field(default_factory=list)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Number of samples by outcome."""
-        return dict(Counter(sample.outcome for sample in self.samples))
-
-    @property
-    def mean_reward(self) -> float | None:
-        """Mean of the rewards that were given."""
-        rewards = [sample.reward for sample in self.samples if sample.reward is not None]
-        return sum(rewards) / len(rewards) if rewards else None
-
-
-async def rollout(  # noqa: PLR0913 - all but two are keywords with defaults
-    client: Client,
-    prompts: Sequence[Any],
-    *,
-    runner: str | AgentRunner,
-    n: int = 8,
-    concurrency: int = 64,
-    timeout_s: float = 600.0,
-    sampling: Mapping[str, Any] | None = None,
-    export: ExportForm = "leaves",
-    on_sample: Callable[[SampleOutcome], None] | None = None,
-) -> RolloutSummary:
-    """Runs every prompt `n` times, as one group each; waits for all.
-
-    Args:
-        client: The mesh.
-        prompts: What the runner gets; one group each.
-        runner: A function, or the name it was registered under.
-        n: Sessions per prompt.
-        concurrency: Most sessions at once.
-        timeout_s: Longest run of one agent, seconds.
-        sampling: Defaults of all turns.
-        export: In which form the sessions are delivered.
-        on_sample: Called with each outcome as it comes, for progress.
+    The keyword arguments are those of `RolloutSettings`.
 
     Returns:
-        One outcome per session; a failed one never touches its siblings.
+        Counts, rewards and times; a session that fails never touches its siblings.
 
     Raises:
-        InvalidFieldError: The runner is not known.
+        InvalidFieldError: A setting is wrong.
+        Exception: What the samples' iterable raised.
     """
-    run = _RUNNERS.get(runner) if isinstance(runner, str) else runner
-    if run is None:
-        raise InvalidFieldError("runner", f"{runner!r} is not registered: {sorted(_RUNNERS)}")
-    places, summary = asyncio.Semaphore(concurrency), RolloutSummary()
-
-    async def sample(prompt: Any, group_id: str, index: int) -> None:
-        session = client.session(
-            group_id=group_id, sample_index=index, group_size=n, sampling=sampling, export=export
-        )
-        async with places:
-            outcome = await _run_sample(
-                client, session, partial(run, prompt), timeout_s, (group_id, index)
-            )
-        summary.samples.append(outcome)
-        if on_sample is not None:
-            on_sample(outcome)
-
-    async with asyncio.TaskGroup() as group:
-        for prompt in prompts:
-            group_id = uuid.uuid4().hex
-            for index in range(n):
-                group.create_task(sample(prompt, group_id, index))
-    return summary
+    async with _rolling(client, samples, settings) as groups:
+        async for _ in groups:
+            pass
+    return groups.summary
 
 
-async def _run_sample(
-    client: Client,
-    opening: AbstractAsyncContextManager[Session],
-    run: Callable[[Session], Awaitable[float | None]],
-    timeout_s: float,
-    place: tuple[str, int],
-) -> SampleOutcome:
-    group_id, index = place
-    try:
-        async with opening as session:
-            limit = asyncio.timeout(timeout_s)
+@asynccontextmanager
+async def _rolling(
+    client: Client, samples: Samples, settings: RolloutSettings
+) -> AsyncIterator[Rollout]:
+    total = len(samples) * settings.n if isinstance(samples, Sized) else None
+    error: Exception | None = None
+    with showing(total, wanted=settings.progress) as show:
+        running = Rollout(client, samples, settings, show)
+        async with asyncio.TaskGroup() as tasks:
+            feeding = tasks.create_task(running.feed(tasks))
             try:
-                async with limit:
-                    session.reward = await run(session)
-            except TimeoutError:
-                if not limit.expired():
-                    raise  # the agent's own: it failed
-                await client.close_session(session, outcome="ABORTED")
-                return SampleOutcome(group_id, index, "ABORTED", None, f"over {timeout_s} s")
-            return SampleOutcome(group_id, index, "COMPLETED", session.reward)
-    except Exception as error:  # noqa: BLE001 - the edge to the user's code: a failed agent is data
-        place_fields = fields(group=group_id, sample=index, error=type(error).__name__)
-        _log.warning("agent failed", extra=place_fields)
-        text = "".join(traceback.format_exception_only(error)).strip()
-        return SampleOutcome(group_id, index, "FAILED", None, text)
+                yield running
+            except Exception as raised:  # noqa: BLE001 - raised below, as it was and not in a group
+                error = raised
+            feeding.cancel()
+            running.cancel()
+    if error is not None:
+        raise error
+
+
+async def _each(samples: Samples) -> AsyncIterator[Any]:
+    if isinstance(samples, AsyncIterable):
+        async for sample in samples:
+            yield sample
+    else:
+        for sample in samples:
+            yield sample

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -11,11 +11,15 @@ from typing import Any, TypeVar
 from rollmesh.client import client as async_client
 from rollmesh.client.client import MeshAddresses, Session
 from rollmesh.client.delivery import Subscription as AsyncSubscription
-from rollmesh.client.rollout import AgentRunner, RolloutSummary, rollout
+from rollmesh.client.groups import GroupOutcome
+from rollmesh.client.rollout import Rollout as AsyncRollout, Samples, rollout, rollout_groups
+from rollmesh.client.summary import RolloutSummary
 from rollmesh.client.trajectories import Delivery
+from rollmesh.client.transcripts import Transcript
 from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2
 
 _Result = TypeVar("_Result")
+_END_S = 60.0
 
 
 class _LoopThread:
@@ -29,11 +33,20 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        ended = threading.Event()
+
+        async def held() -> _Result:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(held(), self._loop)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C here ends the work there
+        except BaseException:  # Ctrl-C here ends the work there, in order: sessions are closed
             future.cancel()
+            ended.wait(_END_S)
             raise
 
     @contextmanager
@@ -121,6 +134,31 @@ class Subscription:
         self._thread.run(self._inner.acknowledge(*deliveries))
 
 
+class Rollout:
+    """A running rollout: iterates over its groups; see `rollmesh.client.Rollout`."""
+
+    def __init__(self, inner: AsyncRollout, thread: _LoopThread) -> None:
+        """Made by `Client.rollout_groups`."""
+        self._inner = inner
+        self._thread = thread
+
+    @property
+    def summary(self) -> RolloutSummary:
+        """What has come of it so far."""
+        return self._inner.summary
+
+    def __iter__(self) -> Iterator[GroupOutcome]:
+        """Iterates over the groups as they end."""
+        return self
+
+    def __next__(self) -> GroupOutcome:
+        """Waits for the next group to end."""
+        group = self._thread.run(anext(self._inner, None))
+        if group is None:
+            raise StopIteration
+        return group
+
+
 class Client(AbstractContextManager["Client"]):
     """One mesh, for programs without an event loop; see `rollmesh.client.Client`.
 
@@ -143,7 +181,7 @@ class Client(AbstractContextManager["Client"]):
         self._thread.close()
 
     def session(self, **options: Any) -> AbstractContextManager[Session]:
-        """Holds a session open; leaving closes it with `session.reward`, FAILED after an error."""
+        """Holds a session open; leaving closes it with `session.rewards`, FAILED after an error."""
         return self._thread.entered(self._inner.session(**options))
 
     def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
@@ -154,12 +192,19 @@ class Client(AbstractContextManager["Client"]):
         """Closes a session with its reward; returns the ids of its trajectories."""
         return self._thread.run(self._inner.close_session(session, **options))
 
-    def rollout(
-        self, prompts: Sequence[Any], *, runner: str | AgentRunner, **options: Any
-    ) -> RolloutSummary:
-        """Runs every prompt n times; see `rollmesh.client.rollout`."""
-        work = rollout(self._inner, prompts, runner=runner, **options)
-        return self._thread.run(work)
+    def transcript(self, session: Session) -> Transcript:
+        """Returns what was said so far in an open session."""
+        return self._thread.run(self._inner.transcript(session))
+
+    def rollout(self, samples: Samples, **settings: Any) -> RolloutSummary:
+        """Runs every sample n times; see `rollmesh.client.rollout`."""
+        return self._thread.run(rollout(self._inner, samples, **settings))
+
+    @contextmanager
+    def rollout_groups(self, samples: Samples, **settings: Any) -> Iterator[Rollout]:
+        """Rolls samples out while the block runs: `with ... as groups: for group in groups`."""
+        with self._thread.entered(rollout_groups(self._inner, samples, **settings)) as inner:
+            yield Rollout(inner, self._thread)
 
     @contextmanager
     def subscribe(self, consumer: str, **options: Any) -> Iterator[Subscription]:

@@ -75,6 +75,8 @@ class SessionResult:
     trajectories: tuple[Trajectory, ...]
     tree: TrajectoryTree | None = None
     """Instead of trajectories, where the session was opened with `export="tree"`."""
+    superseded: bool = False
+    """Whether another session has its place in the group: it failed and was tried again."""
 
     @classmethod
     def from_proto(cls, proto: types_pb2.SessionRecord) -> "SessionResult":
@@ -89,6 +91,7 @@ class SessionResult:
             dict(proto.metadata),
             tuple(map(Trajectory.from_proto, proto.trajectories)),
             TrajectoryTree.from_proto(proto.tree) if proto.HasField("tree") else None,
+            proto.superseded,
         )
 
 

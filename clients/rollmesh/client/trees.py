@@ -33,6 +33,8 @@ class TrajectoryTree:
     """int64 [N]: which node the token is of, 0 to M - 1."""
     parents: NDArray[np.int64]
     """int64 [M]: index of each node's parent, below its own; -1 for a root."""
+    turn_rewards: NDArray[np.float64]
+    """float64 [M]: reward of each node's turn alone; NaN where none was given."""
     nodes: tuple[types_pb2.TrajectoryNode, ...]
     """M of them: message, lineage, reasons, engine, prompt CRC."""
     reasons: tuple[str, ...]
@@ -65,6 +67,10 @@ class TrajectoryTree:
             position_ids=np.arange(bounds[-1]) + np.repeat(offsets, sizes),
             node_index=np.repeat(np.arange(len(parents)), sizes),
             parents=parents,
+            turn_rewards=np.array(
+                [node.reward if node.HasField("reward") else np.nan for node in proto.nodes],
+                np.float64,
+            ),
             nodes=tuple(proto.nodes),
             reasons=reason_names(proto.reasons),
         )

@@ -519,33 +519,37 @@ class CloseSessionRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
-    REWARD_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     outcome: _types_pb2.SessionOutcome.ValueType
     """How it ended."""
-    reward: _builtins.float
-    """Its reward."""
+    superseded: _builtins.bool
+    """Whether another session takes its place in the group: a further attempt at the same sample."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Added to the session's metadata; a key given here wins."""
+
+    @_builtins.property
+    def rewards(self) -> _types_pb2.SessionRewards:
+        """Its rewards: finite numbers, by ids that the session has."""
 
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         outcome: _types_pb2.SessionOutcome.ValueType = ...,
-        reward: _builtins.float | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        rewards: _types_pb2.SessionRewards | None = ...,
+        superseded: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rewards", b"rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "metadata", b"metadata", "outcome", b"outcome", "reward", b"reward", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "outcome", b"outcome", "rewards", b"rewards", "session_id", b"session_id", "superseded", b"superseded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
-    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseSessionRequest: _TypeAlias = CloseSessionRequest  # noqa: Y015
 
@@ -580,16 +584,20 @@ class GetSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    WITH_MESSAGES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
+    with_messages: _builtins.bool
+    """Whether the nodes' messages are wanted."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
+        with_messages: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "with_messages", b"with_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -650,6 +658,7 @@ class SessionNode(_message.Message):
     LINEAGE_FIELD_NUMBER: _builtins.int
     REASONS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session."""
     parent_node_id: _builtins.int
@@ -670,6 +679,10 @@ class SessionNode(_message.Message):
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FidelityReason.ValueType]:
         """What is to be known about it."""
 
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ChatMessage]:
+        """What the node says: one message, or a run of tool results. Only where the request wants it."""
+
     def __init__(
         self,
         *,
@@ -682,10 +695,11 @@ class SessionNode(_message.Message):
         lineage: _types_pb2.Lineage.ValueType = ...,
         reasons: _abc.Iterable[_types_pb2.FidelityReason.ValueType] | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType | None = ...,
+        messages: _abc.Iterable[_types_pb2.ChatMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "glue_tokens", b"glue_tokens", "lineage", b"lineage", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "glue_tokens", b"glue_tokens", "lineage", b"lineage", "messages", b"messages", "node_id", b"node_id", "parent_node_id", b"parent_node_id", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015

@@ -86,8 +86,10 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends a session with its reward and hands its trajectories to the collector. The close is
+        """Ends a session with its rewards and hands its trajectories to the collector. The close is
         durable before the answer. A repeat gives the first answer.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field, also where a reward is
+        of a turn or trajectory that the session does not have: it stays open as it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,8 +45,10 @@ class GatewayServiceStub:
     INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
-    """Ends a session with its reward and hands its trajectories to the collector. The close is
+    """Ends a session with its rewards and hands its trajectories to the collector. The close is
     durable before the answer. A repeat gives the first answer.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field, also where a reward is
+    of a turn or trajectory that the session does not have: it stays open as it was.
     """
     GetSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]
     """Shows a session's tree."""
@@ -70,8 +72,10 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Ends a session with its reward and hands its trajectories to the collector. The close is
+    """Ends a session with its rewards and hands its trajectories to the collector. The close is
     durable before the answer. A repeat gives the first answer.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field, also where a reward is
+    of a turn or trajectory that the session does not have: it stays open as it was.
     """
     GetSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]  # type: ignore[assignment]
     """Shows a session's tree."""
@@ -110,8 +114,10 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
-        """Ends a session with its reward and hands its trajectories to the collector. The close is
+        """Ends a session with its rewards and hands its trajectories to the collector. The close is
         durable before the answer. A repeat gives the first answer.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field, also where a reward is
+        of a turn or trajectory that the session does not have: it stays open as it was.
         """
 
     @_abc_1.abstractmethod

@@ -645,6 +645,7 @@ class TrajectoryNode(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     """Id, unique within the session; ascending in the order of the nodes."""
     parent_index: _builtins.int
@@ -671,6 +672,8 @@ class TrajectoryNode(_message.Message):
     """CRC-32 (IEEE) of the ids along the path before the first sampled one, little-endian bytes, as
     the engine received them. Only when sampled.
     """
+    reward: _builtins.float
+    """Reward of this turn alone. Only when sampled."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FidelityReason.ValueType]:
         """Why sampled tokens are not trained, or what else is to be known about the node."""
@@ -691,10 +694,11 @@ class TrajectoryNode(_message.Message):
         finish_reason: Global___FinishReason.ValueType | None = ...,
         engine_id: _builtins.str = ...,
         prompt_crc32: _builtins.int | None = ...,
+        reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "finish_reason", b"finish_reason", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "finish_reason", b"finish_reason", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "glue_tokens", b"glue_tokens", "lineage", b"lineage", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "role", b"role", "sampled", b"sampled", "start", b"start", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "_parent_index", b"_parent_index", "_prompt_crc32", b"_prompt_crc32", "_reward", b"_reward", "end", b"end", "engine_id", b"engine_id", "finish_reason", b"finish_reason", "glue_tokens", b"glue_tokens", "lineage", b"lineage", "node_id", b"node_id", "parent_index", b"parent_index", "prompt_crc32", b"prompt_crc32", "reasons", b"reasons", "reward", b"reward", "role", b"role", "sampled", b"sampled", "start", b"start", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
@@ -702,12 +706,16 @@ class TrajectoryNode(_message.Message):
     _WhichOneofArgType__parent_index: _TypeAlias = _typing.Literal["_parent_index", b"_parent_index"]  # noqa: Y015
     _WhichOneofReturnType__prompt_crc32: _TypeAlias = _typing.Literal["prompt_crc32"]  # noqa: Y015
     _WhichOneofArgType__prompt_crc32: _TypeAlias = _typing.Literal["_prompt_crc32", b"_prompt_crc32"]  # noqa: Y015
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_index) -> _WhichOneofReturnType__parent_index | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_crc32) -> _WhichOneofReturnType__prompt_crc32 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___TrajectoryNode: _TypeAlias = TrajectoryNode  # noqa: Y015
 
@@ -877,6 +885,7 @@ class SessionRecord(_message.Message):
     CLOSED_UNIX_MS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -895,6 +904,10 @@ class SessionRecord(_message.Message):
     """When the session was closed, milliseconds since 1970 UTC."""
     turns: _builtins.int
     """Number of turns answered to the agent."""
+    superseded: _builtins.bool
+    """Whether another session has its place in the group: it failed and was tried again. It is kept
+    and delivered by session, and is no part of its group.
+    """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What the opener of the session wanted carried along; opaque to rollmesh."""
@@ -924,10 +937,11 @@ class SessionRecord(_message.Message):
         closed_unix_ms: _builtins.int = ...,
         turns: _builtins.int = ...,
         tree: Global___TrajectoryTree | None = ...,
+        superseded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "sample_index", b"sample_index", "session_id", b"session_id", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

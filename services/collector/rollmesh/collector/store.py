@@ -29,6 +29,8 @@ CREATE TABLE IF NOT EXISTS progress (
 SESSION = int(collector_pb2.DELIVERY_UNIT_SESSION)
 GROUP = int(collector_pb2.DELIVERY_UNIT_GROUP)
 _RETRY_MS = 1000
+_NO_GROUP = ""
+"""Group key of superseded sessions."""
 
 
 class Unit(NamedTuple):
@@ -164,6 +166,10 @@ def _ingest(
     )
     if pages * page_bytes + len(data) > max_bytes:
         raise StoreFullError("the collector's store is full", retry_delay_ms=_RETRY_MS)
+    if record.superseded:  # another session has its place: it is no part of any group
+        _insert(db, record, _NO_GROUP, 1, data)
+        alone = _add_unit(db, SESSION, record.session_id)
+        return Ingested(duplicate=False, units=[alone] if alone else [])
     key = record.group_id or record.session_id
     size = max(record.group_size, 1) if record.group_id else 1  # a session without one is whole
     other = db.execute("SELECT group_size FROM sessions WHERE group_key = ? LIMIT 1", (key,))
@@ -172,10 +178,7 @@ def _ingest(
         raise InvalidFieldError(
             "group_size", f"is {size}, and group {key!r} has {row[0]}; give all its sessions one"
         )
-    db.execute(
-        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)",
-        (record.session_id, key, record.sample_index, size, len(record.trajectories), data),
-    )
+    _insert(db, record, key, size, data)
     units = [_add_unit(db, SESSION, record.session_id)]
     present = db.execute(
         "SELECT count(DISTINCT sample_index) FROM sessions WHERE group_key = ?", (key,)
@@ -183,6 +186,15 @@ def _ingest(
     if present == size:
         units.append(_add_unit(db, GROUP, key))
     return Ingested(duplicate=False, units=[unit for unit in units if unit])
+
+
+def _insert(
+    db: sqlite3.Connection, record: types_pb2.SessionRecord, key: str, size: int, data: bytes
+) -> None:
+    db.execute(
+        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)",
+        (record.session_id, key, record.sample_index, size, len(record.trajectories), data),
+    )
 
 
 def _add_unit(db: sqlite3.Connection, kind: int, unit_id: str) -> Unit | None:
@@ -228,7 +240,9 @@ def _load(db: sqlite3.Connection, consumer: str, unit: Unit) -> tuple[int, list[
 
 def _counts(db: sqlite3.Connection) -> Counts:
     sessions, trajectories, groups = db.execute(
-        "SELECT count(*), coalesce(sum(trajectories), 0), count(DISTINCT group_key) FROM sessions"
+        "SELECT count(*), coalesce(sum(trajectories), 0),"
+        " count(DISTINCT nullif(group_key, ?)) FROM sessions",
+        (_NO_GROUP,),
     ).fetchone()
     whole = db.execute("SELECT count(*) FROM units WHERE kind = ?", (GROUP,)).fetchone()[0]
     return Counts(sessions, trajectories, whole, groups - whole)

@@ -1,5 +1,7 @@
 """Checks of a session before it is stored; each error names the field."""
 
+import math
+
 from rollmesh.runtime.arrays import unpack_mask
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
@@ -45,6 +47,8 @@ def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:
     end = _check_runs(trajectory.segments, count, f"{field}.segments")
     if end != count or sum(s.end - s.start for s in trajectory.segments) != count:
         raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
+    for at, segment in enumerate(trajectory.segments):
+        _check_reward(segment, f"{field}.segments[{at}]")
 
 
 def _check_tree(tree: types_pb2.TrajectoryTree, field: str) -> None:
@@ -58,9 +62,19 @@ def _check_tree(tree: types_pb2.TrajectoryTree, field: str) -> None:
             raise InvalidFieldError(f"{field}.nodes[{at}].glue_tokens", "are more than its tokens")
         if node.HasField("parent_index") and node.parent_index >= at:
             raise InvalidFieldError(f"{field}.nodes[{at}].parent_index", "is no earlier node")
+        _check_reward(node, f"{field}.nodes[{at}]")
         end = node.end
     if end != count:
         raise InvalidFieldError(f"{field}.nodes", f"do not cover the {count} tokens")
+
+
+def _check_reward(turn: types_pb2.TrajectorySegment | types_pb2.TrajectoryNode, field: str) -> None:
+    if not turn.HasField("reward"):
+        return
+    if not turn.sampled:
+        raise InvalidFieldError(f"{field}.reward", "is of what was not sampled")
+    if not math.isfinite(turn.reward):
+        raise InvalidFieldError(f"{field}.reward", f"{turn.reward} is not a finite number")
 
 
 def _check_arrays(holder: types_pb2.Trajectory | types_pb2.TrajectoryTree, field: str) -> int:

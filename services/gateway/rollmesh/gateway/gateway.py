@@ -16,7 +16,8 @@ from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
 from rollmesh.gateway.fidelity import ExportMode, Fidelity
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.outbox import Outbox
-from rollmesh.gateway.record import exported_lineages, write_record
+from rollmesh.gateway.record import exported_lineages, trajectory_ids, write_record
+from rollmesh.gateway.rewards import check_rewards
 from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.gateway.turns import TurnRunner
@@ -213,14 +214,18 @@ class Gateway:
 
         Raises:
             SessionUnknownError: There is none with this id.
+            InvalidFieldError: A reward is of what the session does not have; it stays open.
         """
         closed = self._closed.get(request.session_id)
         if closed is not None:
             return closed
         session = self.session(request.session_id)
+        check_rewards(session.tree, trajectory_ids(session), request.rewards)
         session.closing = True
         try:
             await _end_turns(session)
+            # Again: a turn that was being committed may have gone on from a leaf.
+            check_rewards(session.tree, trajectory_ids(session), request.rewards)
             record = await asyncio.to_thread(write_record, session, request, clock.unix_ms())
             ids = [trajectory.trajectory_id for trajectory in record.trajectories]
             data = record.SerializeToString()

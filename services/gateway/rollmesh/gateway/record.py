@@ -11,8 +11,9 @@ from rollmesh.gateway.export import (
     pack_tree,
 )
 from rollmesh.gateway.fidelity import ExportMode
+from rollmesh.gateway.rewards import write_rewards
 from rollmesh.gateway.session import Session
-from rollmesh.gateway.tree import VersionSpan
+from rollmesh.gateway.tree import Node, VersionSpan
 from rollmesh.gateway.wire import write_reasons, write_role
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, pack_mask
 from rollmesh.v1 import gateway_pb2, types_pb2
@@ -21,7 +22,10 @@ from rollmesh.v1 import gateway_pb2, types_pb2
 def write_record(
     session: Session, request: gateway_pb2.CloseSessionRequest, closed_unix_ms: int
 ) -> types_pb2.SessionRecord:
-    """Returns the record of a session that `request` closes. Runs in a worker thread."""
+    """Returns the record of a session that `request` closes; its rewards are checked.
+
+    Runs in a worker thread.
+    """
     spec, tree = session.spec, session.tree
     session.mark_orphans()
     packed, trajectories = None, []
@@ -32,20 +36,36 @@ def write_record(
             trajectories = [_write_trajectory(spec.session_id, one) for one in export_turns(tree)]
         case ExportMode.LEAVES:
             trajectories = [_write_trajectory(spec.session_id, one) for one in export_tree(tree)]
-    return types_pb2.SessionRecord(
+    record = types_pb2.SessionRecord(
         session_id=spec.session_id,
         group_id=spec.group_id,
         sample_index=spec.sample_index,
         group_size=spec.group_size,
         outcome=request.outcome,
-        reward=request.reward if request.HasField("reward") else None,
         metadata={**spec.metadata, **request.metadata},
         trajectories=trajectories,
         opened_unix_ms=spec.opened_unix_ms,
         closed_unix_ms=closed_unix_ms,
         turns=tree.turns,
         tree=packed,
+        superseded=request.superseded,
     )
+    write_rewards(record, request.rewards)
+    return record
+
+
+def trajectory_ids(session: Session) -> set[str] | None:
+    """Returns the ids of the trajectories that a close gives; None where the tree is exported."""
+    spec, tree = session.spec, session.tree
+    ends: Iterable[Node]
+    match ExportMode(spec.export_mode):
+        case ExportMode.TREE:
+            return None
+        case ExportMode.TURNS:
+            ends = (node for node in tree.nodes.values() if node.sample is not None)
+        case ExportMode.LEAVES:
+            ends = tree.leaves()
+    return {_trajectory_id(spec.session_id, node.node_id) for node in ends}
 
 
 def exported_lineages(record: types_pb2.SessionRecord) -> list[str]:
@@ -57,10 +77,14 @@ def exported_lineages(record: types_pb2.SessionRecord) -> list[str]:
     return [types_pb2.Lineage.Name(one).removeprefix("LINEAGE_").lower() for one in found]
 
 
+def _trajectory_id(session_id: str, leaf_node_id: int) -> str:
+    return f"{session_id}-{leaf_node_id}"
+
+
 def _write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Trajectory:
     """Returns the proto of an exported trajectory."""
     return types_pb2.Trajectory(
-        trajectory_id=f"{session_id}-{trajectory.leaf_node_id}",
+        trajectory_id=_trajectory_id(session_id, trajectory.leaf_node_id),
         session_id=session_id,
         leaf_node_id=trajectory.leaf_node_id,
         lineage=types_pb2.Lineage.ValueType(trajectory.lineage),

@@ -85,7 +85,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         session = self.gateway.session(request.session_id)
         return gateway_pb2.GetSessionResponse(
             session_id=request.session_id,
-            nodes=write_nodes(session.tree),
+            nodes=write_nodes(session.tree, with_messages=request.with_messages),
             turns=session.tree.turns,
             in_flight=len(session.in_flight),
         )

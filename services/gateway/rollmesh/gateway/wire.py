@@ -137,6 +137,8 @@ def write_message(message: Message) -> types_pb2.ChatMessage:
             for call in message.tool_calls
         ],
         reasoning_content=message.reasoning or None,
+        tool_call_id=message.tool_call_id or None,
+        name=message.name or None,
     )
 
 
@@ -170,11 +172,14 @@ def _write_done(answered: Answered) -> gateway_pb2.ChatDone:
     )
 
 
-def write_nodes(tree: Tree) -> Iterable[gateway_pb2.SessionNode]:
+def write_nodes(tree: Tree, *, with_messages: bool) -> Iterable[gateway_pb2.SessionNode]:
     """Yields the protos of a tree's nodes, parents first."""
     found = lineages(tree, tree.nodes.values())
     for node in tree.nodes.values():
-        yield _write_node(node, found[node.node_id])
+        result = _write_node(node, found[node.node_id])
+        if with_messages:
+            result.messages.extend(map(write_message, node.unit))
+        yield result
 
 
 def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:

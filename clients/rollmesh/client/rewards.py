@@ -1,0 +1,98 @@
+"""Rewards of one session: of the whole, of single trajectories, of single turns."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import types_pb2
+
+_ANSWER = "chatcmpl-"
+
+
+@dataclass(slots=True)
+class Rewards:
+    """What a session earned; what is left out stays without a reward.
+
+    A reward of the session holds for all its trajectories that have none of their own.
+    """
+
+    session: float | None = None
+    """Reward of the whole session."""
+    trajectories: dict[str, float] = field(default_factory=dict)
+    """By trajectory id, or by the id of the answer that the trajectory ends with."""
+    turns: dict[str | int, float] = field(default_factory=dict)
+    """By the id of the answer that the agent got (`chatcmpl-...`), or by node id."""
+
+    def to_proto(self, session_id: str) -> types_pb2.SessionRewards:
+        """Returns the wire form.
+
+        Raises:
+            InvalidFieldError: A reward is not a finite number, or an id is another session's.
+        """
+        values = (*self.trajectories.values(), *self.turns.values())
+        _check_finite(values if self.session is None else (self.session, *values))
+        return types_pb2.SessionRewards(
+            reward=self.session,
+            trajectory_rewards={
+                trajectory_id.removeprefix(_ANSWER): reward
+                for trajectory_id, reward in self.trajectories.items()
+            },
+            turn_rewards={
+                _node_id(turn, session_id): reward for turn, reward in self.turns.items()
+            },
+        )
+
+
+def read_rewards(value: object) -> Rewards:
+    """Returns the rewards that a runner or a reward function gave.
+
+    Args:
+        value: A number; `Rewards`; None; or, as runners elsewhere say it in JSON, a mapping with
+            `reward`, `trajectory_rewards` and `turn_rewards`, each of which may be absent.
+
+    Raises:
+        InvalidFieldError: It is something else.
+    """
+    if value is None:
+        return Rewards()
+    if isinstance(value, Rewards):
+        return value
+    if isinstance(value, Mapping):
+        return _of_mapping(value)
+    try:
+        return Rewards(session=float(value))  # type: ignore[arg-type]  # NumPy's and torch's too
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError(
+            "reward",
+            f"{type(value).__name__} is no reward; return a number, Rewards or None, "
+            "or give the rollout a reward function that reads it",
+        ) from error
+
+
+def _of_mapping(value: Mapping[str, Any]) -> Rewards:
+    reward = value.get("reward")
+    parts = [value.get(name) or {} for name in ("trajectory_rewards", "turn_rewards")]
+    try:
+        trajectories, turns = ({key: float(part[key]) for key in part} for part in parts)
+        return Rewards(None if reward is None else float(reward), trajectories, turns)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError("reward", f"{value!r:.200} has one that is no number") from error
+
+
+def _node_id(turn: str | int, session_id: str) -> int:
+    if isinstance(turn, int) or turn.isdecimal():  # a JSON object's keys are text
+        return int(turn)
+    of, _, node_id = turn.removeprefix(_ANSWER).rpartition("-")
+    if of != session_id or not node_id.isdecimal():
+        raise InvalidFieldError(
+            "rewards.turns", f"{turn!r} is no answer of session {session_id}", turn=turn
+        )
+    return int(node_id)
+
+
+def _check_finite(rewards: Iterable[float]) -> None:
+    for reward in rewards:
+        if not math.isfinite(reward):
+            raise InvalidFieldError("rewards", f"{reward} is not a finite number")

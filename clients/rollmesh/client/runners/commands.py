@@ -1,0 +1,226 @@
+"""Agents as commands: one process for each session, with the base URL and key in its environment.
+
+The protocol is in docs/runners.md. Whatever happens, nothing of the command's process group is left
+when the runner is done; a process that leaves its group (setsid) is beyond reach.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollmesh.client.client import Session
+from rollmesh.client.supervision import shielded
+from rollmesh.runtime.errors import InvalidFieldError
+
+_ERROR_BYTES = 2_000
+_MAX_RESULT_BYTES = 16 * 1024 * 1024
+_DRAIN_S = 2.0
+_REAP_S = 5.0
+_NAMES = ("session_id", "sample_file", "result_file")
+
+
+class CommandError(Exception):
+    """A command failed; the message ends with the last of what it wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandRunner:
+    """Runs a command for each session; an `AgentRunner`."""
+
+    argv: Sequence[str]
+    """The command. `{base_url}`, `{model}`, `{session_id}`, `{sample_file}` and `{result_file}` are
+    filled in; the key is in the environment only, because everybody can read command lines."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's environment; wins over it, and the protocol's names over both."""
+    cwd: Path | None = None
+    """Where it runs; None: a folder of its own, gone afterwards."""
+    model: str = "policy"
+    """Name of the model, for agents that must be told one."""
+    encode: Callable[[Any], Any] = lambda sample: sample
+    """Makes what is written as JSON of a sample."""
+    grace_s: float = 10.0
+    """From SIGTERM to SIGKILL, seconds; shorter where the rollout's grace is."""
+    max_output_bytes: int = 64 * 1024
+    """What is kept of the end of standard output and of standard error, each."""
+
+    async def __call__(self, sample: Any, session: Session) -> Any:
+        """Runs the command; returns its result as JSON values, None where it gives none.
+
+        Raises:
+            CommandError: It did not start, ended with another code than 0, or its result cannot be
+                read.
+            InvalidFieldError: The sample is not JSON.
+        """
+        with tempfile.TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            (folder / "sample.json").write_text(self._sample(sample))
+            async with _tails(self.max_output_bytes) as (output, errors):
+                process = await self._start(folder, session, output, errors)
+                await self._until_ended(process)
+                await _drained(output, errors)
+            if process.returncode:
+                raise CommandError(_why(self.argv, process.returncode, errors, output))
+            return _result(folder / "result.json", output)
+
+    def _sample(self, sample: Any) -> str:
+        try:
+            return json.dumps(self.encode(sample))
+        except (TypeError, ValueError) as error:
+            raise InvalidFieldError("sample", f"{error}; give the runner an `encode`") from error
+
+    async def _start(
+        self, folder: Path, session: Session, output: "_Tail", errors: "_Tail"
+    ) -> asyncio.subprocess.Process:
+        files = {"sample_file": folder / "sample.json", "result_file": folder / "result.json"}
+        filled = {
+            "base_url": session.base_url,
+            "model": self.model,
+            "session_id": session.session_id,
+            **{name: str(path) for name, path in files.items()},
+        }
+        argv = [_filled(argument, filled) for argument in self.argv]
+        (folder / "work").mkdir()
+        with (folder / "sample.json").open("rb") as stdin:
+            try:
+                return await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=stdin,
+                    stdout=output.write_end,
+                    stderr=errors.write_end,
+                    cwd=self.cwd or folder / "work",
+                    env=self._environment(session, filled),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise CommandError(f"{argv[0]} did not start: {error}") from error
+            finally:
+                output.close_write_end()
+                errors.close_write_end()
+
+    def _environment(self, session: Session, filled: Mapping[str, str]) -> dict[str, str]:
+        return {
+            **os.environ,  # noqa: TID251 - handed on as it is, as any shell does
+            **self.env,
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "OPENAI_MODEL": self.model,
+            **{f"ROLLMESH_{name.upper()}": filled[name] for name in _NAMES},
+        }
+
+    async def _until_ended(self, process: asyncio.subprocess.Process) -> None:
+        """Waits for the process; kills what is left of its group, however it ends."""
+        try:
+            try:
+                await process.wait()
+            except asyncio.CancelledError:
+                _signal(process, signal.SIGTERM)
+                with suppress(TimeoutError):  # a second cancellation does not wait any more
+                    async with asyncio.timeout(self.grace_s):
+                        await process.wait()
+                raise
+        finally:
+            _signal(process, signal.SIGKILL)
+            await shielded(process.wait(), _REAP_S)
+
+
+class _Tail(asyncio.Protocol):
+    """The reading end of a pipe, which keeps the last bytes and forgets the others."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.data = bytearray()
+        self.cut = False
+        """Whether something was forgotten."""
+        self.ended = asyncio.Event()
+        self._max_bytes = max_bytes
+        self.read_end, self.write_end = os.pipe()
+
+    def close_write_end(self) -> None:
+        """Leaves the writing end to the process."""
+        if self.write_end >= 0:
+            os.close(self.write_end)
+            self.write_end = -1
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+        if len(self.data) > self._max_bytes:
+            del self.data[: -self._max_bytes]
+            self.cut = True
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's
+        self.ended.set()
+
+
+@asynccontextmanager
+async def _tails(max_bytes: int) -> AsyncIterator[tuple[_Tail, _Tail]]:
+    tails = _Tail(max_bytes), _Tail(max_bytes)
+    transports: list[asyncio.BaseTransport] = []
+    loop = asyncio.get_running_loop()
+    try:
+        for tail in tails:
+            pipe = os.fdopen(tail.read_end, "rb", buffering=0)
+            transports.append((await loop.connect_read_pipe(partial(_same, tail), pipe))[0])
+        yield tails
+    finally:
+        for transport in transports:
+            transport.close()
+        for tail in tails:
+            tail.close_write_end()
+
+
+def _same(tail: _Tail) -> _Tail:
+    return tail
+
+
+async def _drained(*tails: _Tail) -> None:
+    """Reads what is still in the pipes; a process outside of the group may hold them open."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            for tail in tails:
+                await tail.ended.wait()
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    with suppress(ProcessLookupError):  # nobody is left in the group
+        os.killpg(process.pid, number)
+
+
+def _filled(argument: str, values: Mapping[str, str]) -> str:
+    """Fills in the names we know; other braces are the command's own."""
+    for name, value in values.items():
+        argument = argument.replace(f"{{{name}}}", value)
+    return argument
+
+
+def _why(argv: Sequence[str], code: int, errors: _Tail, output: _Tail) -> str:
+    ended = f"ended with {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    said = bytes(errors.data or output.data)[-_ERROR_BYTES:].decode(errors="replace").strip()
+    return f"{argv[0]} {ended}" + (f": {said}" if said else "")
+
+
+def _result(path: Path, output: _Tail) -> Any:
+    """Returns what the result file says, else the last line of output where that is JSON."""
+    if path.exists():
+        if path.stat().st_size > _MAX_RESULT_BYTES:
+            raise CommandError(f"the result file has over {_MAX_RESULT_BYTES} bytes")
+        try:
+            return json.loads(path.read_bytes())
+        except ValueError as error:
+            raise CommandError(f"the result file is not JSON: {error}") from error
+    text = bytes(output.data).rstrip()
+    if output.cut and b"\n" not in text:
+        size = len(output.data)
+        raise CommandError(
+            f"output's last line has over {size} bytes; write the result to the file"
+        )
+    try:
+        return json.loads(text[text.rfind(b"\n") + 1 :])
+    except ValueError:
+        return None

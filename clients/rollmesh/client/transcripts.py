@@ -1,0 +1,89 @@
+"""What was said in a session, for those who score it: messages as text, turn by turn."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptTurn:
+    """One answer of the model."""
+
+    answer_id: str
+    """What the agent got as the completion's id."""
+    node_id: int
+    parent_node_id: int
+    """What it answered; the conversation goes on from there."""
+    lineage: str
+    """MAIN, SIBLING, BRANCH, ROOT, AUXILIARY, SUB_AGENT or COMPACTION."""
+    finish_reason: str
+    """STOP or LENGTH."""
+    message: dict[str, Any]
+    """The answer, in OpenAI's form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """An open session's conversation tree as text."""
+
+    turns: tuple[TranscriptTurn, ...]
+    """In the order in which they were answered."""
+    _nodes: dict[int, tuple[int, list[dict[str, Any]]]]
+    """Parent and messages by node id."""
+
+    @classmethod
+    def from_proto(cls, proto: gateway_pb2.GetSessionResponse) -> "Transcript":
+        """Reads a session's tree."""
+        nodes = {
+            node.node_id: (node.parent_node_id, [_message(message) for message in node.messages])
+            for node in proto.nodes
+        }
+        turns = (
+            TranscriptTurn(
+                f"chatcmpl-{proto.session_id}-{node.node_id}",
+                node.node_id,
+                node.parent_node_id,
+                types_pb2.Lineage.Name(node.lineage).removeprefix("LINEAGE_"),
+                types_pb2.FinishReason.Name(node.finish_reason).removeprefix("FINISH_REASON_"),
+                nodes[node.node_id][1][0],
+            )
+            for node in proto.nodes
+            if node.sampled
+        )
+        return cls(tuple(turns), nodes)
+
+    @property
+    def last(self) -> TranscriptTurn | None:
+        """The last turn of the agent's work; None where it never got an answer."""
+        return next((turn for turn in reversed(self.turns) if turn.lineage != "AUXILIARY"), None)
+
+    def messages(self, turn: TranscriptTurn | None = None) -> list[dict[str, Any]]:
+        """Returns the conversation that ends with a turn, by default the last one's."""
+        end = turn or self.last
+        found: list[list[dict[str, Any]]] = []
+        at = end.node_id if end else 0
+        while at:
+            at, said = self._nodes[at]
+            found.append(said)
+        return [message for said in reversed(found) for message in said]
+
+
+def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "role": types_pb2.Role.Name(message.role).removeprefix("ROLE_").lower(),
+        "content": message.content if message.HasField("content") else None,
+    }
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_json},
+            }
+            for call in message.tool_calls
+        ]
+    for name in ("tool_call_id", "reasoning_content", "name"):
+        if message.HasField(name):
+            found[name] = getattr(message, name)
+    return found
