@@ -1,7 +1,7 @@
 """The SDK for trainers and agent runners."""
 
 from rollmesh.client.client import Client, MeshAddresses, Session
-from rollmesh.client.delivery import Subscription
+from rollmesh.client.delivery import SubscribeOptions, Subscription
 from rollmesh.client.rollout import (
     AgentRunner,
     RolloutSummary,
@@ -21,6 +21,7 @@ __all__ = [
     "SampleOutcome",
     "Session",
     "SessionResult",
+    "SubscribeOptions",
     "Subscription",
     "Trajectory",
     "WeightsPushError",

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,10 @@ class _LoopThread:
             target=self._loop.run_forever, name="rollmesh-client", daemon=True
         )
         self._thread.start()
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Calls a function on the loop, soon."""
+        self._loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -120,6 +124,10 @@ class Subscription:
         """Says that deliveries are safe here; returns once the collector has that on disk."""
         self._thread.run(self._inner.acknowledge(*deliveries))
 
+    def report_version(self, policy_version: int) -> None:
+        """Says which policy version is trained from now on."""
+        self._thread.call(self._inner.report_version, policy_version)
+
 
 class Client(AbstractContextManager["Client"]):
     """One mesh, for programs without an event loop; see `rollmesh.client.Client`.
@@ -160,6 +168,10 @@ class Client(AbstractContextManager["Client"]):
         """Runs every prompt n times; see `rollmesh.client.rollout`."""
         work = rollout(self._inner, prompts, runner=runner, **options)
         return self._thread.run(work)
+
+    def set_rewards(self, session_id: str, **rewards: Any) -> None:
+        """Gives a closed session rewards."""
+        self._thread.run(self._inner.set_rewards(session_id, **rewards))
 
     @contextmanager
     def subscribe(self, consumer: str, **options: Any) -> Iterator[Subscription]:

@@ -14,7 +14,7 @@ from rollmesh.runtime.arrays import (
     unpack_mask,
 )
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import collector_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +115,7 @@ class Delivery:
     """1 the first time."""
     sessions: tuple[SessionResult, ...]
     """One, or all of the group in order of sample_index."""
+    removed: tuple[collector_pb2.RemovedTrajectories, ...] = ()
+    """What the subscription's filter took out of the sessions."""
+    partial: bool = False
+    """Whether the group has fewer samples than were announced."""

@@ -12,7 +12,15 @@ class CollectorConfig(ServerConfig):
 
     port: int = 7300
     """Port to listen on; 0 takes a free one."""
+    store: str = "sqlite"
+    """Where sessions are kept: sqlite (a file in data_dir) or redis://host:port/db, which several
+    collectors may share."""
     data_dir: Path = Path("var/collector")
-    """Folder of the store."""
+    """Folder of the SQLite store."""
     max_stored_bytes: int = 64 * 1024**3
     """Bytes of sessions after which no more are taken."""
+    retain_settled_ms: int = 24 * 3600 * 1000
+    """Time that a session stays after every known consumer has settled it, milliseconds. Near
+    max_stored_bytes settled sessions go at once."""
+    tick_ms: int = 200
+    """How often deadlines of groups and of rewards are looked at, milliseconds."""

@@ -8,7 +8,10 @@ import grpc
 
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.store import SCHEMA, SCHEMA_VERSION, SqliteStore
+from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
+from rollmesh.collector.sqlite_store import SqliteStore
+from rollmesh.collector.store import Retention, Store
+from rollmesh.collector.upkeep import keep_up
 from rollmesh.runtime.database import Database
 from rollmesh.v1 import collector_pb2_grpc
 
@@ -29,19 +32,29 @@ class CollectorService:
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Opens the store and owns the readers of the streams."""
-        path = self._config.data_dir / "collector.sqlite"
-        async with Database(path, SCHEMA, SCHEMA_VERSION) as database, asyncio.TaskGroup() as tasks:
-            self._servicer.store = SqliteStore(database, self._config.max_stored_bytes)
-            self._servicer.tasks = tasks
-            await self._servicer.restore()
+        """Opens the store; owns the readers of the streams and what runs beside them."""
+        subscriptions = self._servicer.subscriptions
+        async with self._open_store() as store, asyncio.TaskGroup() as tasks:
+            self._servicer.store = subscriptions.store = store
+            subscriptions.tasks = tasks
+            await subscriptions.restore()
+            upkeep = tasks.create_task(keep_up(store, subscriptions, self._config.tick_ms))
             yield
+            upkeep.cancel()
 
     async def drain(self) -> None:
         """Ends the streams of the consumers, who come back to the successor."""
-        self._servicer.end_streams()
+        self._servicer.subscriptions.end_streams()
 
     async def failed(self) -> str:
         """Waits for ever: a collector fails only with its process."""
         await asyncio.Event().wait()
         return ""
+
+    @asynccontextmanager
+    async def _open_store(self) -> AsyncIterator[Store]:
+        config = self._config
+        retention = Retention(config.retain_settled_ms, config.max_stored_bytes)
+        path = config.data_dir / "collector.sqlite"
+        async with Database(path, SCHEMA, VERSION) as database:
+            yield SqliteStore(database, retention)
