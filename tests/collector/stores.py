@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.collector.filters import judge
+from rollmesh.collector.redis_client import connected
+from rollmesh.collector.redis_store import RedisStore
 from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
 from rollmesh.collector.store import Loaded, Retention, Settlement, Store, Unit
@@ -20,6 +22,13 @@ KEEP = Retention(settled_ms=10**12, max_bytes=2**30)
 async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterator[Store]:
     async with Database(folder / "collector.sqlite", SCHEMA, VERSION) as database:
         yield SqliteStore(database, retention)
+
+
+@asynccontextmanager
+async def redis_store(url: str, retention: Retention = KEEP) -> AsyncIterator[Store]:
+    async with connected(url) as client:
+        await client.run("FLUSHALL")
+        yield RedisStore(client, retention)
 
 
 class Reader:

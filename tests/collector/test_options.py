@@ -202,7 +202,7 @@ async def test_open_groups_are_listed(stub: Any) -> None:
         ),
         pytest.param(
             "ListOpenGroups",
-            pb.ListOpenGroupsRequest(page_token="x"),
+            pb.ListOpenGroupsRequest(page_token="x"),  # noqa: S106
             "page_token",
             id="token",
         ),

@@ -11,7 +11,8 @@ from rollmesh.collector.store import Settlement, Store
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 from tests.collector.records import record, trajectory
-from tests.collector.stores import Reader, fill, sqlite_store
+from tests.collector.redis_server import redis_server
+from tests.collector.stores import Reader, fill, redis_store, sqlite_store
 
 GROUP = pb.DELIVERY_UNIT_GROUP
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
@@ -19,10 +20,14 @@ LATEST = pb.Position(end=pb.LOG_END_LATEST)
 MAIN_ONLY = pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN])
 
 
-@pytest.fixture(params=["sqlite"])
+@pytest.fixture(params=["sqlite", "redis"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    async with sqlite_store(tmp_path) as store:
-        yield store
+    if request.param == "sqlite":
+        async with sqlite_store(tmp_path) as store:
+            yield store
+    else:
+        async with redis_server(tmp_path) as server, redis_store(server.url) as store:
+            yield store
 
 
 def group(name: str, *samples: int, size: int = 3) -> list[types_pb2.SessionRecord]:

@@ -12,6 +12,7 @@ from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
 from rollmesh.collector.store import Retention, Store
 from rollmesh.collector.upkeep import keep_up
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.database import Database
 from rollmesh.v1 import collector_pb2_grpc
 
@@ -55,6 +56,23 @@ class CollectorService:
     async def _open_store(self) -> AsyncIterator[Store]:
         config = self._config
         retention = Retention(config.retain_settled_ms, config.max_stored_bytes)
+        if config.store != "sqlite":
+            async with _redis_store(config.store, retention) as store:
+                yield store
+            return
         path = config.data_dir / "collector.sqlite"
         async with Database(path, SCHEMA, VERSION) as database:
             yield SqliteStore(database, retention)
+
+
+@asynccontextmanager
+async def _redis_store(url: str, retention: Retention) -> AsyncIterator[Store]:
+    try:  # an extra: the SQLite store does without
+        from rollmesh.collector.redis_client import connected  # noqa: PLC0415
+        from rollmesh.collector.redis_store import RedisStore  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            "store: a Redis needs the redis package: pip install 'rollmesh[collector-redis]'"
+        ) from error
+    async with connected(url) as client:
+        yield RedisStore(client, retention)

@@ -14,6 +14,7 @@ from rollmesh.collector.store import (
     GROUP_LOG,
     RETRY_MS,
     SESSION_LOG,
+    counts_of,
     log_of,
     own_log,
 )
@@ -289,12 +290,7 @@ def add_filtered(db: sqlite3.Connection, owner: str, entry: pb.FilteredEntry) ->
         "INSERT INTO filtered (owner, unit_id, entry) VALUES (?, ?, ?)",
         (owner, entry.delivery_id, entry.SerializeToString()),
     )
-    counts = dict.fromkeys((part.reason for part in entry.removed), (0, 0))
-    for part in entry.removed:
-        counts[part.reason] = (0, counts[part.reason][1] + part.count)
-    if entry.reason:
-        counts[entry.reason] = (1, counts.get(entry.reason, (0, 0))[1])
-    for reason, (units, trajectories) in counts.items():
+    for reason, (units, trajectories) in counts_of(entry).items():
         db.execute(
             "INSERT INTO filtered_counts VALUES (?1, ?2, ?3, ?4) ON CONFLICT (owner, reason)"
             " DO UPDATE SET units = units + ?3, trajectories = trajectories + ?4",

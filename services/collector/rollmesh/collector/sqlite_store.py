@@ -17,9 +17,10 @@ from rollmesh.collector.store import (
     Sought,
     Standing,
     Unit,
+    read_token,
 )
 from rollmesh.runtime.database import Database
-from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
+from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _RETAIN_BATCHES = 20
@@ -156,17 +157,6 @@ class SqliteStore:
             if not self._retained_to:
                 break
         return removed
-
-
-def read_token(page_token: str) -> int:
-    """Reads the token of a page; empty begins.
-
-    Raises:
-        InvalidFieldError: It is none of ours.
-    """
-    if (page_token and not page_token.isascii()) or not (page_token or "0").isdigit():
-        raise InvalidFieldError("page_token", "give the next_page_token of a page, or none")
-    return int(page_token or "0")
 
 
 def _open_groups(

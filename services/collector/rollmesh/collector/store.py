@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from rollmesh.collector.filters import Verdict
 from rollmesh.collector.groups import is_default
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 SESSION = int(pb.DELIVERY_UNIT_SESSION)
@@ -270,3 +271,14 @@ def counts_of(entry: pb.FilteredEntry) -> dict[int, tuple[int, int]]:
         units, trajectories = counts.get(entry.reason, (0, 0))
         counts[entry.reason] = (units + 1, trajectories)
     return counts
+
+
+def read_token(page_token: str) -> int:
+    """Reads the token of a page; empty begins.
+
+    Raises:
+        InvalidFieldError: It is none of ours.
+    """
+    if (page_token and not page_token.isascii()) or not (page_token or "0").isdigit():
+        raise InvalidFieldError("page_token", "give the next_page_token of a page, or none")
+    return int(page_token or "0")
