@@ -141,7 +141,7 @@ async def test_a_redis_without_memory_pushes_back_and_still_delivers(tmp_path: P
         await fill(store, [record("a")])
         reader = await Reader.open(store)
         (unit,) = await reader.fetch()
-        await client.run("CONFIG SET", "maxmemory", "1mb")
+        await client.run("CONFIG SET", "maxmemory", "1")
         with pytest.raises(StoreFullError):
             await store.ingest(record("b"), 0)
         await client.run("CONFIG SET", "maxmemory", "0")
