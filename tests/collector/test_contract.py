@@ -202,8 +202,10 @@ class GatedStore(SqliteStore):
         self.stored = asyncio.Event()
         self.answer = asyncio.Event()
 
-    async def ingest(self, record: types_pb2.SessionRecord, now_ms: int) -> bool:
-        result = await super().ingest(record, now_ms)
+    async def ingest(
+        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+    ) -> bool:
+        result = await super().ingest(record, now_ms, hold_ms)
         self.stored.set()
         await self.answer.wait()
         return result

@@ -24,3 +24,14 @@ class CollectorConfig(ServerConfig):
     max_stored_bytes settled sessions go at once."""
     tick_ms: int = 200
     """How often deadlines of groups and of rewards are looked at, milliseconds."""
+    scorer: str = ""
+    """What gives sessions without a reward one before they are delivered: package.module:function,
+    run in worker processes, or grpc://host:port of a ScorerService; empty: nothing."""
+    scorer_workers: int = 2
+    """Sessions that are scored at the same time."""
+    scorer_timeout_ms: int = 60_000
+    """Time for one try to score a session, milliseconds; a worker that is late is killed."""
+    scorer_tries: int = 3
+    """Tries to score a session; after the last it is delivered without a reward."""
+    scorer_hold_ms: int = 3_600_000
+    """Longest wait of a session for its scorer in all, milliseconds; then it goes out without."""

@@ -29,6 +29,11 @@ REWARDS = Counter(
     "Rewards set after their session.",
     ["kind"],
 )
+SCORES = Counter(
+    "rollmesh_collector_scores_total",
+    "Sessions scored or given up, and tries that failed.",
+    ["outcome"],
+)
 REMOVED = Counter(
     "rollmesh_collector_removed_sessions_total", "Sessions removed after all had settled them."
 )

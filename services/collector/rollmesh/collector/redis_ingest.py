@@ -31,13 +31,17 @@ class _Log(NamedTuple):
 
 
 async def ingest(
-    client: RedisClient, record: types_pb2.SessionRecord, now_ms: int, max_bytes: int
+    client: RedisClient,
+    record: types_pb2.SessionRecord,
+    now_ms: int,
+    due_ms: int | None,
+    max_bytes: int,
 ) -> bool:
     """Stores a session; says whether it is a repeat."""
     head, arrays = split(record)
     key = record.group_id or record.session_id
     size = max(record.group_size, 1) if record.group_id else 1
-    due = str(now_ms + record.reward_timeout_ms) if record.HasField("reward_timeout_ms") else ""
+    due = "" if due_ms is None else str(due_ms)
     deadlines: list[str | int] = []
     for log in await group_logs(client):
         if log.hello.groups.HasField("deadline_ms"):

@@ -29,6 +29,7 @@ from rollmesh.collector.store import (
     Sought,
     Standing,
     Unit,
+    due_of,
     filtered_counts,
     log_of,
     own_log,
@@ -60,9 +61,19 @@ class RedisStore:
         self._news = b""
         self._retained_to = 0
 
-    async def ingest(self, record: types_pb2.SessionRecord, now_ms: int) -> bool:
+    async def ingest(
+        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+    ) -> bool:
         """Stores a session."""
-        return await redis_ingest.ingest(self._client, record, now_ms, self._retention.max_bytes)
+        due_ms = due_of(record, now_ms, hold_ms)
+        return await redis_ingest.ingest(
+            self._client, record, now_ms, due_ms, self._retention.max_bytes
+        )
+
+    async def waiting(self, limit: int) -> list[str]:
+        """Returns the ids of sessions that wait for rewards."""
+        found = await self._client.run("ZRANGE", self._client.key("due"), 0, limit - 1)
+        return list(map(text, found))
 
     async def set_rewards(
         self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int

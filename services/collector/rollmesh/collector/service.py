@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 import grpc
 
 from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector.scorers import open_scorers
+from rollmesh.collector.scoring import Scoring
 from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
@@ -40,8 +42,26 @@ class CollectorService:
             subscriptions.tasks = tasks
             await subscriptions.restore()
             upkeep = tasks.create_task(keep_up(store, subscriptions, self._config.tick_ms))
-            yield
+            async with self._scoring(store):
+                yield
             upkeep.cancel()
+
+    @asynccontextmanager
+    async def _scoring(self, store: Store) -> AsyncIterator[None]:
+        """Scores what comes without a reward, where a scorer is named."""
+        config = self._config
+        if not config.scorer:
+            yield
+            return
+        scoring = Scoring(store, self._servicer.subscriptions, config.scorer_tries)
+        self._servicer.scoring, self._servicer.score_hold_ms = scoring, config.scorer_hold_ms
+        opening = open_scorers(
+            config.scorer, config.scorer_workers, config.scorer_timeout_ms / 1000
+        )
+        async with opening as scorers, asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(scoring.run(scorers))
+            yield
+            running.cancel()
 
     async def drain(self) -> None:
         """Ends the streams of the consumers, who come back to the successor."""

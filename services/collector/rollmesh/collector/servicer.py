@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 from rollmesh.collector import metrics
 from rollmesh.collector.delivery import Consumer
+from rollmesh.collector.scoring import Scoring, wants_score
 from rollmesh.collector.store import Store
 from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.collector.validation import (
@@ -36,6 +37,8 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
     def __init__(self) -> None:
         """Begins without consumers."""
         self.subscriptions = Subscriptions()
+        self.scoring: Scoring | None = None
+        self.score_hold_ms = 0
         self._duplicates = 0
 
     async def Ingest(self, request: pb.IngestRequest, context: Context) -> pb.IngestResponse:
@@ -136,8 +139,12 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
 
     async def _ingest(self, session: types_pb2.SessionRecord) -> bool:
         """Stores a session; says whether it was a repeat."""
+        scoring = self.scoring if wants_score(session) else None
+        hold_ms = self.score_hold_ms if scoring else None
         try:
-            duplicate = await self.store.ingest(session, clock.unix_ms())
+            if scoring:
+                scoring.check_room()
+            duplicate = await self.store.ingest(session, clock.unix_ms(), hold_ms)
         except (StoreFullError, StoreError, StoreAwayError) as error:
             metrics.STORE_ERRORS.labels(error.reason).inc()
             raise
@@ -145,6 +152,8 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         metrics.SESSIONS.labels("repeat" if duplicate else "stored").inc()
         if not duplicate:
             self.subscriptions.announce()
+            if scoring:
+                scoring.add(session.session_id)
         return duplicate
 
     async def _set_rewards(self, request: pb.SetRewardsRequest) -> bool:

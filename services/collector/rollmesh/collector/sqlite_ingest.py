@@ -33,7 +33,11 @@ class _Log(NamedTuple):
 
 
 def ingest(
-    db: sqlite3.Connection, record: types_pb2.SessionRecord, now_ms: int, max_bytes: int
+    db: sqlite3.Connection,
+    record: types_pb2.SessionRecord,
+    now_ms: int,
+    due_ms: int | None,
+    max_bytes: int,
 ) -> bool:
     """Stores a session; says whether it is a repeat."""
     known = db.execute(
@@ -49,7 +53,6 @@ def ingest(
     key = record.group_id or record.session_id
     size = max(record.group_size, 1) if record.group_id else 1  # a session without one is whole
     _enter_group(db, key, size, now_ms)
-    due_ms = now_ms + record.reward_timeout_ms if record.HasField("reward_timeout_ms") else None
     db.execute(
         "INSERT INTO sessions (session_id, group_key, sample_index, due_ms, trajectories, head,"
         " arrays) VALUES (?, ?, ?, ?, ?, ?, ?)",

@@ -17,6 +17,7 @@ from rollmesh.collector.store import (
     Sought,
     Standing,
     Unit,
+    due_of,
     read_token,
 )
 from rollmesh.runtime.database import Database
@@ -35,10 +36,24 @@ class SqliteStore:
         self._retention = retention
         self._retained_to = 0
 
-    async def ingest(self, record: types_pb2.SessionRecord, now_ms: int) -> bool:
+    async def ingest(
+        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+    ) -> bool:
         """Stores a session."""
-        most = self._retention.max_bytes
-        return await self._database.run(lambda db: sqlite_ingest.ingest(db, record, now_ms, most))
+        most, due_ms = self._retention.max_bytes, due_of(record, now_ms, hold_ms)
+        return await self._database.run(
+            lambda db: sqlite_ingest.ingest(db, record, now_ms, due_ms, most)
+        )
+
+    async def waiting(self, limit: int) -> list[str]:
+        """Returns the ids of sessions that wait for rewards."""
+        rows = await self._database.run(
+            lambda db: db.execute(
+                "SELECT session_id FROM sessions WHERE due_ms IS NOT NULL ORDER BY due_ms LIMIT ?",
+                (limit,),
+            ).fetchall()
+        )
+        return [session_id for (session_id,) in rows]
 
     async def set_rewards(
         self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int

@@ -118,8 +118,12 @@ class Retention:
 class Store(Protocol):
     """Every method returns when its effect is durable. Times are milliseconds since 1970 UTC."""
 
-    async def ingest(self, record: types_pb2.SessionRecord, now_ms: int) -> bool:
+    async def ingest(
+        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+    ) -> bool:
         """Stores a session; says whether it is a repeat, which changes nothing.
+
+        It is held back until rewards are set, for `hold_ms` or the record's `reward_timeout_ms`.
 
         Raises:
             InvalidFieldError: The group was announced with another size.
@@ -136,6 +140,10 @@ class Store(Protocol):
             SessionUnknownError: There is no such session.
             InvalidFieldError: A reward does not fit the session.
         """
+        ...
+
+    async def waiting(self, limit: int) -> list[str]:
+        """Returns the ids of sessions that wait for rewards, the most urgent first."""
         ...
 
     async def tick(self, now_ms: int) -> bool:
@@ -282,3 +290,10 @@ def read_token(page_token: str) -> int:
     if (page_token and not page_token.isascii()) or not (page_token or "0").isdigit():
         raise InvalidFieldError("page_token", "give the next_page_token of a page, or none")
     return int(page_token or "0")
+
+
+def due_of(record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None) -> int | None:
+    """Returns until when a session waits for rewards; None: it does not."""
+    if record.HasField("reward_timeout_ms"):
+        hold_ms = record.reward_timeout_ms
+    return None if hold_ms is None else now_ms + hold_ms
