@@ -7,7 +7,10 @@ from typing import TypeAlias
 
 import pytest
 
+from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
+from rollmesh.collector.sqlite_store import SqliteStore
 from rollmesh.collector.store import Retention, Store
+from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.records import record, trajectory
@@ -152,3 +155,23 @@ async def test_the_file_of_a_store_does_not_grow_with_what_passed_through(tmp_pa
             assert await store.retain(turn + 1) == 20
             sizes.append((tmp_path / "collector.sqlite").stat().st_size)
     assert sizes[-1] <= sizes[2] * 1.1
+
+
+async def test_a_full_disk_is_a_typed_error_and_the_store_goes_on(tmp_path: Path) -> None:
+    async with Database(tmp_path / "collector.sqlite", SCHEMA, VERSION) as database:
+        store = SqliteStore(database, HOUR)
+        await fill(store, [record("a")])
+        reader = await Reader.open(store)
+        await set_most_pages(database, 1)  # means: no more than there are
+        large = record("large")
+        large.trajectories[0].CopyFrom(trajectory("large", tokens=10_000))
+        with pytest.raises(StoreFullError) as caught:
+            await store.ingest(large, 0)
+        assert caught.value.retry_delay_ms
+        await set_most_pages(database, 2**30)
+        assert not await store.ingest(large, 0)  # nothing of it was kept before
+        assert await reader.take_all() == ["a", "large"]
+
+
+async def set_most_pages(database: Database, pages: int) -> None:
+    await database.run(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").close())
