@@ -2,7 +2,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollmesh.collector.delivery import Consumer
-from rollmesh.collector.store import SESSION, Unit
+from rollmesh.collector.store import SESSION, Page, Unit
 
 
 class DeliveryMachine(RuleBasedStateMachine):
@@ -109,3 +109,44 @@ def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
     assert consumer.take(fast, 100) == unit
     consumer.expire(200)
     assert consumer.take(slow, 200) == unit  # nobody else has credits
+
+
+def unit(seq: int) -> Unit:
+    return Unit(seq, f"s{seq}")
+
+
+def test_as_much_is_fetched_as_the_streams_may_take() -> None:
+    consumer = Consumer("trainer", SESSION)
+    assert consumer.wanted() == 0  # nobody has credits
+    consumer.grant(consumer.open_stream(), 3)
+    consumer.grant(consumer.open_stream(), 2)
+    assert consumer.wanted() == 5
+    consumer.more = False
+    assert consumer.wanted() == 0
+    consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=True))
+    assert (consumer.ready, consumer.cursor, consumer.wanted()) == (2, 2, 3)
+    consumer.grant(1, 60_000)
+    assert consumer.wanted() == 64  # a page, not the whole store
+
+
+def test_what_is_settled_while_its_page_is_under_way_does_not_come() -> None:
+    consumer = Consumer("trainer", SESSION)
+    consumer.grant(consumer.open_stream(), 5)
+    assert consumer.wanted() == 5
+    consumer.settle("s1")
+    consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))
+    assert consumer.take(1, 0) == unit(2)
+    assert consumer.take(1, 0) is None
+
+
+def test_a_consumer_that_is_reset_begins_anew_with_its_streams() -> None:
+    consumer = Consumer("trainer", SESSION)
+    stream = consumer.open_stream()
+    consumer.grant(stream, 2)
+    consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))
+    assert consumer.take(stream, 0) == unit(1)
+    consumer.reset()
+    assert (consumer.ready, consumer.leased, consumer.cursor, consumer.more) == (0, 0, 0, True)
+    assert consumer.wanted() == 1  # the credit that is left
+    consumer.refund(stream)
+    assert consumer.wanted() == 2

@@ -43,6 +43,7 @@ def members(text: str) -> list[Member]:
         pytest.param({"samples": 2}, "2! 0", 0, State.WAIT, "", id="one is not usable"),
         pytest.param({"samples": 2}, "2! 0 1", 0, State.DELIVER, "bc", id="two usable"),
         pytest.param({"samples": 2}, "0 0", 0, State.WAIT, "", id="a repeat does not count"),
+        pytest.param({"samples": 2}, "0 0 1", 0, State.DELIVER, "ac", id="the first of a sample"),
         pytest.param({"samples": 2}, "0! 1 2!", 0, State.DROP, "abc", id="all in, too few usable"),
         pytest.param(
             {"samples": 2, "min_samples": 1}, "0! 1 2!", 0, State.DELIVER, "b", id="all in, partial"

@@ -173,7 +173,7 @@ def settle(
         else:
             changed = db.execute(
                 "UPDATE progress SET settled_ms = ? WHERE consumer = ? AND unit_id = ?"
-                " AND settled_ms IS NULL AND attempts",
+                " AND settled_ms IS NULL",
                 (now_ms, name, settlement.unit_id),
             )
         if not changed.rowcount:
