@@ -3,6 +3,8 @@
 The arrays of a long session are megabytes and never change; they are read for a delivery alone.
 """
 
+from collections.abc import Sequence
+
 from rollmesh.v1 import types_pb2
 
 ARRAYS = ("token_ids_u32le", "logprobs_f32le", "loss_mask_u8")
@@ -26,6 +28,14 @@ def join(head: types_pb2.SessionRecord, arrays: bytes) -> types_pb2.SessionRecor
     for trajectory, source in zip(head.trajectories, kept.trajectories, strict=True):
         trajectory.MergeFrom(source)
     return head
+
+
+def keep(record: types_pb2.SessionRecord, places: Sequence[int]) -> types_pb2.SessionRecord:
+    """Takes all other trajectories out of a session; returns it."""
+    for at in reversed(range(len(record.trajectories))):
+        if at not in places:
+            del record.trajectories[at]
+    return record
 
 
 def tokens_of(trajectory: types_pb2.Trajectory) -> int:

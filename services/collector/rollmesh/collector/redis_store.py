@@ -14,9 +14,8 @@ from rollmesh.collector import (
     redis_retention,
     redis_scripts as scripts,
 )
-from rollmesh.collector.records import join
+from rollmesh.collector.records import join, keep
 from rollmesh.collector.redis_client import RedisClient, pairs, text
-from rollmesh.collector.sqlite_delivery import keep
 from rollmesh.collector.store import (
     GROUP_LOG,
     SESSION_LOG,

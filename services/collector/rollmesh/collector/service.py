@@ -87,12 +87,12 @@ class CollectorService:
 
 @asynccontextmanager
 async def _redis_store(url: str, retention: Retention) -> AsyncIterator[Store]:
-    try:  # an extra: the SQLite store does without
+    try:  # the SQLite store does without
         from rollmesh.collector.redis_client import connected  # noqa: PLC0415
         from rollmesh.collector.redis_store import RedisStore  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            "store: a Redis needs the redis package: pip install 'rollmesh[collector-redis]'"
+            "store: a Redis needs the redis package: pip install 'rollmesh[collector]'"
         ) from error
     async with connected(url) as client:
         yield RedisStore(client, retention)

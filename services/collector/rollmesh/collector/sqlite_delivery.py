@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rollmesh.collector.records import join
+from rollmesh.collector.records import join, keep
 from rollmesh.collector.sqlite_ingest import add_filtered, backfill, total
 from rollmesh.collector.store import (
     GROUP_LOG,
@@ -147,14 +147,6 @@ def load(db: sqlite3.Connection, name: str, unit: Unit, judge: Judge, now_ms: in
         (arrays,) = db.execute("SELECT arrays FROM sessions WHERE n = ?", (n,)).fetchone()
         sessions.append(keep(join(head, arrays), places))
     return Loaded(attempt, verdict, sessions)
-
-
-def keep(record: types_pb2.SessionRecord, places: Sequence[int]) -> types_pb2.SessionRecord:
-    """Takes all other trajectories out of a session; returns it."""
-    for at in reversed(range(len(record.trajectories))):
-        if at not in places:
-            del record.trajectories[at]
-    return record
 
 
 def settle(
