@@ -366,6 +366,20 @@ async def test_open_groups_are_listed_in_pages(store: Store) -> None:
     assert (await store.counts()).open_groups == 2
 
 
+async def test_a_superseded_session_goes_out_alone_and_is_no_part_of_its_group(
+    store: Store,
+) -> None:
+    failed = record("failed", "g", 0, 2)
+    failed.superseded = True
+    await fill(store, [failed, *group("g", 0, 1, size=2)])
+    sessions, groups = await Reader.open(store), await Reader.open(store, "groups", GROUP)
+    assert await sessions.take_all() == ["failed", "g0", "g1"]
+    assert await groups.take() == [("g", 1, ["g0", "g1"])]
+    assert await groups.settle("g") == ["g"]
+    assert (await store.counts()).open_groups == 0
+    assert await store.retain(10**13) == 3
+
+
 def pending(session_id: str, **options: Any) -> types_pb2.SessionRecord:
     made = record(session_id, **options)
     made.ClearField("reward")

@@ -723,6 +723,7 @@ class SessionRecord(_message.Message):
     OPENED_UNIX_MS_FIELD_NUMBER: _builtins.int
     CLOSED_UNIX_MS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
     REWARD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
@@ -742,6 +743,10 @@ class SessionRecord(_message.Message):
     """When the session was closed, milliseconds since 1970 UTC."""
     turns: _builtins.int
     """Number of turns answered to the agent."""
+    superseded: _builtins.bool
+    """Whether another session has its place in the group: it failed and was tried again. It is kept
+    and delivered by session, and is no part of its group.
+    """
     reward_timeout_ms: _builtins.int
     """The rewards come later, by SetRewards: the collector holds the session back until they are
     there, or so many milliseconds after it stored it; then it goes out without. Absent: at once.
@@ -768,11 +773,12 @@ class SessionRecord(_message.Message):
         opened_unix_ms: _builtins.int = ...,
         closed_unix_ms: _builtins.int = ...,
         turns: _builtins.int = ...,
+        superseded: _builtins.bool = ...,
         reward_timeout_ms: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "sample_index", b"sample_index", "session_id", b"session_id", "trajectories", b"trajectories", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -14,7 +14,15 @@ from rollmesh.collector.groups import Member, State, decide
 from rollmesh.collector.records import split
 from rollmesh.collector.redis_client import RedisClient, text
 from rollmesh.collector.rewards import apply_rewards
-from rollmesh.collector.store import GROUP, GROUP_LOG, RETRY_MS, counts_of, log_of, own_log
+from rollmesh.collector.store import (
+    GROUP,
+    GROUP_LOG,
+    RETRY_MS,
+    counts_of,
+    group_key_of,
+    log_of,
+    own_log,
+)
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
@@ -39,7 +47,7 @@ async def ingest(
 ) -> bool:
     """Stores a session; says whether it is a repeat."""
     head, arrays = split(record)
-    key = record.group_id or record.session_id
+    key = group_key_of(record)
     size = max(record.group_size, 1) if record.group_id else 1
     due = "" if due_ms is None else str(due_ms)
     deadlines: list[str | int] = []
@@ -55,7 +63,7 @@ async def ingest(
             arrays,
             key,
             record.sample_index,
-            size,
+            "" if record.superseded else size,
             due,
             len(record.trajectories),
             max_bytes,
@@ -190,7 +198,8 @@ async def _make_ready(
     """
     await client.script(scripts.READY, now_ms, session_id, key)
     gone = await client.run("ZSCORE", client.key("removed"), f"g:{key}") is not None
-    for log in await group_logs(client):
+    grouped = gone or await client.run("EXISTS", client.key("group", key))
+    for log in await group_logs(client) if grouped else ():
         if gone or not await _decide(client, log, key, now_ms):
             parts = await client.run("HGET", client.key("parts", log.name), key)
             if gone or (parts is not None and session_id not in json.loads(parts)):

@@ -50,13 +50,13 @@ async def _is_over(
     """Says whether every consumer has settled all of a group, long enough ago."""
     ids = [text(id_) for id_ in await client.run("ZRANGE", client.key("all", key), 0, -1)]
     ready = await client.run("ZCARD", client.key("members", key))
-    gone = await client.run("ZSCORE", client.key("removed"), f"g:{key}") is not None
+    grouped = await client.run("EXISTS", client.key("group", key))
     if ready != len(ids):
         return False
     for hello in hellos:
         log, name = log_of(hello), hello.consumer
         start = await start_of(client, name)
-        for unit_id in ids if log == SESSION_LOG else ([] if gone else [key]):
+        for unit_id in ids if log == SESSION_LOG else ([key] if grouped else []):
             seq = await client.run("ZSCORE", client.key("units", log), unit_id)
             settled_ms = await client.run("HGET", client.key("settled_ms", name), unit_id)
             over = (

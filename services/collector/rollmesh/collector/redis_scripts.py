@@ -67,7 +67,7 @@ redis.call('HINCRBY', k('totals'), 'bytes', bytes)
 redis.call('HINCRBY', k('totals'), 'sessions', 1)
 redis.call('HINCRBY', k('totals'), 'trajectories', trajectories)
 if due ~= '' then redis.call('ZADD', k('due'), due, id) end
-if not other and not redis.call('ZSCORE', k('removed'), 'g:' .. key) then
+if size ~= '' and not other and not redis.call('ZSCORE', k('removed'), 'g:' .. key) then
   redis.call('HSET', k('group', key), 'size', size, 'first_ms', ARGV[2])
   redis.call('ZADD', k('groups'), n, key)
   redis.call('ZADD', k('groups', 'open'), n, key)

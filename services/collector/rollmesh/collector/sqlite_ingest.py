@@ -15,6 +15,7 @@ from rollmesh.collector.store import (
     RETRY_MS,
     SESSION_LOG,
     counts_of,
+    group_key_of,
     log_of,
     own_log,
 )
@@ -50,9 +51,10 @@ def ingest(
     head, arrays = split(record)
     if stored_bytes(db) + len(head) + len(arrays) > max_bytes:
         raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
-    key = record.group_id or record.session_id
+    key = group_key_of(record)
     size = max(record.group_size, 1) if record.group_id else 1  # a session without one is whole
-    _enter_group(db, key, size, now_ms)
+    if not record.superseded:
+        _enter_group(db, key, size, now_ms)
     db.execute(
         "INSERT INTO sessions (session_id, group_key, sample_index, due_ms, trajectories, head,"
         " arrays) VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -169,6 +171,8 @@ def _make_ready(db: sqlite3.Connection, session_id: str, key: str, now_ms: int) 
     db.execute("UPDATE sessions SET ready = 1, due_ms = NULL WHERE session_id = ?", (session_id,))
     _add_unit(db, SESSION_LOG, session_id, (), now_ms, partial=False)
     gone = group_removed(db, key)
+    if not gone and not has_group(db, key):
+        return  # superseded: no part of any group
     for log in _group_logs(db):
         whole = db.execute(
             "SELECT 1 FROM units WHERE log = ? AND unit_id = ?", (log.name, key)
@@ -299,6 +303,11 @@ def add_filtered(db: sqlite3.Connection, owner: str, entry: pb.FilteredEntry) ->
             " DO UPDATE SET units = units + ?3, trajectories = trajectories + ?4",
             (owner, reason, units, trajectories),
         )
+
+
+def has_group(db: sqlite3.Connection, key: str) -> bool:
+    """Says whether there is a group: superseded sessions are in none."""
+    return db.execute("SELECT 1 FROM groups WHERE group_key = ?", (key,)).fetchone() is not None
 
 
 def group_removed(db: sqlite3.Connection, key: str) -> bool:

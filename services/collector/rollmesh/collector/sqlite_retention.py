@@ -2,7 +2,7 @@
 
 import sqlite3
 
-from rollmesh.collector.sqlite_ingest import add_total, group_removed, stored_bytes
+from rollmesh.collector.sqlite_ingest import add_total, has_group, stored_bytes
 from rollmesh.collector.store import GROUP_LOG, SESSION_LOG, Retention
 
 _BATCH = 200
@@ -50,7 +50,7 @@ def _is_over(db: sqlite3.Connection, key: str, settled_before: int) -> bool:
         if log == SESSION_LOG:
             units = [session_id for session_id, _ in sessions]
         else:
-            units = [] if group_removed(db, key) else [key]
+            units = [key] if has_group(db, key) else []
         for unit_id in units:
             if not _is_settled(db, name, (log, unit_id), start_seq, settled_before):
                 return False

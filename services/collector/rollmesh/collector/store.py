@@ -292,6 +292,13 @@ def read_token(page_token: str) -> int:
     return int(page_token or "0")
 
 
+def group_key_of(record: types_pb2.SessionRecord) -> str:
+    """Returns the key by which a session is kept: its group's, or its own where it has none."""
+    if record.superseded:
+        return f"superseded:{record.session_id}"
+    return record.group_id or record.session_id
+
+
 def due_of(record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None) -> int | None:
     """Returns until when a session waits for rewards; None: it does not."""
     if record.HasField("reward_timeout_ms"):
