@@ -39,6 +39,8 @@ async def ask(client: AsyncOpenAI, question: str) -> Attempt:
             break
         messages.append(message)
         for call in message.tool_calls:
+            if call.type != "function":
+                continue
             attempt.calls.append((call.function.name, call.function.arguments))
             result = run_tool(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

@@ -143,7 +143,7 @@ def _supervise(
         schedule.step()
         if progress is not None:
             progress(step + 1, _STEPS, loss.item())
-    return loss.item()
+    return float(loss.item())
 
 
 def _loss(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 SYSTEM_PROMPT = "Use the calculator."
 OPERATIONS = ("plus", "minus", "times")
-TOOLS: list[dict[str, Any]] = [
+TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {

@@ -67,10 +67,13 @@ async def subscribing(
     *,
     credits_: int = 0,
     lease_ms: int | None = None,
+    **options: Any,
 ) -> AsyncIterator[Stream]:
     stream = Stream(stub.Subscribe())
     try:
-        hello = collector_pb2.SubscribeHello(consumer=consumer, unit=unit, lease_ms=lease_ms)
+        hello = collector_pb2.SubscribeHello(
+            consumer=consumer, unit=unit, lease_ms=lease_ms, **options
+        )
         await stream.send(hello=hello)
         if credits_:
             await stream.grant(credits_)

@@ -10,7 +10,9 @@ import grpc
 import pytest
 
 from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.store import SCHEMA, SCHEMA_VERSION, Ingested, SqliteStore
+from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
+from rollmesh.collector.sqlite_store import SqliteStore
+from rollmesh.collector.store import Retention
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, from_rpc_error
@@ -197,12 +199,14 @@ class GatedStore(SqliteStore):
     """A store whose answers to ingests wait for the test."""
 
     def __init__(self, database: Database) -> None:
-        super().__init__(database, 2**30)
+        super().__init__(database, Retention(settled_ms=0, max_bytes=2**30))
         self.stored = asyncio.Event()
         self.answer = asyncio.Event()
 
-    async def ingest(self, record: types_pb2.SessionRecord) -> Ingested:
-        result = await super().ingest(record)
+    async def ingest(
+        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+    ) -> bool:
+        result = await super().ingest(record, now_ms, hold_ms)
         self.stored.set()
         await self.answer.wait()
         return result
@@ -213,11 +217,11 @@ async def test_a_stored_session_whose_sender_gave_up_reaches_open_streams(tmp_pa
     collector_pb2_grpc.add_CollectorServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     async with (
-        Database(tmp_path / "c.sqlite", SCHEMA, SCHEMA_VERSION) as database,
-        asyncio.TaskGroup() as servicer.tasks,
+        Database(tmp_path / "c.sqlite", SCHEMA, VERSION) as database,
+        asyncio.TaskGroup() as servicer.subscriptions.tasks,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
-        servicer.store = store = GatedStore(database)
+        servicer.store = servicer.subscriptions.store = store = GatedStore(database)
         await server.start()
         stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
         async with subscribing(stub, credits_=1) as stream, asyncio.timeout(TIMEOUT_S):

@@ -2,7 +2,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollmesh.collector.delivery import Consumer
-from rollmesh.collector.store import SESSION, Unit
+from rollmesh.collector.store import SESSION, Page, Unit
 
 
 class DeliveryMachine(RuleBasedStateMachine):
@@ -20,7 +20,7 @@ class DeliveryMachine(RuleBasedStateMachine):
 
     @rule()
     def unit_arrives(self) -> None:
-        unit = Unit(len(self.units) + 1, SESSION, f"s{len(self.units) + 1}")
+        unit = Unit(len(self.units) + 1, f"s{len(self.units) + 1}")
         self.units[unit.unit_id] = unit
         self.consumer.add(unit)
 
@@ -57,9 +57,7 @@ class DeliveryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
         unit_id = data.draw(st.sampled_from(sorted(self.units)))
-        found = self.consumer.find(unit_id)
-        assert (found is None) == (unit_id in self.done)
-        self.consumer.acknowledge(unit_id)
+        self.consumer.settle(unit_id)
         self.done.add(unit_id)
         for held in self.holds.values():
             held.discard(unit_id)
@@ -92,7 +90,6 @@ class DeliveryMachine(RuleBasedStateMachine):
         held = sum(map(len, self.holds.values()))
         assert self.consumer.leased == held, repr(self.consumer)
         assert self.consumer.ready == len(self.units) - len(self.done) - held
-        assert self.consumer.acknowledged == len(self.done)
 
 
 TestDeliveryMachine = DeliveryMachine.TestCase
@@ -102,7 +99,7 @@ TestDeliveryMachine.settings = settings(max_examples=60, stateful_step_count=40,
 def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
     consumer = Consumer("trainer", SESSION, lease_ms=100)
     slow, fast = consumer.open_stream(), consumer.open_stream()
-    unit = Unit(1, SESSION, "s")
+    unit = Unit(1, "s")
     consumer.add(unit)
     consumer.grant(slow, 3)
     assert consumer.take(slow, 0) == unit
@@ -112,3 +109,44 @@ def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
     assert consumer.take(fast, 100) == unit
     consumer.expire(200)
     assert consumer.take(slow, 200) == unit  # nobody else has credits
+
+
+def unit(seq: int) -> Unit:
+    return Unit(seq, f"s{seq}")
+
+
+def test_as_much_is_fetched_as_the_streams_may_take() -> None:
+    consumer = Consumer("trainer", SESSION)
+    assert consumer.wanted() == 0  # nobody has credits
+    consumer.grant(consumer.open_stream(), 3)
+    consumer.grant(consumer.open_stream(), 2)
+    assert consumer.wanted() == 5
+    consumer.more = False
+    assert consumer.wanted() == 0
+    consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=True))
+    assert (consumer.ready, consumer.cursor, consumer.wanted()) == (2, 2, 3)
+    consumer.grant(1, 60_000)
+    assert consumer.wanted() == 64  # a page, not the whole store
+
+
+def test_what_is_settled_while_its_page_is_under_way_does_not_come() -> None:
+    consumer = Consumer("trainer", SESSION)
+    consumer.grant(consumer.open_stream(), 5)
+    assert consumer.wanted() == 5
+    consumer.settle("s1")
+    consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))
+    assert consumer.take(1, 0) == unit(2)
+    assert consumer.take(1, 0) is None
+
+
+def test_a_consumer_that_is_reset_begins_anew_with_its_streams() -> None:
+    consumer = Consumer("trainer", SESSION)
+    stream = consumer.open_stream()
+    consumer.grant(stream, 2)
+    consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))
+    assert consumer.take(stream, 0) == unit(1)
+    consumer.reset()
+    assert (consumer.ready, consumer.leased, consumer.cursor, consumer.more) == (0, 0, 0, True)
+    assert consumer.wanted() == 1  # the credit that is left
+    consumer.refund(stream)
+    assert consumer.wanted() == 2

@@ -1,7 +1,7 @@
 """The SDK for trainers and agent runners."""
 
 from rollmesh.client.client import Client, MeshAddresses, Session
-from rollmesh.client.delivery import Subscription
+from rollmesh.client.delivery import SubscribeOptions, Subscription
 from rollmesh.client.groups import GroupOutcome, SampleOutcome
 from rollmesh.client.rewards import Rewards
 from rollmesh.client.rollout import Rollout, rollout, rollout_groups
@@ -31,6 +31,7 @@ __all__ = [
     "SampleOutcome",
     "Session",
     "SessionResult",
+    "SubscribeOptions",
     "Subscription",
     "Trajectory",
     "TrajectoryTree",

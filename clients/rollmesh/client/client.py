@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import grpc
 
-from rollmesh.client.delivery import Subscription
+from rollmesh.client.delivery import SubscribeOptions, Subscription
 from rollmesh.client.groups import Outcome
 from rollmesh.client.retries import retried
 from rollmesh.client.rewards import Rewards
@@ -19,7 +19,7 @@ from rollmesh.client.supervision import shielded
 from rollmesh.client.transcripts import Transcript
 from rollmesh.client.weights import WeightsPushError, push_checkpoint, push_tensors
 from rollmesh.runtime.channels import open_channel, request_metadata, typed_errors
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import (
     collector_pb2,
     collector_pb2_grpc,
@@ -240,15 +240,79 @@ class Client(AbstractAsyncContextManager["Client"]):
         unit: Literal["session", "group"] = "group",
         credits: int = 8,  # noqa: A002 - the protocol's word
         lease_ms: int = 600_000,
+        options: SubscribeOptions | None = None,
     ) -> Subscription:
-        """Returns a subscription: `async with ... as groups: async for delivery in groups: ...`."""
+        """Returns a subscription: `async with ... as groups: async for delivery in groups: ...`.
+
+        Args:
+            consumer: Name; a known one goes on where it stopped.
+            unit: What one delivery holds.
+            credits: Most deliveries that may wait in this process.
+            lease_ms: Time to acknowledge, milliseconds.
+            options: Where to begin, when groups are whole, what is kept back.
+        """
         return Subscription(
             self.addresses.collector,
             consumer=consumer,
             unit=unit,
             credits=credits,
             lease_ms=lease_ms,
+            options=options,
         )
+
+    async def set_rewards(
+        self,
+        session_id: str,
+        *,
+        reward: float | None = None,
+        trajectory_rewards: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int, float] | None = None,
+        request_id: str = "",
+    ) -> None:
+        """Gives a closed session rewards; what is left out stays as it was.
+
+        Args:
+            session_id: The session; waits for a while until the collector has it.
+            reward: Of the whole session.
+            trajectory_rewards: By trajectory id; each wins over the session's.
+            turn_rewards: By the node id of the turn.
+            request_id: Makes the call repeatable by another process too.
+
+        Raises:
+            RollmeshError: The session stays unknown, or lacks the trajectory or turn.
+        """
+        rewards = types_pb2.SessionRewards(
+            reward=reward,
+            trajectory_rewards=dict(trajectory_rewards or {}),
+            turn_rewards=dict(turn_rewards or {}),
+        )
+        request = collector_pb2.SetRewardsRequest(
+            session_id=session_id, rewards=rewards, request_id=request_id or uuid.uuid4().hex
+        )
+        await retried(
+            lambda timeout_s: self._collector().SetRewards(
+                request, timeout=timeout_s, wait_for_ready=True
+            ),
+            _TIMEOUT_S,
+            SessionUnknownError,
+        )
+
+    async def seek(
+        self, consumer: str, position: collector_pb2.Position
+    ) -> collector_pb2.SeekResponse:
+        """Moves a known consumer; says how many units come again and how many do not come."""
+        with typed_errors():
+            return await self._collector().Seek(
+                collector_pb2.SeekRequest(consumer=consumer, position=position), timeout=_TIMEOUT_S
+            )
+
+    async def drop_consumer(self, consumer: str) -> bool:
+        """Forgets a consumer, so that it holds no sessions; says whether it was known."""
+        with typed_errors():
+            response = await self._collector().DropConsumer(
+                collector_pb2.DropConsumerRequest(consumer=consumer), timeout=_TIMEOUT_S
+            )
+        return response.known
 
     async def push_weights(
         self,
@@ -290,9 +354,12 @@ class Client(AbstractAsyncContextManager["Client"]):
 
     async def stats(self) -> collector_pb2.GetStatsResponse:
         """Returns how much the collector holds."""
-        stub = collector_pb2_grpc.CollectorServiceStub(self._channel(self.addresses.collector))
+        request = collector_pb2.GetStatsRequest()
         with typed_errors():
-            return await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=_TIMEOUT_S)
+            return await self._collector().GetStats(request, timeout=_TIMEOUT_S)
+
+    def _collector(self) -> "collector_pb2_grpc.CollectorServiceAsyncStub":
+        return collector_pb2_grpc.CollectorServiceStub(self._channel(self.addresses.collector))
 
     def _gateway(self) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
         return gateway_pb2_grpc.GatewayServiceStub(self._channel(self.addresses.gateway))

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
@@ -23,6 +24,20 @@ _UNITS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SubscribeOptions:
+    """What a subscription may ask for beside its unit; see docs/delivery.md."""
+
+    start: collector_pb2.Position | None = None
+    """Where a new name begins; None: at the oldest session."""
+    groups: collector_pb2.GroupPolicy | None = None
+    """When a group is whole; None: with all its samples."""
+    filter: collector_pb2.DeliveryFilter | None = None
+    """What is kept back; None: nothing."""
+    policy_version: int | None = None
+    """The version trained now; `Subscription.report_version` tells the next ones."""
+
+
 class Subscription(AbstractAsyncContextManager["Subscription"]):
     """A named consumer's stream of deliveries; survives restarts of the collector.
 
@@ -38,6 +53,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         unit: Literal["session", "group"],
         credits: int = 8,  # noqa: A002 - the protocol's word
         lease_ms: int = 600_000,
+        options: SubscribeOptions | None = None,
     ) -> None:
         """Names the consumer.
 
@@ -47,10 +63,18 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
             unit: What one delivery holds.
             credits: Most deliveries that may wait in this process.
             lease_ms: Time to acknowledge, milliseconds.
+            options: Where to begin, when groups are whole, what is kept back.
         """
         self._collector = collector
+        options = options or SubscribeOptions()
         self._hello = collector_pb2.SubscribeHello(
-            consumer=consumer, unit=_UNITS[unit], lease_ms=lease_ms
+            consumer=consumer,
+            unit=_UNITS[unit],
+            lease_ms=lease_ms,
+            start=options.start,
+            groups=options.groups,
+            filter=options.filter,
+            policy_version=options.policy_version,
         )
         self._credits = credits
         self._ready: asyncio.Queue[Delivery | RollmeshError] = asyncio.Queue()
@@ -116,6 +140,12 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         self._send_acknowledgements([delivery.delivery_id for delivery in deliveries])
         await asyncio.gather(*waiting)
 
+    def report_version(self, policy_version: int) -> None:
+        """Says which policy version is trained from now on: the filter's lag counts from it."""
+        self._hello.policy_version = policy_version  # for the next stream
+        message = collector_pb2.ReportPolicyVersion(policy_version=policy_version)
+        self._outgoing.put_nowait(collector_pb2.SubscribeRequest(version=message))
+
     def _send_acknowledgements(self, ids: list[str]) -> None:
         message = collector_pb2.AcknowledgeDeliveries(delivery_ids=ids)
         self._outgoing.put_nowait(collector_pb2.SubscribeRequest(acknowledge=message))
@@ -169,7 +199,10 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
             return
         self._held.add(proto.delivery_id)
         sessions = tuple(map(SessionResult.from_proto, proto.sessions))
-        self._ready.put_nowait(Delivery(proto.delivery_id, proto.attempt, sessions))
+        delivery = Delivery(
+            proto.delivery_id, proto.attempt, sessions, tuple(proto.removed), proto.partial
+        )
+        self._ready.put_nowait(delivery)
 
     def _settle(self, acknowledged: collector_pb2.Acknowledged) -> None:
         for delivery_id in acknowledged.delivery_ids:

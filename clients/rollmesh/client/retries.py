@@ -15,12 +15,17 @@ _HEALED_BY_WAITING = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHA
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
 
 
-async def retried(call: Callable[[float], Awaitable[_Result]], timeout_s: float) -> _Result:
+async def retried(
+    call: Callable[[float], Awaitable[_Result]],
+    timeout_s: float,
+    *also: type[RollmeshError],
+) -> _Result:
     """Returns the result of a call, tried again after errors that waiting may heal.
 
     Args:
         call: Makes the call once, with the time it may take in seconds. Must be repeatable.
         timeout_s: Time for all tries together, seconds.
+        also: Errors that waiting heals here, beside those that it heals everywhere.
 
     Raises:
         RollmeshError: The last try's error, or one that waiting does not heal.
@@ -35,7 +40,8 @@ async def retried(call: Callable[[float], Awaitable[_Result]], timeout_s: float)
             code = error.status_code if isinstance(error, RemoteError) else error.code
             asked_s = (error.retry_delay_ms or 0) / 1000
             wait_s = max(asked_s, delay_s * random.uniform(0.5, 1))  # noqa: S311 - not a secret
-            if code not in _HEALED_BY_WAITING or now() + wait_s >= deadline:
+            healing = code in _HEALED_BY_WAITING or isinstance(error, also)
+            if not healing or now() + wait_s >= deadline:
                 raise
         await asyncio.sleep(wait_s)
         delay_s = min(2 * delay_s, _MAX_DELAY_S)

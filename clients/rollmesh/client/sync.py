@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,10 @@ class _LoopThread:
             target=self._loop.run_forever, name="rollmesh-client", daemon=True
         )
         self._thread.start()
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Calls a function on the loop, soon."""
+        self._loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         ended = threading.Event()
@@ -133,6 +137,10 @@ class Subscription:
         """Says that deliveries are safe here; returns once the collector has that on disk."""
         self._thread.run(self._inner.acknowledge(*deliveries))
 
+    def report_version(self, policy_version: int) -> None:
+        """Says which policy version is trained from now on."""
+        self._thread.call(self._inner.report_version, policy_version)
+
 
 class Rollout:
     """A running rollout: iterates over its groups; see `rollmesh.client.Rollout`."""
@@ -205,6 +213,10 @@ class Client(AbstractContextManager["Client"]):
         """Rolls samples out while the block runs: `with ... as groups: for group in groups`."""
         with self._thread.entered(rollout_groups(self._inner, samples, **settings)) as inner:
             yield Rollout(inner, self._thread)
+
+    def set_rewards(self, session_id: str, **rewards: Any) -> None:
+        """Gives a closed session rewards."""
+        self._thread.run(self._inner.set_rewards(session_id, **rewards))
 
     @contextmanager
     def subscribe(self, consumer: str, **options: Any) -> Iterator[Subscription]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rollmesh.client.tokens import reason_names, unpack_tokens
 from rollmesh.client.trees import TrajectoryTree
 from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import collector_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +105,7 @@ class Delivery:
     """1 the first time."""
     sessions: tuple[SessionResult, ...]
     """One, or all of the group in order of sample_index."""
+    removed: tuple[collector_pb2.RemovedTrajectories, ...] = ()
+    """What the subscription's filter took out of the sessions."""
+    partial: bool = False
+    """Whether the group has fewer samples than were announced."""

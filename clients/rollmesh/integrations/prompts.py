@@ -11,13 +11,13 @@ import numpy as np
 from rollmesh.batches import rows_of
 from rollmesh.client import AgentRunner, Client, MeshAddresses, Session, SessionResult
 from rollmesh.integrations.arrivals import Arrivals
-from rollmesh.integrations.sessions import Limits, Sample, SessionRuns
-from rollmesh.integrations.transfer_queue import (
+from rollmesh.integrations.queue_writer import (
     PromptStatus,
     TransferQueueWriter,
     prompt_uid,
     queue_rows,
 )
+from rollmesh.integrations.sessions import Limits, Sample, SessionRuns
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, ShuttingDownError
 from rollmesh.runtime.logs import fields
 

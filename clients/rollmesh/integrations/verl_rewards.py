@@ -11,7 +11,7 @@ from verl.protocol import DataProto
 
 from rollmesh.batches import rows_of
 from rollmesh.client import SessionResult
-from rollmesh.integrations.transfer_queue import main_last, token_columns
+from rollmesh.integrations.queue_writer import main_last, token_columns
 from rollmesh.runtime.errors import InvalidFieldError
 
 _READ = ("prompts", "responses", "input_ids", "attention_mask", "position_ids")

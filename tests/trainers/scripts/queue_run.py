@@ -11,7 +11,7 @@ import transfer_queue as tq
 from rollmesh.batches import pack, pad, ragged, rows_of, to_tensordict
 from rollmesh.client import SessionResult
 from rollmesh.integrations.prompts import Settings
-from rollmesh.integrations.transfer_queue import PromptStatus, TransferQueueWriter, queue_rows
+from rollmesh.integrations.queue_writer import PromptStatus, TransferQueueWriter, queue_rows
 from rollmesh.integrations.verl import load_runner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory

@@ -44,6 +44,82 @@ DELIVERY_UNIT_GROUP: DeliveryUnit.ValueType  # 2
 """One complete group."""
 Global___DeliveryUnit: _TypeAlias = DeliveryUnit  # noqa: Y015
 
+class _LogEnd:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogEnd.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOG_END_UNSPECIFIED: _LogEnd.ValueType  # 0
+    """Never sent; refused with INVALID_ARGUMENT."""
+    LOG_END_EARLIEST: _LogEnd.ValueType  # 1
+    """The oldest unit stored."""
+    LOG_END_LATEST: _LogEnd.ValueType  # 2
+    """After the newest: only what becomes whole from now on."""
+
+class LogEnd(_LogEnd, metaclass=_LogEndEnumTypeWrapper):
+    """An end of what is stored."""
+
+LOG_END_UNSPECIFIED: LogEnd.ValueType  # 0
+"""Never sent; refused with INVALID_ARGUMENT."""
+LOG_END_EARLIEST: LogEnd.ValueType  # 1
+"""The oldest unit stored."""
+LOG_END_LATEST: LogEnd.ValueType  # 2
+"""After the newest: only what becomes whole from now on."""
+Global___LogEnd: _TypeAlias = LogEnd  # noqa: Y015
+
+class _FilterReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FILTER_REASON_UNSPECIFIED: _FilterReason.ValueType  # 0
+    """Not filtered as a whole: some of its trajectories were."""
+    FILTER_REASON_POLICY_LAG: _FilterReason.ValueType  # 1
+    """The trajectory is too far behind the consumer's policy version."""
+    FILTER_REASON_FIDELITY: _FilterReason.ValueType  # 2
+    """The trajectory carries a reason that is not allowed."""
+    FILTER_REASON_LINEAGE: _FilterReason.ValueType  # 3
+    """The trajectory is of another lineage."""
+    FILTER_REASON_TOKENS: _FilterReason.ValueType  # 4
+    """The trajectory has too many tokens."""
+    FILTER_REASON_TURNS: _FilterReason.ValueType  # 5
+    """The trajectory has too many turns."""
+    FILTER_REASON_ZERO_VARIANCE: _FilterReason.ValueType  # 6
+    """All rewards of the group are equal."""
+    FILTER_REASON_NOTHING_LEFT: _FilterReason.ValueType  # 7
+    """Every trajectory of the unit was taken out."""
+    FILTER_REASON_INCOMPLETE_GROUP: _FilterReason.ValueType  # 8
+    """The group had too few samples when it was decided."""
+    FILTER_REASON_SURPLUS: _FilterReason.ValueType  # 9
+    """The session came when its group was whole already."""
+
+class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
+    """Why something was kept from a consumer."""
+
+FILTER_REASON_UNSPECIFIED: FilterReason.ValueType  # 0
+"""Not filtered as a whole: some of its trajectories were."""
+FILTER_REASON_POLICY_LAG: FilterReason.ValueType  # 1
+"""The trajectory is too far behind the consumer's policy version."""
+FILTER_REASON_FIDELITY: FilterReason.ValueType  # 2
+"""The trajectory carries a reason that is not allowed."""
+FILTER_REASON_LINEAGE: FilterReason.ValueType  # 3
+"""The trajectory is of another lineage."""
+FILTER_REASON_TOKENS: FilterReason.ValueType  # 4
+"""The trajectory has too many tokens."""
+FILTER_REASON_TURNS: FilterReason.ValueType  # 5
+"""The trajectory has too many turns."""
+FILTER_REASON_ZERO_VARIANCE: FilterReason.ValueType  # 6
+"""All rewards of the group are equal."""
+FILTER_REASON_NOTHING_LEFT: FilterReason.ValueType  # 7
+"""Every trajectory of the unit was taken out."""
+FILTER_REASON_INCOMPLETE_GROUP: FilterReason.ValueType  # 8
+"""The group had too few samples when it was decided."""
+FILTER_REASON_SURPLUS: FilterReason.ValueType  # 9
+"""The session came when its group was whole already."""
+Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
+
 @_typing.final
 class IngestRequest(_message.Message):
     """A closed session to store."""
@@ -99,6 +175,7 @@ class SubscribeRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SubscribeHello:
         """First message, once."""
@@ -111,18 +188,23 @@ class SubscribeRequest(_message.Message):
     def acknowledge(self) -> Global___AcknowledgeDeliveries:
         """Says that deliveries are safe with the consumer."""
 
+    @_builtins.property
+    def version(self) -> Global___ReportPolicyVersion:
+        """Says which policy version the consumer trains now."""
+
     def __init__(
         self,
         *,
         hello: Global___SubscribeHello | None = ...,
         grant: Global___GrantCredits | None = ...,
         acknowledge: Global___AcknowledgeDeliveries | None = ...,
+        version: Global___ReportPolicyVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "grant", b"grant", "hello", b"hello", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "grant", b"grant", "hello", b"hello", "part", b"part", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "grant", b"grant", "hello", b"hello", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "grant", b"grant", "hello", b"hello", "part", b"part", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "grant", "acknowledge"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "grant", "acknowledge", "version"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
@@ -137,28 +219,224 @@ class SubscribeHello(_message.Message):
     CONSUMER_FIELD_NUMBER: _builtins.int
     UNIT_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Name of the consumer, 1 to 128 characters. A known name goes on where it stopped."""
     unit: Global___DeliveryUnit.ValueType
     """What one delivery holds. A name keeps its unit."""
     lease_ms: _builtins.int
     """Time to acknowledge before a delivery is given to another stream, milliseconds. Default 600,000."""
+    policy_version: _builtins.int
+    """The policy version that the consumer trains now; `max_policy_lag` needs it."""
+    @_builtins.property
+    def start(self) -> Global___Position:
+        """Where a name begins that is not known yet. Default: at the oldest session stored. A known name
+        goes on where it stopped; `Seek` moves it.
+        """
+
+    @_builtins.property
+    def groups(self) -> Global___GroupPolicy:
+        """When a group is whole for this consumer. Default: with all its samples, however long it takes."""
+
+    @_builtins.property
+    def filter(self) -> Global___DeliveryFilter:
+        """What is kept from this consumer. Default: nothing."""
+
     def __init__(
         self,
         *,
         consumer: _builtins.str = ...,
         unit: Global___DeliveryUnit.ValueType = ...,
         lease_ms: _builtins.int | None = ...,
+        start: Global___Position | None = ...,
+        groups: Global___GroupPolicy | None = ...,
+        filter: Global___DeliveryFilter | None = ...,
+        policy_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "consumer", b"consumer", "lease_ms", b"lease_ms", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "consumer", b"consumer", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_version", b"policy_version", "start", b"start", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
 Global___SubscribeHello: _TypeAlias = SubscribeHello  # noqa: Y015
+
+@_typing.final
+class Position(_message.Message):
+    """A place in the order in which sessions and groups became whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    DELIVERY_ID_FIELD_NUMBER: _builtins.int
+    end: Global___LogEnd.ValueType
+    """One of the ends."""
+    unix_ms: _builtins.int
+    """The first unit that became whole at or after this time, milliseconds since 1970 UTC."""
+    delivery_id: _builtins.str
+    """This unit; INVALID_ARGUMENT where it is not stored."""
+    def __init__(
+        self,
+        *,
+        end: Global___LogEnd.ValueType = ...,
+        unix_ms: _builtins.int = ...,
+        delivery_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delivery_id", b"delivery_id", "end", b"end", "place", b"place", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery_id", b"delivery_id", "end", b"end", "place", b"place", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_place: _TypeAlias = _typing.Literal["end", "unix_ms", "delivery_id"]  # noqa: Y015
+    _WhichOneofArgType_place: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_place) -> _WhichOneofReturnType_place | None: ...
+
+Global___Position: _TypeAlias = Position  # noqa: Y015
+
+@_typing.final
+class GroupPolicy(_message.Message):
+    """When a group is whole. Its sessions are fixed at that moment: later ones are surplus, which is
+    counted and listed, and never delivered with it. The last hello of a name holds for the name.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    MIN_SAMPLES_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    deadline_ms: _builtins.int
+    """Longest wait for the group's samples, from the arrival of its first session, milliseconds, at
+    least 1. Default: no end.
+    """
+    min_samples: _builtins.int
+    """Fewest samples to deliver when the deadline has passed, or when all samples are in and fewer
+    than `samples` of them are usable. With fewer, and by default, the group is dropped: settled
+    with INCOMPLETE_GROUP. At least 1.
+    """
+    samples: _builtins.int
+    """Over-sampling: the group is whole with the first so many usable samples; usable is what
+    keeps a trajectory under the filter, the lag aside. At least 1. Default: all samples.
+    """
+    def __init__(
+        self,
+        *,
+        deadline_ms: _builtins.int | None = ...,
+        min_samples: _builtins.int | None = ...,
+        samples: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_min_samples", b"_min_samples", "_samples", b"_samples", "deadline_ms", b"deadline_ms", "min_samples", b"min_samples", "samples", b"samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_min_samples", b"_min_samples", "_samples", b"_samples", "deadline_ms", b"deadline_ms", "min_samples", b"min_samples", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
+    _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
+    _WhichOneofReturnType__min_samples: _TypeAlias = _typing.Literal["min_samples"]  # noqa: Y015
+    _WhichOneofArgType__min_samples: _TypeAlias = _typing.Literal["_min_samples", b"_min_samples"]  # noqa: Y015
+    _WhichOneofReturnType__samples: _TypeAlias = _typing.Literal["samples"]  # noqa: Y015
+    _WhichOneofArgType__samples: _TypeAlias = _typing.Literal["_samples", b"_samples"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_ms) -> _WhichOneofReturnType__deadline_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_samples) -> _WhichOneofReturnType__min_samples | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples) -> _WhichOneofReturnType__samples | None: ...
+
+Global___GroupPolicy: _TypeAlias = GroupPolicy  # noqa: Y015
+
+@_typing.final
+class DeliveryFilter(_message.Message):
+    """What is kept from a consumer. Trajectories are taken out of their sessions; a unit of which
+    nothing is left, or that fails as a whole, is settled as if acknowledged, with its reason. Judged
+    at every delivery: what became stale before a redelivery is taken out then. The last hello of a
+    name holds for the name.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_POLICY_LAG_FIELD_NUMBER: _builtins.int
+    DROP_ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
+    ALLOWED_REASONS_FIELD_NUMBER: _builtins.int
+    LINEAGES_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TURNS_FIELD_NUMBER: _builtins.int
+    max_policy_lag: _builtins.int
+    """Most versions by which the oldest trained token of a trajectory may be behind the consumer's
+    policy version. Default: any.
+    """
+    drop_zero_variance: _builtins.bool
+    """Whether groups of at least two sessions are dropped where all rewards are known and equal."""
+    max_tokens: _builtins.int
+    """Most tokens of a trajectory, at least 1. Default: any."""
+    max_turns: _builtins.int
+    """Most sampled turns of a trajectory, at least 1. Default: any."""
+    @_builtins.property
+    def allowed_reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FidelityReason.ValueType]:
+        """The reasons that a trajectory may carry beside EXACT; [EXACT] keeps exact ones alone. Empty: any."""
+
+    @_builtins.property
+    def lineages(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Lineage.ValueType]:
+        """The lineages kept. Empty: all."""
+
+    def __init__(
+        self,
+        *,
+        max_policy_lag: _builtins.int | None = ...,
+        drop_zero_variance: _builtins.bool = ...,
+        allowed_reasons: _abc.Iterable[_types_pb2.FidelityReason.ValueType] | None = ...,
+        lineages: _abc.Iterable[_types_pb2.Lineage.ValueType] | None = ...,
+        max_tokens: _builtins.int | None = ...,
+        max_turns: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_policy_lag: _TypeAlias = _typing.Literal["max_policy_lag"]  # noqa: Y015
+    _WhichOneofArgType__max_policy_lag: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_turns: _TypeAlias = _typing.Literal["max_turns"]  # noqa: Y015
+    _WhichOneofArgType__max_turns: _TypeAlias = _typing.Literal["_max_turns", b"_max_turns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_policy_lag) -> _WhichOneofReturnType__max_policy_lag | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_turns) -> _WhichOneofReturnType__max_turns | None: ...
+
+Global___DeliveryFilter: _TypeAlias = DeliveryFilter  # noqa: Y015
+
+@_typing.final
+class ReportPolicyVersion(_message.Message):
+    """Says which policy version the consumer trains now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """The version, at least 0. It may go back: a trainer that returns to a checkpoint does."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportPolicyVersion: _TypeAlias = ReportPolicyVersion  # noqa: Y015
 
 @_typing.final
 class GrantCredits(_message.Message):
@@ -247,13 +525,21 @@ class Delivery(_message.Message):
     DELIVERY_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     delivery_id: _builtins.str
     """Stable id: the same on every redelivery. The session's or the group's id."""
     attempt: _builtins.int
     """1 the first time; above it a redelivery."""
+    partial: _builtins.bool
+    """Whether the group has fewer samples than were announced."""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SessionRecord]:
         """One session, or all sessions of a group in order of sample_index."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedTrajectories]:
+        """The trajectories that the consumer's filter took out of these sessions."""
 
     def __init__(
         self,
@@ -261,14 +547,46 @@ class Delivery(_message.Message):
         delivery_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         sessions: _abc.Iterable[_types_pb2.SessionRecord] | None = ...,
+        removed: _abc.Iterable[Global___RemovedTrajectories] | None = ...,
+        partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delivery_id", b"delivery_id", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delivery_id", b"delivery_id", "partial", b"partial", "removed", b"removed", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
+
+@_typing.final
+class RemovedTrajectories(_message.Message):
+    """Trajectories that a filter took out of one session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    reason: Global___FilterReason.ValueType
+    """Why."""
+    count: _builtins.int
+    """Number of trajectories."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        reason: Global___FilterReason.ValueType = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "reason", b"reason", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovedTrajectories: _TypeAlias = RemovedTrajectories  # noqa: Y015
 
 @_typing.final
 class Acknowledged(_message.Message):
@@ -323,6 +641,10 @@ class GetStatsResponse(_message.Message):
     OPEN_GROUPS_FIELD_NUMBER: _builtins.int
     DUPLICATES_FIELD_NUMBER: _builtins.int
     CONSUMERS_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_REWARDS_FIELD_NUMBER: _builtins.int
+    REWARD_TIMEOUTS_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    REMOVED_SESSIONS_FIELD_NUMBER: _builtins.int
     sessions: _builtins.int
     """Sessions stored."""
     trajectories: _builtins.int
@@ -333,6 +655,14 @@ class GetStatsResponse(_message.Message):
     """Groups that wait for sessions."""
     duplicates: _builtins.int
     """Repeated ingests that changed nothing."""
+    waiting_for_rewards: _builtins.int
+    """Sessions that wait for rewards."""
+    reward_timeouts: _builtins.int
+    """Sessions delivered without the reward they waited for."""
+    stored_bytes: _builtins.int
+    """Bytes that the store holds."""
+    removed_sessions: _builtins.int
+    """Sessions removed because all consumers had settled them."""
     @_builtins.property
     def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerStats]:
         """One entry per consumer."""
@@ -346,10 +676,14 @@ class GetStatsResponse(_message.Message):
         open_groups: _builtins.int = ...,
         duplicates: _builtins.int = ...,
         consumers: _abc.Iterable[Global___ConsumerStats] | None = ...,
+        waiting_for_rewards: _builtins.int = ...,
+        reward_timeouts: _builtins.int = ...,
+        stored_bytes: _builtins.int = ...,
+        removed_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_groups", b"complete_groups", "consumers", b"consumers", "duplicates", b"duplicates", "open_groups", b"open_groups", "sessions", b"sessions", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_groups", b"complete_groups", "consumers", b"consumers", "duplicates", b"duplicates", "open_groups", b"open_groups", "removed_sessions", b"removed_sessions", "reward_timeouts", b"reward_timeouts", "sessions", b"sessions", "stored_bytes", b"stored_bytes", "trajectories", b"trajectories", "waiting_for_rewards", b"waiting_for_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -367,6 +701,8 @@ class ConsumerStats(_message.Message):
     LEASED_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
+    FILTERED_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Its name."""
     unit: Global___DeliveryUnit.ValueType
@@ -378,7 +714,13 @@ class ConsumerStats(_message.Message):
     ready: _builtins.int
     """Deliveries ready and not sent."""
     streams: _builtins.int
-    """Streams open."""
+    """Streams open at this collector."""
+    policy_version: _builtins.int
+    """The policy version it told last."""
+    @_builtins.property
+    def filtered(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilteredCount]:
+        """What was kept from it, one entry per reason."""
+
     def __init__(
         self,
         *,
@@ -388,11 +730,437 @@ class ConsumerStats(_message.Message):
         leased: _builtins.int = ...,
         ready: _builtins.int = ...,
         streams: _builtins.int = ...,
+        filtered: _abc.Iterable[Global___FilteredCount] | None = ...,
+        policy_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "acknowledged", b"acknowledged", "consumer", b"consumer", "filtered", b"filtered", "leased", b"leased", "policy_version", b"policy_version", "ready", b"ready", "streams", b"streams", "unit", b"unit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___ConsumerStats: _TypeAlias = ConsumerStats  # noqa: Y015
+
+@_typing.final
+class FilteredCount(_message.Message):
+    """What was kept from a consumer for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    reason: Global___FilterReason.ValueType
+    """Why."""
+    units: _builtins.int
+    """Units; for SURPLUS, sessions."""
+    trajectories: _builtins.int
+    """Trajectories taken out of units that were delivered or had nothing left."""
+    def __init__(
+        self,
+        *,
+        reason: Global___FilterReason.ValueType = ...,
+        units: _builtins.int = ...,
+        trajectories: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "consumer", b"consumer", "leased", b"leased", "ready", b"ready", "streams", b"streams", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "trajectories", b"trajectories", "units", b"units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ConsumerStats: _TypeAlias = ConsumerStats  # noqa: Y015
+Global___FilteredCount: _TypeAlias = FilteredCount  # noqa: Y015
+
+@_typing.final
+class SetRewardsRequest(_message.Message):
+    """Gives a stored session rewards."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    request_id: _builtins.str
+    """Makes the call repeatable, 1 to 128 characters: a second call with it changes nothing."""
+    @_builtins.property
+    def rewards(self) -> _types_pb2.SessionRewards:
+        """The rewards; finite numbers. What is absent stays as it was."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        rewards: _types_pb2.SessionRewards | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rewards", b"rewards"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "rewards", b"rewards", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRewardsRequest: _TypeAlias = SetRewardsRequest  # noqa: Y015
+
+@_typing.final
+class SetRewardsResponse(_message.Message):
+    """The rewards are stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DUPLICATE_FIELD_NUMBER: _builtins.int
+    duplicate: _builtins.bool
+    """Whether they were stored before under this request_id."""
+    def __init__(
+        self,
+        *,
+        duplicate: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRewardsResponse: _TypeAlias = SetRewardsResponse  # noqa: Y015
+
+@_typing.final
+class SeekRequest(_message.Message):
+    """Moves a consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Its name."""
+    @_builtins.property
+    def position(self) -> Global___Position:
+        """Where to."""
+
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        position: Global___Position | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeekRequest: _TypeAlias = SeekRequest  # noqa: Y015
+
+@_typing.final
+class SeekResponse(_message.Message):
+    """The consumer is moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGAIN_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    again: _builtins.int
+    """Units acknowledged, filtered or skipped before that come again."""
+    skipped: _builtins.int
+    """Units that were open and do not come any more."""
+    def __init__(
+        self,
+        *,
+        again: _builtins.int = ...,
+        skipped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "skipped", b"skipped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeekResponse: _TypeAlias = SeekResponse  # noqa: Y015
+
+@_typing.final
+class DropConsumerRequest(_message.Message):
+    """Forgets a consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropConsumerRequest: _TypeAlias = DropConsumerRequest  # noqa: Y015
+
+@_typing.final
+class DropConsumerResponse(_message.Message):
+    """The consumer is forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    known: _builtins.bool
+    """Whether it was known."""
+    def __init__(
+        self,
+        *,
+        known: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropConsumerResponse: _TypeAlias = DropConsumerResponse  # noqa: Y015
+
+@_typing.final
+class ListFilteredRequest(_message.Message):
+    """Asks what was kept from a consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Its name."""
+    page_size: _builtins.int
+    """Most entries to return, 1 to 1,000. Default 100."""
+    page_token: _builtins.str
+    """Where to go on: `next_page_token` of the page before; empty begins."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        page_size: _builtins.int | None = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "consumer", b"consumer", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
+    _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
+
+Global___ListFilteredRequest: _TypeAlias = ListFilteredRequest  # noqa: Y015
+
+@_typing.final
+class ListFilteredResponse(_message.Message):
+    """What was kept from a consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Gives the next page; empty after the last."""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilteredEntry]:
+        """The entries, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___FilteredEntry] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListFilteredResponse: _TypeAlias = ListFilteredResponse  # noqa: Y015
+
+@_typing.final
+class FilteredEntry(_message.Message):
+    """One unit or session that was kept from a consumer, or of which a part was."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELIVERY_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    delivery_id: _builtins.str
+    """The session's or the group's id."""
+    reason: Global___FilterReason.ValueType
+    """Why the whole was kept back; UNSPECIFIED where it was delivered without some trajectories."""
+    unix_ms: _builtins.int
+    """When, milliseconds since 1970 UTC."""
+    session_id: _builtins.str
+    """For SURPLUS: the session."""
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedTrajectories]:
+        """The trajectories taken out."""
+
+    def __init__(
+        self,
+        *,
+        delivery_id: _builtins.str = ...,
+        reason: Global___FilterReason.ValueType = ...,
+        unix_ms: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+        removed: _abc.Iterable[Global___RemovedTrajectories] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery_id", b"delivery_id", "reason", b"reason", "removed", b"removed", "session_id", b"session_id", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FilteredEntry: _TypeAlias = FilteredEntry  # noqa: Y015
+
+@_typing.final
+class ListOpenGroupsRequest(_message.Message):
+    """Asks for groups that wait."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most groups to return, 1 to 1,000. Default 100."""
+    page_token: _builtins.str
+    """Where to go on: `next_page_token` of the page before; empty begins."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int | None = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
+    _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
+
+Global___ListOpenGroupsRequest: _TypeAlias = ListOpenGroupsRequest  # noqa: Y015
+
+@_typing.final
+class ListOpenGroupsResponse(_message.Message):
+    """Groups that wait."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Gives the next page; empty after the last."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenGroup]:
+        """The groups, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___OpenGroup] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOpenGroupsResponse: _TypeAlias = ListOpenGroupsResponse  # noqa: Y015
+
+@_typing.final
+class OpenGroup(_message.Message):
+    """A group that waits for sessions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    FIRST_UNIX_MS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """Its id."""
+    group_size: _builtins.int
+    """Number of sessions announced."""
+    samples: _builtins.int
+    """Number of samples that are in."""
+    first_unix_ms: _builtins.int
+    """Arrival of its first session, milliseconds since 1970 UTC."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        group_size: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        first_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_unix_ms", b"first_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenGroup: _TypeAlias = OpenGroup  # noqa: Y015
+
+@_typing.final
+class ReadSessionsRequest(_message.Message):
+    """Asks for stored sessions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    WITHOUT_ARRAYS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Only this session; empty reads all."""
+    without_arrays: _builtins.bool
+    """Whether the arrays of the trajectories are left out."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        without_arrays: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "without_arrays", b"without_arrays"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSessionsRequest: _TypeAlias = ReadSessionsRequest  # noqa: Y015
+
+@_typing.final
+class ReadSessionsResponse(_message.Message):
+    """One stored session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session(self) -> _types_pb2.SessionRecord:
+        """The session."""
+
+    def __init__(
+        self,
+        *,
+        session: _types_pb2.SessionRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSessionsResponse: _TypeAlias = ReadSessionsResponse  # noqa: Y015

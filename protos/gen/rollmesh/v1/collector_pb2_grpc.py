@@ -50,6 +50,36 @@ class CollectorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_collector__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.SetRewards = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/SetRewards',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.SetRewardsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.SetRewardsResponse.FromString,
+                _registered_method=True)
+        self.Seek = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/Seek',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.SeekRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.SeekResponse.FromString,
+                _registered_method=True)
+        self.DropConsumer = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/DropConsumer',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.DropConsumerRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.DropConsumerResponse.FromString,
+                _registered_method=True)
+        self.ListFiltered = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/ListFiltered',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredResponse.FromString,
+                _registered_method=True)
+        self.ListOpenGroups = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/ListOpenGroups',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsResponse.FromString,
+                _registered_method=True)
+        self.ReadSessions = channel.unary_stream(
+                '/rollmesh.v1.CollectorService/ReadSessions',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ReadSessionsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReadSessionsResponse.FromString,
+                _registered_method=True)
 
 
 class CollectorServiceServicer(object):
@@ -80,6 +110,54 @@ class CollectorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRewards(self, request, context):
+        """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
+        the same request_id changes nothing. What was acknowledged does not come again because of it.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Seek(self, request, context):
+        """Moves a known consumer to a position, forwards or back. What is before it does not come any
+        more, everything from it on comes, also what was acknowledged. The consumer's streams end with
+        UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropConsumer(self, request, context):
+        """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListFiltered(self, request, context):
+        """Lists what was kept from a consumer, and why; oldest first.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListOpenGroups(self, request, context):
+        """Lists groups that still wait for sessions; oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadSessions(self, request, context):
+        """Reads stored sessions in the order in which they came, without any effect on consumers.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) where one was asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CollectorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +175,36 @@ def add_CollectorServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=rollmesh_dot_v1_dot_collector__pb2.GetStatsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_collector__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'SetRewards': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRewards,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.SetRewardsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.SetRewardsResponse.SerializeToString,
+            ),
+            'Seek': grpc.unary_unary_rpc_method_handler(
+                    servicer.Seek,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.SeekRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.SeekResponse.SerializeToString,
+            ),
+            'DropConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropConsumer,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.DropConsumerRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.DropConsumerResponse.SerializeToString,
+            ),
+            'ListFiltered': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListFiltered,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredResponse.SerializeToString,
+            ),
+            'ListOpenGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOpenGroups,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsResponse.SerializeToString,
+            ),
+            'ReadSessions': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSessions,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ReadSessionsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ReadSessionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +289,168 @@ class CollectorService(object):
             '/rollmesh.v1.CollectorService/GetStats',
             rollmesh_dot_v1_dot_collector__pb2.GetStatsRequest.SerializeToString,
             rollmesh_dot_v1_dot_collector__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRewards(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/SetRewards',
+            rollmesh_dot_v1_dot_collector__pb2.SetRewardsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.SetRewardsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Seek(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/Seek',
+            rollmesh_dot_v1_dot_collector__pb2.SeekRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.SeekResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/DropConsumer',
+            rollmesh_dot_v1_dot_collector__pb2.DropConsumerRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.DropConsumerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListFiltered(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/ListFiltered',
+            rollmesh_dot_v1_dot_collector__pb2.ListFilteredRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.ListFilteredResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOpenGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/ListOpenGroups',
+            rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.ListOpenGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/ReadSessions',
+            rollmesh_dot_v1_dot_collector__pb2.ReadSessionsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.ReadSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

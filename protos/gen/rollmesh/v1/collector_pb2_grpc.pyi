@@ -44,6 +44,28 @@ class CollectorServiceStub:
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]
     """Counts what is stored and where each consumer stands."""
+    SetRewards: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]
+    """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
+    the same request_id changes nothing. What was acknowledged does not come again because of it.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks.
+    """
+    Seek: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]
+    """Moves a known consumer to a position, forwards or back. What is before it does not come any
+    more, everything from it on comes, also what was acknowledged. The consumer's streams end with
+    UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+    """
+    DropConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.DropConsumerRequest, _collector_pb2.DropConsumerResponse]
+    """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error."""
+    ListFiltered: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]
+    """Lists what was kept from a consumer, and why; oldest first.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+    """
+    ListOpenGroups: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListOpenGroupsRequest, _collector_pb2.ListOpenGroupsResponse]
+    """Lists groups that still wait for sessions; oldest first."""
+    ReadSessions: _grpc.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]
+    """Reads stored sessions in the order in which they came, without any effect on consumers.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) where one was asked for.
+    """
 
 @_typing.type_check_only
 class CollectorServiceAsyncStub(CollectorServiceStub):
@@ -61,6 +83,28 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts what is stored and where each consumer stands."""
+    SetRewards: _aio.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]  # type: ignore[assignment]
+    """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
+    the same request_id changes nothing. What was acknowledged does not come again because of it.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks.
+    """
+    Seek: _aio.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]  # type: ignore[assignment]
+    """Moves a known consumer to a position, forwards or back. What is before it does not come any
+    more, everything from it on comes, also what was acknowledged. The consumer's streams end with
+    UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+    """
+    DropConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.DropConsumerRequest, _collector_pb2.DropConsumerResponse]  # type: ignore[assignment]
+    """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error."""
+    ListFiltered: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]  # type: ignore[assignment]
+    """Lists what was kept from a consumer, and why; oldest first.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+    """
+    ListOpenGroups: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListOpenGroupsRequest, _collector_pb2.ListOpenGroupsResponse]  # type: ignore[assignment]
+    """Lists groups that still wait for sessions; oldest first."""
+    ReadSessions: _aio.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]  # type: ignore[assignment]
+    """Reads stored sessions in the order in which they came, without any effect on consumers.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) where one was asked for.
+    """
 
 class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps closed sessions and delivers them, whole or in groups, until they are acknowledged."""
@@ -93,5 +137,63 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.GetStatsResponse, _abc.Awaitable[_collector_pb2.GetStatsResponse]]:
         """Counts what is stored and where each consumer stands."""
+
+    @_abc_1.abstractmethod
+    def SetRewards(
+        self,
+        request: _collector_pb2.SetRewardsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.SetRewardsResponse, _abc.Awaitable[_collector_pb2.SetRewardsResponse]]:
+        """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
+        the same request_id changes nothing. What was acknowledged does not come again because of it.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks.
+        """
+
+    @_abc_1.abstractmethod
+    def Seek(
+        self,
+        request: _collector_pb2.SeekRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.SeekResponse, _abc.Awaitable[_collector_pb2.SeekResponse]]:
+        """Moves a known consumer to a position, forwards or back. What is before it does not come any
+        more, everything from it on comes, also what was acknowledged. The consumer's streams end with
+        UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+        """
+
+    @_abc_1.abstractmethod
+    def DropConsumer(
+        self,
+        request: _collector_pb2.DropConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.DropConsumerResponse, _abc.Awaitable[_collector_pb2.DropConsumerResponse]]:
+        """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error."""
+
+    @_abc_1.abstractmethod
+    def ListFiltered(
+        self,
+        request: _collector_pb2.ListFilteredRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.ListFilteredResponse, _abc.Awaitable[_collector_pb2.ListFilteredResponse]]:
+        """Lists what was kept from a consumer, and why; oldest first.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+        """
+
+    @_abc_1.abstractmethod
+    def ListOpenGroups(
+        self,
+        request: _collector_pb2.ListOpenGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.ListOpenGroupsResponse, _abc.Awaitable[_collector_pb2.ListOpenGroupsResponse]]:
+        """Lists groups that still wait for sessions; oldest first."""
+
+    @_abc_1.abstractmethod
+    def ReadSessions(
+        self,
+        request: _collector_pb2.ReadSessionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_collector_pb2.ReadSessionsResponse], _abc.AsyncIterator[_collector_pb2.ReadSessionsResponse]]:
+        """Reads stored sessions in the order in which they came, without any effect on consumers.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) where one was asked for.
+        """
 
 def add_CollectorServiceServicer_to_server(servicer: CollectorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -886,6 +886,7 @@ class SessionRecord(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
+    REWARD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -907,6 +908,10 @@ class SessionRecord(_message.Message):
     superseded: _builtins.bool
     """Whether another session has its place in the group: it failed and was tried again. It is kept
     and delivered by session, and is no part of its group.
+    """
+    reward_timeout_ms: _builtins.int
+    """The rewards come later, by SetRewards: the collector holds the session back until they are
+    there, or so many milliseconds after it stored it; then it goes out without. Absent: at once.
     """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -938,13 +943,19 @@ class SessionRecord(_message.Message):
         turns: _builtins.int = ...,
         tree: Global___TrajectoryTree | None = ...,
         superseded: _builtins.bool = ...,
+        reward_timeout_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__reward_timeout_ms: _TypeAlias = _typing.Literal["reward_timeout_ms"]  # noqa: Y015
+    _WhichOneofArgType__reward_timeout_ms: _TypeAlias = _typing.Literal["_reward_timeout_ms", b"_reward_timeout_ms"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_timeout_ms) -> _WhichOneofReturnType__reward_timeout_ms | None: ...
 
 Global___SessionRecord: _TypeAlias = SessionRecord  # noqa: Y015

@@ -1,11 +1,14 @@
-"""Runs a collector: `python -m rollmesh.collector --help`."""
+"""Runs a collector, or a tool beside one: `python -m rollmesh.collector [TOOL] --help`."""
 
 import os
 import sys
 
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.service import CollectorService
+from rollmesh.collector.tools import TOOLS, run_tool
 from rollmesh.runtime.process import run_service
 
 if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1] in TOOLS:
+        sys.exit(run_tool(sys.argv[1], sys.argv[2:]))
     sys.exit(run_service("collector", CollectorConfig, CollectorService, sys.argv[1:], os.environ))

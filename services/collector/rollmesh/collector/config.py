@@ -12,7 +12,26 @@ class CollectorConfig(ServerConfig):
 
     port: int = 7300
     """Port to listen on; 0 takes a free one."""
+    store: str = "sqlite"
+    """Where sessions are kept: sqlite (a file in data_dir) or redis://host:port/db, which several
+    collectors may share."""
     data_dir: Path = Path("var/collector")
-    """Folder of the store."""
+    """Folder of the SQLite store."""
     max_stored_bytes: int = 64 * 1024**3
     """Bytes of sessions after which no more are taken."""
+    retain_settled_ms: int = 24 * 3600 * 1000
+    """Time that a session stays after every known consumer has settled it, milliseconds. Near
+    max_stored_bytes settled sessions go at once."""
+    tick_ms: int = 200
+    """How often deadlines of groups and of rewards are looked at, milliseconds."""
+    scorer: str = ""
+    """What gives sessions without a reward one before they are delivered: package.module:function,
+    run in worker processes, or grpc://host:port of a ScorerService; empty: nothing."""
+    scorer_workers: int = 2
+    """Sessions that are scored at the same time."""
+    scorer_timeout_ms: int = 60_000
+    """Time for one try to score a session, milliseconds; a worker that is late is killed."""
+    scorer_tries: int = 3
+    """Tries to score a session; after the last it is delivered without a reward."""
+    scorer_hold_ms: int = 3_600_000
+    """Longest wait of a session for its scorer in all, milliseconds; then it goes out without."""

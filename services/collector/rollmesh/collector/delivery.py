@@ -1,13 +1,17 @@
-"""Who gets what: one consumer's state, without I/O.
+"""Who gets what: what one collector holds for a consumer, without I/O.
 
-Invariants: a unit is in exactly one of ready, leased, done; a stream never holds more than it was
+The store knows what is not settled; the consumer holds as much of it as its streams can take.
+Invariants: a unit is here at most once, ready or leased; a stream never holds more than it was
 granted; what a stream held is ready again when it ends or its lease runs out.
 """
 
 import heapq
 from dataclasses import dataclass, field
 
-from rollmesh.collector.store import Unit
+from rollmesh.collector.store import Page, Unit
+from rollmesh.v1 import collector_pb2 as pb
+
+_MOST_FETCHED = 64
 
 
 @dataclass(slots=True)
@@ -26,14 +30,22 @@ class Consumer:
     name: str
     kind: int
     lease_ms: int = 600_000
-    acknowledged: int = 0
-    """Units acknowledged so far."""
+    filter: pb.DeliveryFilter = field(default_factory=pb.DeliveryFilter)
+    """What is kept from it."""
+    version: int | None = None
+    """The policy version it trains now."""
+    more: bool = True
+    """Whether the store may have units that are not here."""
+    cursor: int = 0
+    """Where the store's next page begins."""
     _ready: list[Unit] = field(default_factory=list)
     _queued: set[str] = field(default_factory=set)
     _leased: dict[str, Lease] = field(default_factory=dict)
     _credits: dict[int, int] = field(default_factory=dict)
     _late: dict[str, int] = field(default_factory=dict)
     """By unit: the open stream that let its lease run out last."""
+    _settled: set[str] = field(default_factory=set)
+    """What was settled while a page was on its way; it may be in that page."""
     _next_stream: int = 1
 
     def __repr__(self) -> str:
@@ -58,8 +70,31 @@ class Consumer:
         """Open streams."""
         return len(self._credits)
 
+    def wanted(self) -> int:
+        """Returns how many units to fetch: what the streams may take beyond what is here."""
+        self._settled.clear()
+        if not self.more:
+            return 0
+        return max(min(sum(self._credits.values()) - len(self._ready), _MOST_FETCHED), 0)
+
+    def add_page(self, page: Page) -> None:
+        """Takes a page of the store's."""
+        self.cursor = page.cursor
+        self.more = self.more or page.more
+        for unit in page.units:
+            if unit.unit_id not in self._settled:
+                self.add(unit)
+
+    def reset(self) -> None:
+        """Forgets all units: the store gives them again. Streams and their credits stay."""
+        self._ready.clear()
+        self._queued.clear()
+        self._leased.clear()
+        self._late.clear()
+        self.cursor, self.more = 0, True
+
     def add(self, unit: Unit) -> None:
-        """Takes a unit that became whole; one that is known is ignored."""
+        """Takes a unit; one that is known is ignored."""
         if unit.unit_id not in self._queued and unit.unit_id not in self._leased:
             self._queued.add(unit.unit_id)
             heapq.heappush(self._ready, unit)
@@ -102,25 +137,19 @@ class Consumer:
         self._leased[unit.unit_id] = Lease(unit, stream_id, now_ms + self.lease_ms)
         return unit
 
-    def find(self, unit_id: str) -> Unit | None:
-        """Returns a unit that may be acknowledged: leased, or ready again after its lease."""
-        lease = self._leased.get(unit_id)
-        if lease is not None:
-            return lease.unit
-        if unit_id not in self._queued:
-            return None
-        return next(unit for unit in self._ready if unit.unit_id == unit_id)
-
-    def acknowledge(self, unit_id: str) -> None:
+    def settle(self, unit_id: str) -> None:
         """Says that a unit is done, wherever it is; unknown ones are ignored."""
-        if self._leased.pop(unit_id, None) is None:
-            if unit_id not in self._queued:
-                return
+        self._settled.add(unit_id)
+        if self._leased.pop(unit_id, None) is None and unit_id in self._queued:
             self._queued.discard(unit_id)
             self._ready = [unit for unit in self._ready if unit.unit_id != unit_id]
             heapq.heapify(self._ready)
         self._late.pop(unit_id, None)
-        self.acknowledged += 1
+
+    def refund(self, stream_id: int) -> None:
+        """Gives a stream the credit back that a unit took which it was not sent."""
+        if stream_id in self._credits:
+            self._credits[stream_id] += 1
 
     def expire(self, now_ms: int) -> bool:
         """Takes back what is past its lease; says whether there was any."""

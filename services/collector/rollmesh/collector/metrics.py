@@ -1,8 +1,12 @@
 """What a collector counts, beside the RPCs."""
 
+from contextlib import suppress
+
 from prometheus_client import Counter, Gauge
 
 from rollmesh.collector.delivery import Consumer
+from rollmesh.collector.filters import Verdict
+from rollmesh.v1 import collector_pb2 as pb
 
 SESSIONS = Counter(
     "rollmesh_collector_sessions_total", "Sessions that came: stored, or repeats.", ["kind"]
@@ -15,7 +19,30 @@ DELIVERIES = Counter(
 ACKNOWLEDGED = Counter(
     "rollmesh_collector_acknowledged_total", "Units that consumers have taken.", ["consumer"]
 )
-READY = Gauge("rollmesh_collector_ready", "Units that wait for a credit.", ["consumer"])
+FILTERED = Counter(
+    "rollmesh_collector_filtered_total",
+    "What filters kept from consumers: whole units, or trajectories of units.",
+    ["consumer", "reason", "what"],
+)
+REWARDS = Counter(
+    "rollmesh_collector_late_rewards_total",
+    "Rewards set after their session.",
+    ["kind"],
+)
+SCORES = Counter(
+    "rollmesh_collector_scores_total",
+    "Sessions scored or given up, and tries that failed.",
+    ["outcome"],
+)
+REMOVED = Counter(
+    "rollmesh_collector_removed_sessions_total", "Sessions removed after all had settled them."
+)
+STORE_ERRORS = Counter(
+    "rollmesh_collector_store_errors_total", "Work that the store refused or failed.", ["reason"]
+)
+READY = Gauge(
+    "rollmesh_collector_ready", "Units fetched from the store that wait for a credit.", ["consumer"]
+)
 LEASED = Gauge("rollmesh_collector_leased", "Units sent and not acknowledged.", ["consumer"])
 
 
@@ -23,3 +50,24 @@ def watch(consumer: Consumer) -> None:
     """Lets the gauges look at a consumer whenever they are read."""
     READY.labels(consumer.name).set_function(lambda: consumer.ready)
     LEASED.labels(consumer.name).set_function(lambda: consumer.leased)
+
+
+def forget(name: str) -> None:
+    """Takes a dropped consumer's gauges away."""
+    for gauge in (READY, LEASED):
+        with suppress(KeyError):
+            gauge.remove(name)
+
+
+def count_filtered(consumer: str, verdict: Verdict) -> None:
+    """Counts what a settled verdict kept from a consumer."""
+    for part in verdict.removed:
+        name = reason_name(part.reason)
+        FILTERED.labels(consumer, name, "trajectory").inc(part.count)
+    if not verdict.delivers:
+        FILTERED.labels(consumer, reason_name(verdict.reason), "unit").inc()
+
+
+def reason_name(reason: pb.FilterReason.ValueType) -> str:
+    """Returns a reason as metrics and people write it: "policy_lag"."""
+    return pb.FilterReason.Name(reason).removeprefix("FILTER_REASON_").lower()

@@ -7,8 +7,14 @@ from contextlib import asynccontextmanager
 import grpc
 
 from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector.scorers import open_scorers
+from rollmesh.collector.scoring import Scoring
 from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.store import SCHEMA, SCHEMA_VERSION, SqliteStore
+from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
+from rollmesh.collector.sqlite_store import SqliteStore
+from rollmesh.collector.store import Retention, Store
+from rollmesh.collector.upkeep import keep_up
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.database import Database
 from rollmesh.v1 import collector_pb2_grpc
 
@@ -29,19 +35,64 @@ class CollectorService:
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Opens the store and owns the readers of the streams."""
-        path = self._config.data_dir / "collector.sqlite"
-        async with Database(path, SCHEMA, SCHEMA_VERSION) as database, asyncio.TaskGroup() as tasks:
-            self._servicer.store = SqliteStore(database, self._config.max_stored_bytes)
-            self._servicer.tasks = tasks
-            await self._servicer.restore()
+        """Opens the store; owns the readers of the streams and what runs beside them."""
+        subscriptions = self._servicer.subscriptions
+        async with self._open_store() as store, asyncio.TaskGroup() as tasks:
+            self._servicer.store = subscriptions.store = store
+            subscriptions.tasks = tasks
+            await subscriptions.restore()
+            upkeep = tasks.create_task(keep_up(store, subscriptions, self._config.tick_ms))
+            async with self._scoring(store):
+                yield
+            upkeep.cancel()
+
+    @asynccontextmanager
+    async def _scoring(self, store: Store) -> AsyncIterator[None]:
+        """Scores what comes without a reward, where a scorer is named."""
+        config = self._config
+        if not config.scorer:
             yield
+            return
+        scoring = Scoring(store, self._servicer.subscriptions, config.scorer_tries)
+        self._servicer.scoring, self._servicer.score_hold_ms = scoring, config.scorer_hold_ms
+        opening = open_scorers(
+            config.scorer, config.scorer_workers, config.scorer_timeout_ms / 1000
+        )
+        async with opening as scorers, asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(scoring.run(scorers))
+            yield
+            running.cancel()
 
     async def drain(self) -> None:
         """Ends the streams of the consumers, who come back to the successor."""
-        self._servicer.end_streams()
+        self._servicer.subscriptions.end_streams()
 
     async def failed(self) -> str:
         """Waits for ever: a collector fails only with its process."""
         await asyncio.Event().wait()
         return ""
+
+    @asynccontextmanager
+    async def _open_store(self) -> AsyncIterator[Store]:
+        config = self._config
+        retention = Retention(config.retain_settled_ms, config.max_stored_bytes)
+        if config.store != "sqlite":
+            async with _redis_store(config.store, retention) as store:
+                yield store
+            return
+        path = config.data_dir / "collector.sqlite"
+        async with Database(path, SCHEMA, VERSION) as database:
+            yield SqliteStore(database, retention)
+
+
+@asynccontextmanager
+async def _redis_store(url: str, retention: Retention) -> AsyncIterator[Store]:
+    try:  # the SQLite store does without
+        from rollmesh.collector.redis_client import connected  # noqa: PLC0415
+        from rollmesh.collector.redis_store import RedisStore  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            "store: a Redis needs the redis package: pip install 'rollmesh[collector]'"
+        ) from error
+    async with connected(url) as client:
+        yield RedisStore(client, retention)

@@ -1,36 +1,27 @@
-"""What a collector keeps, and how: the `Store` protocol and its SQLite form.
+"""What the collector needs of a store.
 
-A *unit* is what can be delivered: a session, or a group once all its samples are in. Units are
-numbered in the order in which they became whole.
+A *unit* is what can be delivered: a session, or a group once it is whole for a consumer. Units
+stand in logs, in the order in which they became whole: one of sessions, one of groups with all
+their samples, and one for each consumer with a group policy of its own. A unit's sessions are fixed
+when it is made. A consumer has *settled* a unit when it acknowledged it or its filter dropped it.
 """
 
-import sqlite3
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
-from rollmesh.runtime.database import Database
-from rollmesh.runtime.errors import InvalidFieldError, StoreFullError
-from rollmesh.v1 import collector_pb2, types_pb2
+from rollmesh.collector.filters import Verdict
+from rollmesh.collector.groups import is_default
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
-SCHEMA_VERSION = 1  # counts up with every change of what is below
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS sessions (
-  session_id TEXT PRIMARY KEY, group_key TEXT NOT NULL, sample_index INTEGER NOT NULL,
-  group_size INTEGER NOT NULL, trajectories INTEGER NOT NULL, record BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions (group_key, sample_index);
-CREATE TABLE IF NOT EXISTS units (
-  seq INTEGER PRIMARY KEY AUTOINCREMENT, kind INTEGER NOT NULL, unit_id TEXT NOT NULL,
-  UNIQUE (kind, unit_id));
-CREATE TABLE IF NOT EXISTS consumers (name TEXT PRIMARY KEY, kind INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS progress (
-  consumer TEXT NOT NULL, seq INTEGER NOT NULL, attempts INTEGER NOT NULL,
-  acknowledged INTEGER NOT NULL, PRIMARY KEY (consumer, seq)) WITHOUT ROWID;
-"""
-SESSION = int(collector_pb2.DELIVERY_UNIT_SESSION)
-GROUP = int(collector_pb2.DELIVERY_UNIT_GROUP)
-_RETRY_MS = 1000
-_NO_GROUP = ""
-"""Group key of superseded sessions."""
+SESSION = int(pb.DELIVERY_UNIT_SESSION)
+GROUP = int(pb.DELIVERY_UNIT_GROUP)
+SESSION_LOG, GROUP_LOG = "s", "g"
+RETRY_MS = 1000
+"""When to try again after a refusal, milliseconds."""
+Judge: TypeAlias = Callable[[Sequence[types_pb2.SessionRecord]], Verdict]
+"""Decides about a unit by the heads of its sessions."""
 
 
 class Unit(NamedTuple):
@@ -38,29 +29,64 @@ class Unit(NamedTuple):
 
     seq: int
     """Place in the order in which units became whole."""
-    kind: int
-    """SESSION or GROUP."""
     unit_id: str
     """Id of the session or of the group: the delivery id."""
+    members: tuple[str, ...] = ()
+    """Ids of its sessions; empty: the one session of this id."""
+    partial: bool = False
+    """Whether the group has fewer samples than announced."""
+
+
+class Page(NamedTuple):
+    """A part of what a consumer has not settled."""
+
+    units: list[Unit]
+    """In order."""
+    cursor: int
+    """Where the next page begins."""
+    more: bool
+    """Whether there may be a next page now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ingested:
-    """What came of one ingest."""
+class Loaded:
+    """A unit as it is to be delivered, or the reason why it is not."""
 
-    duplicate: bool
-    units: list[Unit] = field(default_factory=list)
-    """What became whole by it."""
+    attempt: int
+    """Number of this delivery; 0 where it is not delivered."""
+    verdict: Verdict
+    """What the filter says."""
+    sessions: list[types_pb2.SessionRecord]
+    """What is left of its sessions."""
+
+
+class Settlement(NamedTuple):
+    """That a unit is done for a consumer."""
+
+    unit_id: str
+    reason: pb.FilterReason.ValueType = pb.FILTER_REASON_UNSPECIFIED
+    """UNSPECIFIED: acknowledged."""
+    removed: Sequence[pb.RemovedTrajectories] = ()
+    """With a reason: the trajectories that the filter took out."""
+
+
+class Sought(NamedTuple):
+    """What a seek did."""
+
+    again: int
+    """Units settled before that come again."""
+    skipped: int
+    """Open units that do not come any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Standing:
     """Where a consumer stands."""
 
-    open: list[Unit]
-    """What it has not acknowledged, in order."""
     acknowledged: int
-    """Number of units it has acknowledged."""
+    open: int
+    """Units not settled, leased ones among them."""
+    filtered: list[pb.FilteredCount]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,178 +97,210 @@ class Counts:
     trajectories: int
     complete_groups: int
     open_groups: int
+    waiting_for_rewards: int = 0
+    reward_timeouts: int = 0
+    stored_bytes: int = 0
+    removed_sessions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long settled sessions stay."""
+
+    settled_ms: int
+    """Time that they stay for a `Seek` back."""
+    max_bytes: int
+    """Bytes at which nothing more is taken."""
+    near_full: float = field(default=0.9)
+    """Share of `max_bytes` above which they go at once, the oldest first."""
 
 
 class Store(Protocol):
-    """What the collector needs of a store. Every method returns when its effect is durable."""
+    """Every method returns when its effect is durable. Times are milliseconds since 1970 UTC."""
 
-    async def ingest(self, record: types_pb2.SessionRecord) -> Ingested:
-        """Stores a session; a repeat changes nothing."""
-        ...
+    async def ingest(
+        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+    ) -> bool:
+        """Stores a session; says whether it is a repeat, which changes nothing.
 
-    async def consumers(self) -> list[tuple[str, int]]:
-        """Returns name and kind of every known consumer."""
-        ...
-
-    async def open_consumer(self, name: str, kind: int) -> Progress:
-        """Makes a consumer known; returns where it stands."""
-        ...
-
-    async def load(self, consumer: str, unit: Unit) -> tuple[int, list[types_pb2.SessionRecord]]:
-        """Counts an attempt to deliver; returns its number and the unit's sessions."""
-        ...
-
-    async def acknowledge(self, consumer: str, units: list[Unit]) -> None:
-        """Keeps that units are safe with a consumer."""
-
-    async def counts(self) -> Counts:
-        """Counts what is stored."""
-        ...
-
-
-class SqliteStore:
-    """A store in one SQLite file."""
-
-    def __init__(self, database: Database, max_stored_bytes: int) -> None:
-        """Takes an open database."""
-        self._database = database
-        self._max_stored_bytes = max_stored_bytes
-
-    async def ingest(self, record: types_pb2.SessionRecord) -> Ingested:
-        """Stores a session; a repeat changes nothing.
+        It is held back until rewards are set, for `hold_ms` or the record's `reward_timeout_ms`.
 
         Raises:
             InvalidFieldError: The group was announced with another size.
-            StoreFullError: There is no room until something is taken out.
+            StoreFullError: There is no room until something is settled.
         """
-        data = record.SerializeToString()
-        return await self._database.run(
-            lambda db: _ingest(db, record, data, self._max_stored_bytes)
-        )
+        ...
 
-    async def consumers(self) -> list[tuple[str, int]]:
-        """Returns name and kind of every known consumer."""
-        return await self._database.run(
-            lambda db: db.execute("SELECT name, kind FROM consumers ORDER BY name").fetchall()
-        )
-
-    async def open_consumer(self, name: str, kind: int) -> Progress:
-        """Makes a consumer known; returns where it stands.
+    async def set_rewards(
+        self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
+    ) -> bool:
+        """Gives a session rewards; says whether it is a repeat, which changes nothing.
 
         Raises:
-            InvalidFieldError: The name consumes units of the other kind.
+            SessionUnknownError: There is no such session.
+            InvalidFieldError: A reward does not fit the session.
         """
-        return await self._database.run(lambda db: _open_consumer(db, name, kind))
+        ...
 
-    async def load(self, consumer: str, unit: Unit) -> tuple[int, list[types_pb2.SessionRecord]]:
-        """Counts an attempt to deliver; returns its number and the unit's sessions."""
-        attempt, blobs = await self._database.run(lambda db: _load(db, consumer, unit))
-        return attempt, [types_pb2.SessionRecord.FromString(blob) for blob in blobs]
+    async def waiting(self, limit: int) -> list[str]:
+        """Returns the ids of sessions that wait for rewards, the most urgent first."""
+        ...
 
-    async def acknowledge(self, consumer: str, units: list[Unit]) -> None:
-        """Keeps that units are safe with a consumer."""
-        rows = [(consumer, unit.seq) for unit in units]
-        await self._database.run(
-            lambda db: db.executemany(
-                "INSERT INTO progress VALUES (?, ?, 1, 1)"
-                " ON CONFLICT (consumer, seq) DO UPDATE SET acknowledged = 1",
-                rows,
-            )
-        )
+    async def tick(self, now_ms: int) -> bool:
+        """Decides what waited for a time; says whether anything became whole."""
+        ...
+
+    async def changed(self) -> None:
+        """Waits until another collector may have made something whole."""
+
+    async def consumers(self) -> list[pb.SubscribeHello]:
+        """Returns the last hello of every known consumer."""
+        ...
+
+    async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
+        """Makes a consumer known, with its options.
+
+        Raises:
+            InvalidFieldError: The name consumes the other unit, or the start is not there.
+        """
+
+    async def fetch(self, consumer: str, after: int, limit: int) -> Page:
+        """Returns what the consumer has not settled and was not fetched before.
+
+        Args:
+            consumer: Its name.
+            after: `cursor` of the page before; 0 begins.
+            limit: Most units.
+
+        Raises:
+            ConsumerUnknownError: It was dropped.
+        """
+        ...
+
+    async def release(self, consumer: str) -> None:
+        """Says that nothing fetched for the consumer is held here any more."""
+
+    async def load(self, consumer: str, unit: Unit, judge: Judge, now_ms: int) -> Loaded | None:
+        """Counts an attempt to deliver, unless the judge drops the unit; None: it is gone."""
+        ...
+
+    async def settle(
+        self, consumer: str, settlements: Sequence[Settlement], now_ms: int
+    ) -> list[str]:
+        """Keeps that units are done; returns the ids of those that were open until now.
+
+        An acknowledgement counts only for what was delivered since the consumer's last seek.
+        """
+        ...
+
+    async def seek(self, consumer: str, position: pb.Position) -> Sought:
+        """Moves a consumer.
+
+        Raises:
+            ConsumerUnknownError: It is not known.
+            InvalidFieldError: The position is not there.
+        """
+        ...
+
+    async def drop_consumer(self, consumer: str) -> bool:
+        """Forgets a consumer; says whether it was known."""
+        ...
+
+    async def standing(self, consumer: str) -> Standing:
+        """Returns where a consumer stands."""
+        ...
+
+    async def filtered(
+        self, consumer: str, page_size: int, page_token: str
+    ) -> tuple[list[pb.FilteredEntry], str]:
+        """Returns what was kept from a consumer, and the token of the next page.
+
+        Raises:
+            ConsumerUnknownError: It is not known.
+        """
+        ...
+
+    async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
+        """Returns groups that wait for samples, and the token of the next page."""
+        ...
+
+    async def session(self, session_id: str, *, arrays: bool) -> types_pb2.SessionRecord:
+        """Returns one session.
+
+        Raises:
+            SessionUnknownError: There is none.
+        """
+        ...
+
+    async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
+        """Returns sessions in the order in which they came: the cursor behind each, and its id."""
+        ...
 
     async def counts(self) -> Counts:
         """Counts what is stored."""
-        return await self._database.run(_counts)
+        ...
+
+    async def retain(self, now_ms: int) -> int:
+        """Removes what every consumer has settled and what is over; returns how many sessions."""
+        ...
 
 
-def _ingest(
-    db: sqlite3.Connection, record: types_pb2.SessionRecord, data: bytes, max_bytes: int
-) -> Ingested:
-    known = db.execute("SELECT 1 FROM sessions WHERE session_id = ?", (record.session_id,))
-    if known.fetchone():
-        return Ingested(duplicate=True)
-    pages, page_bytes = (
-        db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
-    )
-    if pages * page_bytes + len(data) > max_bytes:
-        raise StoreFullError("the collector's store is full", retry_delay_ms=_RETRY_MS)
-    if record.superseded:  # another session has its place: it is no part of any group
-        _insert(db, record, _NO_GROUP, 1, data)
-        alone = _add_unit(db, SESSION, record.session_id)
-        return Ingested(duplicate=False, units=[alone] if alone else [])
-    key = record.group_id or record.session_id
-    size = max(record.group_size, 1) if record.group_id else 1  # a session without one is whole
-    other = db.execute("SELECT group_size FROM sessions WHERE group_key = ? LIMIT 1", (key,))
-    row = other.fetchone()
-    if row and row[0] != size:
-        raise InvalidFieldError(
-            "group_size", f"is {size}, and group {key!r} has {row[0]}; give all its sessions one"
+def log_of(hello: pb.SubscribeHello) -> str:
+    """Returns the log that a consumer reads."""
+    if hello.unit == SESSION:
+        return SESSION_LOG
+    return GROUP_LOG if is_default(hello.groups) else own_log(hello.consumer)
+
+
+def own_log(consumer: str) -> str:
+    """Returns the log of a consumer with a group policy of its own."""
+    return f"{GROUP_LOG}:{consumer}"
+
+
+def filtered_counts(
+    rows: Mapping[int, tuple[int, int]],
+) -> list[pb.FilteredCount]:
+    """Makes counts of units and trajectories by reason, in order of the reasons."""
+    return [
+        pb.FilteredCount(
+            reason=pb.FilterReason.ValueType(reason), units=units, trajectories=trajectories
         )
-    _insert(db, record, key, size, data)
-    units = [_add_unit(db, SESSION, record.session_id)]
-    present = db.execute(
-        "SELECT count(DISTINCT sample_index) FROM sessions WHERE group_key = ?", (key,)
-    ).fetchone()[0]
-    if present == size:
-        units.append(_add_unit(db, GROUP, key))
-    return Ingested(duplicate=False, units=[unit for unit in units if unit])
+        for reason, (units, trajectories) in sorted(rows.items())
+    ]
 
 
-def _insert(
-    db: sqlite3.Connection, record: types_pb2.SessionRecord, key: str, size: int, data: bytes
-) -> None:
-    db.execute(
-        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)",
-        (record.session_id, key, record.sample_index, size, len(record.trajectories), data),
-    )
+def counts_of(entry: pb.FilteredEntry) -> dict[int, tuple[int, int]]:
+    """Returns what an entry counts for: by reason, units and trajectories."""
+    counts: dict[int, tuple[int, int]] = {}
+    for part in entry.removed:
+        units, trajectories = counts.get(part.reason, (0, 0))
+        counts[part.reason] = (units, trajectories + part.count)
+    if entry.reason:
+        units, trajectories = counts.get(entry.reason, (0, 0))
+        counts[entry.reason] = (units + 1, trajectories)
+    return counts
 
 
-def _add_unit(db: sqlite3.Connection, kind: int, unit_id: str) -> Unit | None:
-    """Adds a unit; None where it is known: a late sample of a group that was whole."""
-    added = db.execute("INSERT OR IGNORE INTO units (kind, unit_id) VALUES (?, ?)", (kind, unit_id))
-    return Unit(int(added.lastrowid or 0), kind, unit_id) if added.rowcount else None
+def read_token(page_token: str) -> int:
+    """Reads the token of a page; empty begins.
+
+    Raises:
+        InvalidFieldError: It is none of ours.
+    """
+    if (page_token and not page_token.isascii()) or not (page_token or "0").isdigit():
+        raise InvalidFieldError("page_token", "give the next_page_token of a page, or none")
+    return int(page_token or "0")
 
 
-def _open_consumer(db: sqlite3.Connection, name: str, kind: int) -> Progress:
-    db.execute("INSERT OR IGNORE INTO consumers VALUES (?, ?)", (name, kind))
-    known = db.execute("SELECT kind FROM consumers WHERE name = ?", (name,)).fetchone()[0]
-    if known != kind:
-        raise InvalidFieldError(
-            "unit", f"consumer {name!r} takes the other unit; a name keeps its unit"
-        )
-    rows = db.execute(
-        "SELECT seq, kind, unit_id FROM units WHERE kind = ? AND seq NOT IN"
-        " (SELECT seq FROM progress WHERE consumer = ? AND acknowledged) ORDER BY seq",
-        (kind, name),
-    )
-    done = db.execute(
-        "SELECT count(*) FROM progress WHERE consumer = ? AND acknowledged", (name,)
-    ).fetchone()[0]
-    return Progress([Unit(*row) for row in rows], done)
+def group_key_of(record: types_pb2.SessionRecord) -> str:
+    """Returns the key by which a session is kept: its group's, or its own where it has none."""
+    if record.superseded:
+        return f"superseded:{record.session_id}"
+    return record.group_id or record.session_id
 
 
-def _load(db: sqlite3.Connection, consumer: str, unit: Unit) -> tuple[int, list[bytes]]:
-    db.execute(
-        "INSERT INTO progress VALUES (?, ?, 1, 0)"
-        " ON CONFLICT (consumer, seq) DO UPDATE SET attempts = attempts + 1",
-        (consumer, unit.seq),
-    )
-    attempt = db.execute(
-        "SELECT attempts FROM progress WHERE consumer = ? AND seq = ?", (consumer, unit.seq)
-    ).fetchone()[0]
-    column = "session_id" if unit.kind == SESSION else "group_key"
-    rows = db.execute(
-        f"SELECT record FROM sessions WHERE {column} = ? ORDER BY sample_index, rowid",  # noqa: S608
-        (unit.unit_id,),
-    )
-    return attempt, [row[0] for row in rows]
-
-
-def _counts(db: sqlite3.Connection) -> Counts:
-    sessions, trajectories, groups = db.execute(
-        "SELECT count(*), coalesce(sum(trajectories), 0),"
-        " count(DISTINCT nullif(group_key, ?)) FROM sessions",
-        (_NO_GROUP,),
-    ).fetchone()
-    whole = db.execute("SELECT count(*) FROM units WHERE kind = ?", (GROUP,)).fetchone()[0]
-    return Counts(sessions, trajectories, whole, groups - whole)
+def due_of(record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None) -> int | None:
+    """Returns until when a session waits for rewards; None: it does not."""
+    if record.HasField("reward_timeout_ms"):
+        hold_ms = record.reward_timeout_ms
+    return None if hold_ms is None else now_ms + hold_ms

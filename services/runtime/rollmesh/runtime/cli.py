@@ -16,6 +16,7 @@ from rollmesh.runtime.supervisor import StartError, Supervisor, free_ports
 _USAGE = f"""usage: rollmesh up [--config mesh.toml]
        rollmesh SERVICE [flags]        one of {", ".join(SERVICES)}
        rollmesh SERVICE --help         its flags
+       rollmesh collector export|inspect|replay [flags]
        rollmesh template check MODEL   what a gateway finds about a chat template
 """
 

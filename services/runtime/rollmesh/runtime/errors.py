@@ -223,6 +223,27 @@ class StartingError(RollmeshError):
     reason = "STARTING"
 
 
+class StoreAwayError(RollmeshError):
+    """The store's server cannot be reached; nothing of the request was kept."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "STORE_AWAY"
+
+
+class ConsumerUnknownError(RollmeshError):
+    """No consumer has this name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "CONSUMER_UNKNOWN"
+
+
+class ConsumerMovedError(RollmeshError):
+    """The consumer was moved or dropped; its streams begin anew."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "CONSUMER_MOVED"
+
+
 class ShuttingDownError(RollmeshError):
     """The service takes nothing new because it is about to stop."""
 

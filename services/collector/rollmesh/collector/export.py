@@ -1,0 +1,195 @@
+"""Stored sessions as rows in a file: one row for each trajectory or tree."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollmesh.collector import records
+from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs, unpack_mask
+from rollmesh.runtime.config import ConfigError
+from rollmesh.v1 import types_pb2
+
+_PARQUET_ROWS = 256
+
+
+class _Writer(Protocol):
+    def write(self, row: dict[str, Any]) -> None: ...
+
+
+def rows_of(session: types_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
+    """Yields a row for each trajectory of a session, or one for its tree.
+
+    Arrays are lists of one length. A tree has `nodes`, and no trajectory of its own.
+    """
+    for one in session.trajectories:
+        yield _row(session, one) | {
+            "trajectory_id": one.trajectory_id,
+            "lineage": _name(types_pb2.Lineage.Name(one.lineage), "LINEAGE_"),
+            "prompt_tokens": one.prompt_tokens,
+            "trajectory_reward": one.reward if one.HasField("reward") else None,
+            "nodes": None,
+        }
+    if session.HasField("tree"):
+        nothing = dict.fromkeys(("trajectory_id", "lineage", "prompt_tokens", "trajectory_reward"))
+        yield (
+            _row(session, session.tree)
+            | nothing
+            | {
+                "nodes": [
+                    {
+                        "node_id": node.node_id,
+                        "parent_index": node.parent_index
+                        if node.HasField("parent_index")
+                        else None,
+                        "start": node.start,
+                        "end": node.end,
+                        "glue_tokens": node.glue_tokens,
+                    }
+                    for node in session.tree.nodes
+                ]
+            }
+        )
+
+
+def _row(session: types_pb2.SessionRecord, one: records.Row) -> dict[str, Any]:
+    return {
+        "session_id": session.session_id,
+        "group_id": session.group_id,
+        "sample_index": session.sample_index,
+        "group_size": session.group_size,
+        "outcome": _name(types_pb2.SessionOutcome.Name(session.outcome), "SESSION_OUTCOME_"),
+        "reasons": [
+            _name(types_pb2.FidelityReason.Name(reason), "FIDELITY_REASON_")
+            for reason in one.reasons
+        ],
+        "turns": records.turns_of(one),
+        "token_ids": unpack_ids(one.token_ids_u32le, "token_ids_u32le").tolist(),
+        "logprobs": unpack_logprobs(one.logprobs_f32le, "logprobs_f32le").tolist(),
+        "loss_mask": unpack_mask(one.loss_mask_u8, "loss_mask_u8").tolist(),
+        "policy_versions": _versions(one),
+        "session_reward": session.reward if session.HasField("reward") else None,
+        "turn_rewards": [
+            {"node_id": run.node_id, "end": run.end, "reward": run.reward}
+            for run in records.runs_of(one)
+            if run.HasField("reward")
+        ],
+        "metadata": json.dumps(dict(session.metadata), sort_keys=True),
+        "opened_unix_ms": session.opened_unix_ms,
+        "closed_unix_ms": session.closed_unix_ms,
+    }
+
+
+async def export(sessions: AsyncIterator[types_pb2.SessionRecord], path: Path) -> tuple[int, int]:
+    """Writes sessions to a file, which appears when it is whole.
+
+    Args:
+        sessions: With their arrays.
+        path: Ends in .jsonl or .parquet.
+
+    Returns:
+        How many sessions and rows.
+
+    Raises:
+        ConfigError: The ending is unknown, pyarrow is missing, or the file cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    count = rows = 0
+    try:
+        with _writer(path, part) as writer:
+            async for session in sessions:
+                count += 1
+                for row in rows_of(session):
+                    rows += 1
+                    writer.write(row)
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"to: {path}: {error}") from error
+    return count, rows
+
+
+def _versions(one: records.Row) -> list[int]:
+    """Returns the version that sampled each token; -1 where it was not sampled."""
+    versions = [-1] * len(one.loss_mask_u8)
+    for span in one.version_spans:
+        versions[span.start : span.end] = [span.policy_version] * (span.end - span.start)
+    return versions
+
+
+def _name(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix)
+
+
+@contextmanager
+def _writer(path: Path, part: Path) -> Iterator[_Writer]:
+    match path.suffix:
+        case ".jsonl":
+            with part.open("w", encoding="utf-8") as file:
+                yield _Lines(file)
+        case ".parquet":
+            with _parquet(part) as writer:
+                yield writer
+        case other:
+            raise ConfigError(f"to: {other!r} is no known ending; give .jsonl or .parquet")
+
+
+class _Lines:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+class _Parquet:
+    def __init__(self, arrow: Any, writer: Any, schema: Any) -> None:
+        self._arrow, self._writer, self._schema = arrow, writer, schema
+        self._rows: list[dict[str, Any]] = []
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        if len(self._rows) == _PARQUET_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._rows:
+            self._writer.write_table(self._arrow.Table.from_pylist(self._rows, self._schema))
+            self._rows.clear()
+
+
+@contextmanager
+def _parquet(part: Path) -> Iterator[_Parquet]:
+    try:
+        import pyarrow as arrow  # noqa: PLC0415 - large, and wanted here alone
+        from pyarrow import parquet  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("to: .parquet needs pyarrow; install it, or give .jsonl") from error
+    turn = arrow.struct(
+        [("node_id", arrow.uint32()), ("end", arrow.uint32()), ("reward", arrow.float64())]
+    )
+    text, whole, real = arrow.string(), arrow.uint32(), arrow.float64()
+    parts = ("node_id", "parent_index", "start", "end", "glue_tokens")
+    node = arrow.struct([(name, whole) for name in parts])
+    schema = arrow.schema(
+        {
+            **dict.fromkeys(("session_id", "group_id"), text),
+            **dict.fromkeys(("sample_index", "group_size"), whole),
+            **dict.fromkeys(("outcome", "trajectory_id", "lineage"), text),
+            "reasons": arrow.list_(text),
+            **dict.fromkeys(("turns", "prompt_tokens"), whole),
+            "token_ids": arrow.list_(whole),
+            "logprobs": arrow.list_(arrow.float32()),
+            "loss_mask": arrow.list_(arrow.bool_()),
+            "policy_versions": arrow.list_(arrow.int64()),
+            **dict.fromkeys(("session_reward", "trajectory_reward"), real),
+            "turn_rewards": arrow.list_(turn),
+            "nodes": arrow.list_(node),
+            "metadata": text,
+            **dict.fromkeys(("opened_unix_ms", "closed_unix_ms"), arrow.int64()),
+        }
+    )
+    with parquet.ParquetWriter(part, schema) as writer:
+        found = _Parquet(arrow, writer, schema)
+        yield found
+        found.flush()

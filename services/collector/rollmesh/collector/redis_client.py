@@ -1,0 +1,120 @@
+"""A connection to Redis that gives typed errors, and its check for durability."""
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from redis import asyncio as redis, exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from rollmesh.collector.store import RETRY_MS
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.errors import StoreAwayError, StoreError, StoreFullError
+from rollmesh.runtime.logs import fields
+
+_log = logging.getLogger(__name__)
+_TIMEOUT_S = 10.0
+_CONNECTIONS = 32
+_PREFIX = "rollmesh:"
+Value: TypeAlias = "str | bytes | int | float"
+
+
+class RedisClient:
+    """Commands and scripts of one Redis, under a prefix."""
+
+    def __init__(self, connection: Any) -> None:
+        """Takes a `redis.asyncio.Redis`."""
+        self._redis = connection
+        connection.response_callbacks.clear()  # replies as Redis gives them
+        self._scripts: dict[str, Any] = {}
+
+    def key(self, *parts: str) -> str:
+        """Returns a key."""
+        return _PREFIX + ":".join(parts)
+
+    async def run(self, command: str, *arguments: Value) -> Any:
+        """Runs a command.
+
+        Raises:
+            StoreAwayError: Redis cannot be reached or is not ready.
+            StoreFullError: It takes no more: its memory or its disk is full.
+            StoreError: It refuses in another way.
+        """
+        with _typed():
+            return await self._redis.execute_command(command, *arguments)
+
+    async def script(self, source: str, now_ms: int, *arguments: Value) -> Any:
+        """Runs a script of `redis_scripts`; errors as in `run`."""
+        known = self._scripts.get(source)
+        if known is None:
+            known = self._scripts[source] = self._redis.register_script(source)
+        with _typed():
+            return await known(keys=[], args=[_PREFIX, now_ms, *arguments])
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[RedisClient]:
+    """Connects, and checks that Redis keeps what it acknowledges.
+
+    Raises:
+        ConfigError: The address is none, or Redis may lose writes.
+        StoreAwayError: Redis cannot be reached.
+    """
+    try:
+        pool = redis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=_CONNECTIONS,
+            timeout=_TIMEOUT_S,
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_TIMEOUT_S,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),  # the caller is told, and knows what may be repeated
+        )
+    except ValueError as error:
+        raise ConfigError(f"store: {error}") from error
+    client = RedisClient(redis.Redis(connection_pool=pool))
+    try:
+        await _check_durable(client, urlsplit(url).netloc.rpartition("@")[2])
+        yield client
+    finally:
+        await pool.disconnect()
+
+
+async def _check_durable(client: RedisClient, address: str) -> None:
+    await client.run("PING")
+    try:
+        wanted = {"appendonly": "yes", "appendfsync": "always"}
+        for name, value in wanted.items():
+            found = pairs(await client.run("CONFIG GET", name)).get(name)
+            if found != value:
+                raise ConfigError(
+                    f"store: redis at {address} has {name} {found}, which loses what it "
+                    f"acknowledged; set {name} {value}"
+                )
+    except StoreError as error:  # a managed Redis hides its settings
+        _log.warning("redis may lose writes: cannot ask", extra=fields(error=str(error)))
+
+
+def pairs(found: Sequence[Any]) -> dict[str, str]:
+    """Returns names and values that Redis gave one after the other."""
+    return {text(name): text(value) for name, value in zip(found[::2], found[1::2], strict=True)}
+
+
+def text(value: Any) -> str:
+    """Returns what Redis gave as text."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    try:
+        yield
+    except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError) as e:
+        raise StoreAwayError(f"redis is away: {e}", retry_delay_ms=RETRY_MS) from e
+    except exceptions.RedisError as e:
+        if isinstance(e, exceptions.OutOfMemoryError) or "OOM" in str(e) or "MISCONF" in str(e):
+            raise StoreFullError(f"redis takes no more: {e}", retry_delay_ms=RETRY_MS) from e
+        raise StoreError(f"redis failed: {e}") from e

@@ -1,0 +1,271 @@
+"""Sessions into Redis, and from there into the logs.
+
+A session is stored by one script and then put into the logs by others, each of which may be run
+again: whoever finds a session that is not `done` finishes it. An ingest that breaks off in between
+was not acknowledged, and its repeat goes on from there.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from rollmesh.collector import filters, redis_scripts as scripts
+from rollmesh.collector.groups import Member, State, decide
+from rollmesh.collector.records import split
+from rollmesh.collector.redis_client import RedisClient, text
+from rollmesh.collector.rewards import apply_rewards
+from rollmesh.collector.store import (
+    GROUP,
+    GROUP_LOG,
+    RETRY_MS,
+    counts_of,
+    group_key_of,
+    log_of,
+    own_log,
+)
+from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+_DEFAULT = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
+_DUE_BATCH = 200
+
+
+class _Log(NamedTuple):
+    """A log of groups, the options by which it is made, and who reads it."""
+
+    name: str
+    hello: pb.SubscribeHello
+    readers: tuple[str, ...]
+
+
+async def ingest(
+    client: RedisClient,
+    record: types_pb2.SessionRecord,
+    now_ms: int,
+    due_ms: int | None,
+    max_bytes: int,
+) -> bool:
+    """Stores a session; says whether it is a repeat."""
+    head, arrays = split(record)
+    key = group_key_of(record)
+    size = max(record.group_size, 1) if record.group_id else 1
+    due = "" if due_ms is None else str(due_ms)
+    deadlines: list[str | int] = []
+    for log in await group_logs(client):
+        if log.hello.groups.HasField("deadline_ms"):
+            deadlines += [log.name, log.hello.groups.deadline_ms]
+    stored = text(
+        await client.script(
+            scripts.INGEST,
+            now_ms,
+            record.session_id,
+            head,
+            arrays,
+            key,
+            record.sample_index,
+            "" if record.superseded else size,
+            due,
+            len(record.trajectories),
+            max_bytes,
+            *deadlines,
+        )
+    )
+    if stored == "full":
+        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+    if stored.startswith("size"):
+        raise InvalidFieldError(
+            "group_size",
+            f"is {size}, and group {key!r} has {stored[5:]}; give all its sessions one",
+        )
+    if stored == "undone" or (stored == "new" and not due):
+        await _make_ready(client, record.session_id, key, now_ms)
+    return stored != "new"
+
+
+async def set_rewards(
+    client: RedisClient,
+    session_id: str,
+    rewards: types_pb2.SessionRewards,
+    request_id: str,
+    now_ms: int,
+) -> bool:
+    """Gives a session rewards, and with them its place in the logs; says whether it is a repeat."""
+    answer, key = "changed", None
+    while answer == "changed":  # by another request, in between
+        before, key = await client.run("HMGET", client.key("session", session_id), "head", "key")
+        if before is None:
+            raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+        head = types_pb2.SessionRecord.FromString(before)
+        known = await client.run("SISMEMBER", client.key("rewards", session_id), request_id)
+        if not known:
+            apply_rewards(head, rewards)
+        answer = text(
+            await client.script(
+                scripts.REWARD, now_ms, session_id, head.SerializeToString(), request_id, before
+            )
+        )
+    if await client.run("ZSCORE", client.key("due"), session_id) is not None:
+        await _make_ready(client, session_id, text(key), now_ms)
+    return answer == "repeat"
+
+
+async def tick(client: RedisClient, now_ms: int) -> bool:
+    """Decides what waited for a time; says whether anything was due."""
+    late = await client.run(
+        "ZRANGEBYSCORE", client.key("due"), "-inf", now_ms, "LIMIT", 0, _DUE_BATCH
+    )
+    for session_id in map(text, late):
+        key = await client.run("HGET", client.key("session", session_id), "key")
+        if key is not None:
+            await _make_ready(client, session_id, text(key), now_ms, "reward_timeouts")
+    due = await client.run(
+        "ZRANGEBYSCORE", client.key("deadlines"), "-inf", now_ms, "LIMIT", 0, _DUE_BATCH
+    )
+    logs = {log.name: log for log in await group_logs(client)} if due else {}
+    for entry in map(text, due):
+        name, _, key = entry.partition("\0")
+        log = logs.get(name)
+        if log is None or not await client.run("EXISTS", client.key("group", key)):
+            await client.run("ZREM", client.key("deadlines"), entry)
+        elif not await _decide(client, log, key, now_ms):  # all its sessions wait for rewards
+            await client.run("ZADD", client.key("deadlines"), now_ms + RETRY_MS, entry)
+    return bool(late or due)
+
+
+async def backfill(
+    client: RedisClient, hello: pb.SubscribeHello, start_seq: int, now_ms: int
+) -> None:
+    """Makes the log of a consumer with a group policy of its own from what is stored."""
+    log = _Log(own_log(hello.consumer), hello, (hello.consumer,))
+    for key in map(text, await client.run("ZRANGE", client.key("groups"), 0, -1)):
+        if await client.run("ZSCORE", client.key("units", log.name), key) is not None:
+            continue
+        if hello.groups.HasField("deadline_ms"):
+            first_ms = int(await client.run("HGET", client.key("group", key), "first_ms"))
+            due_ms = first_ms + hello.groups.deadline_ms
+            await client.run("ZADD", client.key("deadlines"), due_ms, f"{log.name}\0{key}")
+        seq = await client.run("ZSCORE", client.key("units", GROUP_LOG), key)
+        if await _decide(client, log, key, now_ms) and seq and int(float(seq)) <= start_seq:
+            own = await client.run("ZSCORE", client.key("units", log.name), key)
+            await client.run("ZADD", client.key("settled", hello.consumer), own, key)
+            await client.run("HSET", client.key("settled_ms", hello.consumer), key, now_ms)
+
+
+async def group_logs(client: RedisClient) -> list[_Log]:
+    """Returns the logs of groups; the shared one is first."""
+    logs: list[_Log] = []
+    shared: list[str] = []
+    for data in await client.run("HVALS", client.key("consumers")):
+        hello = pb.SubscribeHello.FromString(data)
+        log = log_of(hello)
+        if log == GROUP_LOG:
+            shared.append(hello.consumer)
+        elif hello.unit == GROUP:
+            logs.append(_Log(log, hello, (hello.consumer,)))
+    return [_Log(GROUP_LOG, _DEFAULT, tuple(shared)), *logs]
+
+
+async def add_filtered(
+    client: RedisClient, owner: str, entry: pb.FilteredEntry, once: str = ""
+) -> None:
+    """Lists and counts what was kept from a consumer.
+
+    Args:
+        client: Redis.
+        owner: The consumer or log.
+        entry: What.
+        once: Where not empty: what is said of this is said once.
+    """
+    counts: list[str | int] = []
+    for reason, (units, trajectories) in counts_of(entry).items():
+        counts += [f"{reason}:u", units, f"{reason}:t", trajectories]
+    await client.script(
+        scripts.FILTERED, entry.unix_ms, owner, entry.SerializeToString(), once, *counts
+    )
+
+
+async def _make_ready(
+    client: RedisClient, session_id: str, key: str, now_ms: int, counted: str = ""
+) -> None:
+    """Puts a session into the logs, and its group where it is whole by it; may be repeated.
+
+    Args:
+        client: Redis.
+        session_id: The session.
+        key: Its group.
+        now_ms: The time.
+        counted: Name of the sum that counts it if it waited until now.
+    """
+    await client.script(scripts.READY, now_ms, session_id, key)
+    gone = await client.run("ZSCORE", client.key("removed"), f"g:{key}") is not None
+    grouped = gone or await client.run("EXISTS", client.key("group", key))
+    for log in await group_logs(client) if grouped else ():
+        if gone or not await _decide(client, log, key, now_ms):
+            parts = await client.run("HGET", client.key("parts", log.name), key)
+            if gone or (parts is not None and session_id not in json.loads(parts)):
+                await _note_surplus(client, log.name, key, [session_id], now_ms)
+    await client.script(scripts.DONE, now_ms, session_id, counted)
+
+
+async def _decide(client: RedisClient, log: _Log, key: str, now_ms: int) -> bool:
+    """Makes a group a unit of a log, or drops it, if it is time; says whether it did."""
+    if await client.run("ZSCORE", client.key("units", log.name), key) is not None:
+        return False
+    size, first_ms = map(
+        int, await client.run("HMGET", client.key("group", key), "size", "first_ms")
+    )
+    members = await _members(client, log, key)
+    decision = decide(log.hello.groups, size, members, now_ms - first_ms)
+    if decision.state is State.WAIT or not members:
+        return False
+    index = {member.session_id: member.sample_index for member in members}
+    partial = len({index[id_] for id_ in decision.session_ids}) < size
+    dropped = log.hello.consumer if decision.state is State.DROP else ""
+    made = await client.script(
+        scripts.MAKE_UNIT,
+        now_ms,
+        log.name,
+        key,
+        json.dumps(decision.session_ids),
+        "partial" if partial else "",
+        dropped,
+        *log.readers,
+    )
+    if not made:
+        return False
+    if dropped:
+        entry = pb.FilteredEntry(
+            delivery_id=key, reason=pb.FILTER_REASON_INCOMPLETE_GROUP, unix_ms=now_ms
+        )
+        await add_filtered(client, log.name, entry, f"drop {key}")
+    else:
+        late = set(index) - set(decision.session_ids)
+        await _note_surplus(client, log.name, key, sorted(late), now_ms)
+    return True
+
+
+async def _members(client: RedisClient, log: _Log, key: str) -> list[Member]:
+    judged = log.hello.groups.HasField("samples")
+    members: list[Member] = []
+    for session_id in map(text, await client.run("ZRANGE", client.key("members", key), 0, -1)):
+        index, head = await client.run(
+            "HMGET", client.key("session", session_id), "idx", "head" if judged else "none"
+        )
+        usable = not judged or filters.usable(
+            log.hello.filter, types_pb2.SessionRecord.FromString(head)
+        )
+        members.append(Member(session_id, int(index), usable))
+    return members
+
+
+async def _note_surplus(
+    client: RedisClient, log: str, key: str, session_ids: Iterable[str], now_ms: int
+) -> None:
+    for session_id in session_ids:
+        entry = pb.FilteredEntry(
+            delivery_id=key,
+            reason=pb.FILTER_REASON_SURPLUS,
+            unix_ms=now_ms,
+            session_id=session_id,
+        )
+        await add_filtered(client, log, entry, f"surplus {session_id}")

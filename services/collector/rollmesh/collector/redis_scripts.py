@@ -1,0 +1,206 @@
+"""What must happen at once in Redis: scripts, each run as a whole or not at all.
+
+Every script gets the prefix of all keys and the time as its first arguments. Keys:
+
+    n, last_ms, last_n        counters: sessions that came; the last place in any log
+    totals                    hash of sums
+    session:ID                hash: head, arrays, key, idx, n, trajectories, ready, done
+    sessions, due             sorted sets of session ids: by n; by the end of the wait for rewards
+    group:KEY                 hash: size, first_ms
+    all:KEY, members:KEY      sorted sets of a group's sessions, and of its ready ones, by n
+    groups, groups:open       sorted sets of group keys by n
+    deadlines                 sorted set of log and group key by due time
+    log:LOG, units:LOG        stream of units; their places by id
+    parts:LOG                 hash: the sessions of each unit
+    consumers, consumer:NAME  hash of hellos; log, start, acknowledged
+    attempts:NAME, settled:NAME, settled_ms:NAME   by unit: deliveries; place; time
+    filtered:OWNER, counts:OWNER, listed:OWNER     stream of entries; sums; what is listed once
+    rewards:ID                set of the requests that set rewards
+    news                      counts what became whole
+    removed                   sorted set of ids by the time they were removed
+"""
+
+_HEAD = r"""
+local p, now = ARGV[1], tonumber(ARGV[2])
+local function k(...) return p .. table.concat({...}, ':') end
+local function place()
+  local ms = tonumber(redis.call('GET', k('last_ms')) or '0')
+  local n = tonumber(redis.call('GET', k('last_n')) or '0')
+  if now > ms then ms, n = now, 0 elseif n >= 1022 then ms, n = ms + 1, 0 end
+  n = n + 1
+  redis.call('SET', k('last_ms'), string.format('%.0f', ms))
+  redis.call('SET', k('last_n'), n)
+  return string.format('%.0f-%d', ms, n), string.format('%.0f', ms * 1024 + n)
+end
+local function add_unit(log, id, members, partial)
+  if redis.call('ZSCORE', k('units', log), id) then return false end
+  local at, seq = place()
+  redis.call('XADD', k('log', log), at, 'id', id, 'members', members, 'partial', partial)
+  redis.call('ZADD', k('units', log), seq, id)
+  redis.call('HINCRBY', k('totals'), 'log:' .. log, 1)
+  redis.call('INCR', k('news'))
+  return seq
+end
+"""
+
+INGEST = (
+    _HEAD
+    + r"""
+local id, head, arrays, key, idx, size, due, trajectories, most =
+  ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], tonumber(ARGV[11])
+if redis.call('ZSCORE', k('removed'), id) then return 'done' end
+local known = redis.call('HMGET', k('session', id), 'n', 'done')
+if known[1] then
+  if known[2] or redis.call('ZSCORE', k('due'), id) then return 'done' end
+  return 'undone'
+end
+local bytes = #head + #arrays
+if tonumber(redis.call('HGET', k('totals'), 'bytes') or '0') + bytes > most then return 'full' end
+local other = redis.call('HGET', k('group', key), 'size')
+if other and other ~= size then return 'size ' .. other end
+local n = redis.call('INCR', k('n'))
+redis.call('HSET', k('session', id), 'head', head, 'arrays', arrays, 'key', key, 'idx', idx,
+  'n', n, 'trajectories', trajectories)
+redis.call('ZADD', k('sessions'), n, id)
+redis.call('ZADD', k('all', key), n, id)
+redis.call('HINCRBY', k('totals'), 'bytes', bytes)
+redis.call('HINCRBY', k('totals'), 'sessions', 1)
+redis.call('HINCRBY', k('totals'), 'trajectories', trajectories)
+if due ~= '' then redis.call('ZADD', k('due'), due, id) end
+if size ~= '' and not other and not redis.call('ZSCORE', k('removed'), 'g:' .. key) then
+  redis.call('HSET', k('group', key), 'size', size, 'first_ms', ARGV[2])
+  redis.call('ZADD', k('groups'), n, key)
+  redis.call('ZADD', k('groups', 'open'), n, key)
+  for at = 12, #ARGV, 2 do  -- logs with a deadline
+    redis.call('ZADD', k('deadlines'), now + tonumber(ARGV[at + 1]), ARGV[at] .. '\0' .. key)
+  end
+end
+return 'new'
+"""
+)
+
+READY = (
+    _HEAD
+    + r"""
+local id, key = ARGV[3], ARGV[4]
+redis.call('HSET', k('session', id), 'ready', 1)
+redis.call('ZADD', k('members', key), redis.call('HGET', k('session', id), 'n'), id)
+add_unit('s', id, '[]', '')
+return 1
+"""
+)
+
+DONE = (
+    _HEAD
+    + r"""
+redis.call('HSET', k('session', ARGV[3]), 'done', 1)
+if redis.call('ZREM', k('due'), ARGV[3]) == 1 and ARGV[4] ~= '' then
+  redis.call('HINCRBY', k('totals'), ARGV[4], 1)
+end
+return 1
+"""
+)
+
+MAKE_UNIT = (
+    _HEAD
+    + r"""
+local log, key, members, partial, drop = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+local seq = add_unit(log, key, members, partial)
+if not seq then return 0 end
+redis.call('HSET', k('parts', log), key, members)
+redis.call('ZREM', k('deadlines'), log .. '\0' .. key)
+if log == 'g' then redis.call('ZREM', k('groups', 'open'), key) end
+if drop ~= '' then
+  redis.call('ZADD', k('settled', drop), seq, key)
+  redis.call('HSET', k('settled_ms', drop), key, ARGV[2])
+end
+for at = 8, #ARGV do  -- consumers of the log: what they settled under another policy stays so
+  redis.call('ZADD', k('settled', ARGV[at]), 'XX', seq, key)
+end
+return 1
+"""
+)
+
+SETTLE = (
+    _HEAD
+    + r"""
+local name, log, id, reason = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local seq = redis.call('ZSCORE', k('units', log), id)
+if not seq or redis.call('ZSCORE', k('settled', name), id) then return 0 end
+if reason == '0' and not redis.call('HGET', k('attempts', name), id) then return 0 end
+seq = tonumber(seq)
+redis.call('ZADD', k('settled', name), string.format('%.0f', seq), id)
+redis.call('HSET', k('settled_ms', name), id, ARGV[2])
+redis.call('HDEL', k('attempts', name), id)
+redis.call('XACK', k('log', log), name,
+  string.format('%.0f-%d', math.floor(seq / 1024), seq % 1024))
+if reason == '0' then redis.call('HINCRBY', k('consumer', name), 'acknowledged', 1) end
+return 1
+"""
+)
+
+FILTERED = (
+    _HEAD
+    + r"""
+local owner, entry, once = ARGV[3], ARGV[4], ARGV[5]
+if once ~= '' and redis.call('SADD', k('listed', owner), once) == 0 then return 0 end
+local at = place()
+redis.call('XADD', k('filtered', owner), at, 'entry', entry)
+for i = 6, #ARGV, 2 do redis.call('HINCRBY', k('counts', owner), ARGV[i], ARGV[i + 1]) end
+return 1
+"""
+)
+
+REWARD = (
+    _HEAD
+    + r"""
+local id, head, request, before = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+if redis.call('HGET', k('session', id), 'head') ~= before then return 'changed' end
+if redis.call('SADD', k('rewards', id), request) == 0 then return 'repeat' end
+redis.call('HSET', k('session', id), 'head', head)
+redis.call('HINCRBY', k('totals'), 'bytes', #head - #before)
+return 'set'
+"""
+)
+
+REMOVE = (
+    _HEAD
+    + r"""
+local key, gone = ARGV[3], 0
+for _, id in ipairs(redis.call('ZRANGE', k('all', key), 0, -1)) do
+  local kept = redis.call('HMGET', k('session', id), 'head', 'arrays', 'trajectories')
+  redis.call('HINCRBY', k('totals'), 'bytes', -#kept[1] - #kept[2])
+  redis.call('HINCRBY', k('totals'), 'sessions', -1)
+  redis.call('HINCRBY', k('totals'), 'trajectories', -kept[3])
+  redis.call('DEL', k('session', id), k('rewards', id))
+  redis.call('ZREM', k('sessions'), id)
+  redis.call('ZADD', k('removed'), now, id)
+  gone = gone + 1
+end
+redis.call('DEL', k('group', key), k('members', key), k('all', key))
+redis.call('ZREM', k('groups'), key)
+redis.call('ZREM', k('groups', 'open'), key)
+redis.call('ZADD', k('removed'), now, 'g:' .. key)
+redis.call('HINCRBY', k('totals'), 'removed_sessions', gone)
+return gone
+"""
+)
+
+FORGET_UNIT = (
+    _HEAD
+    + r"""
+local log, id = ARGV[3], ARGV[4]
+local seq = redis.call('ZSCORE', k('units', log), id)
+if seq then
+  seq = tonumber(seq)
+  redis.call('XDEL', k('log', log), string.format('%.0f-%d', math.floor(seq / 1024), seq % 1024))
+  redis.call('ZREM', k('units', log), id)
+  redis.call('HDEL', k('parts', log), id)
+end
+for at = 5, #ARGV do
+  redis.call('ZREM', k('settled', ARGV[at]), id)
+  redis.call('HDEL', k('settled_ms', ARGV[at]), id)
+end
+return 1
+"""
+)

@@ -1,0 +1,374 @@
+"""The collector's store in Redis: several collectors share the work of every consumer.
+
+A consumer is a consumer group on the stream of its log; the collectors are its members. What a
+collector has read stays its own while it says that it lives; then the others take it over.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+
+from rollmesh.collector import (
+    redis_ingest,
+    redis_logs,
+    redis_retention,
+    redis_scripts as scripts,
+)
+from rollmesh.collector.records import join, keep
+from rollmesh.collector.redis_client import RedisClient, pairs, text
+from rollmesh.collector.store import (
+    GROUP_LOG,
+    SESSION_LOG,
+    Counts,
+    Judge,
+    Loaded,
+    Page,
+    Retention,
+    Settlement,
+    Sought,
+    Standing,
+    Unit,
+    due_of,
+    filtered_counts,
+    log_of,
+    own_log,
+    read_token,
+)
+from rollmesh.runtime.errors import (
+    ConsumerUnknownError,
+    InvalidFieldError,
+    SessionUnknownError,
+)
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+_ALIVE_MS = 10_000
+_POLL_S = 0.1
+_POLLS = 20
+"""Polls after which waiting streams look again: a collector may have died."""
+_FREE = "free"
+"""Holds what nobody has: never alive."""
+
+
+class RedisStore:
+    """A `Store` for collectors that share one Redis; what its methods do stands there."""
+
+    def __init__(self, client: RedisClient, retention: Retention) -> None:
+        """Takes a connected client."""
+        self._client = client
+        self._retention = retention
+        self._me = uuid.uuid4().hex
+        self._news = b""
+        self._retained_to = 0
+
+    async def ingest(
+        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+    ) -> bool:
+        """Stores a session."""
+        due_ms = due_of(record, now_ms, hold_ms)
+        return await redis_ingest.ingest(
+            self._client, record, now_ms, due_ms, self._retention.max_bytes
+        )
+
+    async def waiting(self, limit: int) -> list[str]:
+        """Returns the ids of sessions that wait for rewards."""
+        found = await self._client.run("ZRANGE", self._client.key("due"), 0, limit - 1)
+        return list(map(text, found))
+
+    async def set_rewards(
+        self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
+    ) -> bool:
+        """Gives a session rewards."""
+        return await redis_ingest.set_rewards(self._client, session_id, rewards, request_id, now_ms)
+
+    async def tick(self, now_ms: int) -> bool:
+        """Decides what waited for a time."""
+        return await redis_ingest.tick(self._client, now_ms)
+
+    async def changed(self) -> None:
+        """Says that this collector lives, and waits for news or for a while."""
+        client = self._client
+        await client.run("SET", client.key("alive", self._me), 1, "PX", _ALIVE_MS)
+        for _ in range(_POLLS):
+            news = await client.run("GET", client.key("news"))
+            if news != self._news:
+                self._news = news
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def consumers(self) -> list[pb.SubscribeHello]:
+        """Returns the last hello of every known consumer."""
+        found = await self._client.run("HVALS", self._client.key("consumers"))
+        hellos = map(pb.SubscribeHello.FromString, found)
+        return sorted(hellos, key=lambda hello: hello.consumer)
+
+    async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
+        """Makes a consumer known; a changed group policy gives it another log."""
+        client, name, log = self._client, hello.consumer, log_of(hello)
+        known = await client.run("HGET", client.key("consumers"), name)
+        before = pb.SubscribeHello.FromString(known or b"")
+        if known is not None and before.unit != hello.unit:
+            raise InvalidFieldError(
+                "unit", f"consumer {name!r} takes the other unit; a name keeps its unit"
+            )
+        if known is None:
+            shared = GROUP_LOG if hello.unit == pb.DELIVERY_UNIT_GROUP else log
+            wanted = hello.HasField("start")
+            start = (
+                await redis_logs.first_seq(self._client, shared, hello.start) - 1 if wanted else 0
+            )
+            await client.run("HSET", client.key("consumer", name), "start", start)
+        else:
+            start = await redis_logs.start_of(self._client, name)
+        await client.run("HSET", client.key("consumers"), name, hello.SerializeToString())
+        await redis_logs.make_group(self._client, name, log, start)
+        if known is not None and before.groups == hello.groups:
+            return
+        if log == own_log(name):
+            await redis_ingest.backfill(client, hello, start, now_ms)
+        else:
+            await redis_logs.leave_own_log(self._client, name)
+        await redis_logs.renumber(self._client, name, log)
+
+    async def fetch(self, consumer: str, after: int, limit: int) -> Page:  # noqa: ARG002
+        """Returns what nobody holds: first what the dead and the silent left, then what is new."""
+        log = log_of(await self._hello(consumer))
+        entries = await redis_logs.take_over(self._client, consumer, log, self._me, limit)
+        fresh = limit - len(entries)
+        if fresh:
+            found = await self._client.run(
+                "XREADGROUP",
+                *("GROUP", consumer, self._me, "COUNT", fresh),
+                *("STREAMS", self._client.key("log", log), ">"),
+            )
+            entries += [entry for _, new in found or () for entry in new]
+        units: list[Unit] = []
+        for at, values in entries:
+            unit = redis_logs.unit_of(at, values)
+            settled = await self._client.run(
+                "ZSCORE", self._client.key("settled", consumer), unit.unit_id
+            )
+            if settled is not None:  # under another policy, or while its owner died
+                await self._client.run("XACK", self._client.key("log", log), consumer, at)
+            else:
+                units.append(unit)
+        return Page(sorted(units), 0, len(entries) == limit)
+
+    async def release(self, consumer: str) -> None:
+        """Gives what was fetched to whoever fetches next."""
+        try:
+            log = log_of(await self._hello(consumer))
+        except ConsumerUnknownError:
+            return
+        await redis_logs.claim(self._client, consumer, log, self._me, _FREE, 2**20)
+
+    async def load(self, consumer: str, unit: Unit, judge: Judge, now_ms: int) -> Loaded | None:
+        """Counts an attempt, unless the judge drops the unit; lists what it takes out of it."""
+        client = self._client
+        heads: list[types_pb2.SessionRecord] = []
+        ids = unit.members or (unit.unit_id,)
+        for session_id in ids:
+            head = await client.run("HGET", client.key("session", session_id), "head")
+            if head is None:
+                return None  # removed: settled while it waited here
+            heads.append(types_pb2.SessionRecord.FromString(head))
+        verdict = judge(heads)
+        if not verdict.delivers:
+            return Loaded(0, verdict, [])
+        attempt = await client.run("HINCRBY", client.key("attempts", consumer), unit.unit_id, 1)
+        if attempt == 1 and verdict.removed:
+            entry = pb.FilteredEntry(
+                delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed
+            )
+            await redis_ingest.add_filtered(client, redis_logs.owner_of(consumer), entry)
+        sessions: list[types_pb2.SessionRecord] = []
+        for head, places in zip(heads, verdict.kept, strict=True):
+            arrays = await client.run("HGET", client.key("session", head.session_id), "arrays")
+            sessions.append(keep(join(head, arrays), places))
+        return Loaded(int(attempt), verdict, sessions)
+
+    async def settle(
+        self, consumer: str, settlements: Sequence[Settlement], now_ms: int
+    ) -> list[str]:
+        """Keeps that units are done."""
+        log, done = log_of(await self._hello(consumer)), []
+        for settlement in settlements:
+            changed = await self._client.script(
+                scripts.SETTLE,
+                now_ms,
+                consumer,
+                log,
+                settlement.unit_id,
+                int(settlement.reason),
+            )
+            if not changed:
+                continue
+            done.append(settlement.unit_id)
+            if settlement.reason:
+                entry = pb.FilteredEntry(
+                    delivery_id=settlement.unit_id,
+                    reason=settlement.reason,
+                    unix_ms=now_ms,
+                    removed=settlement.removed,
+                )
+                await redis_ingest.add_filtered(self._client, redis_logs.owner_of(consumer), entry)
+        return done
+
+    async def seek(self, consumer: str, position: pb.Position) -> Sought:
+        """Moves a consumer; what it had settled from there on comes again."""
+        client, log = self._client, log_of(await self._hello(consumer))
+        units, settled = client.key("units", log), client.key("settled", consumer)
+        first, start = (
+            await redis_logs.first_seq(self._client, log, position),
+            await redis_logs.start_of(self._client, consumer),
+        )
+        again = await client.run("ZCOUNT", settled, first, "+inf")
+        again += max(
+            await redis_logs.open_between(self._client, consumer, log, first - 1, start + 1), 0
+        )
+        skipped = max(await redis_logs.open_between(self._client, consumer, log, start, first), 0)
+        for unit_id in await client.run("ZRANGEBYSCORE", settled, first, "+inf"):
+            await client.run("HDEL", client.key("settled_ms", consumer), unit_id)
+        await client.run("ZREMRANGEBYSCORE", settled, first, "+inf")
+        await client.run("DEL", client.key("attempts", consumer))
+        await client.run("HSET", client.key("consumer", consumer), "start", first - 1)
+        await redis_logs.unhold(self._client, consumer, log)
+        await client.run(
+            "XGROUP SETID", client.key("log", log), consumer, redis_logs.stream_id(first - 1)
+        )
+        await client.run("ZCARD", units)
+        return Sought(int(again), int(skipped))
+
+    async def drop_consumer(self, consumer: str) -> bool:
+        """Forgets a consumer with all that was kept for it."""
+        client = self._client
+        known = await client.run("HDEL", client.key("consumers"), consumer)
+        for log in (SESSION_LOG, GROUP_LOG):
+            if await client.run("EXISTS", client.key("log", log)):
+                await client.run("XGROUP DESTROY", client.key("log", log), consumer)
+        await redis_logs.leave_own_log(self._client, consumer)
+        names = ("consumer", "attempts", "settled", "settled_ms")
+        await client.run("DEL", *(client.key(name, consumer) for name in names))
+        for owner in (redis_logs.owner_of(consumer), own_log(consumer)):
+            kinds = ("filtered", "counts", "listed")
+            await client.run("DEL", *(client.key(kind, owner) for kind in kinds))
+        return bool(known)
+
+    async def standing(self, consumer: str) -> Standing:
+        """Returns where a consumer stands."""
+        client, log = self._client, log_of(await self._hello(consumer))
+        acknowledged = await client.run("HGET", client.key("consumer", consumer), "acknowledged")
+        start = await redis_logs.start_of(self._client, consumer)
+        left = await redis_logs.open_between(self._client, consumer, log, start, None)
+        counts: dict[int, tuple[int, int]] = {}
+        for owner in (redis_logs.owner_of(consumer), log):
+            found = await client.run("HGETALL", client.key("counts", owner))
+            for name, value in pairs(found).items():
+                reason, _, what = name.partition(":")
+                units, trajectories = counts.get(int(reason), (0, 0))
+                added = int(value)
+                counts[int(reason)] = (
+                    (units + added, trajectories) if what == "u" else (units, trajectories + added)
+                )
+        return Standing(int(acknowledged or 0), left, filtered_counts(counts))
+
+    async def filtered(
+        self, consumer: str, page_size: int, page_token: str
+    ) -> tuple[list[pb.FilteredEntry], str]:
+        """Returns what was kept from a consumer."""
+        after = read_token(page_token)
+        log = log_of(await self._hello(consumer))
+        found: list[tuple[int, pb.FilteredEntry]] = []
+        for owner in (redis_logs.owner_of(consumer), log):
+            entries = await self._client.run(
+                "XRANGE",
+                self._client.key("filtered", owner),
+                redis_logs.stream_id(after + 1),
+                "+",
+                "COUNT",
+                page_size,
+            )
+            for at, values in entries:
+                found.append((redis_logs.seq_of(at), pb.FilteredEntry.FromString(values[1])))
+        found = sorted(found, key=lambda pair: pair[0])[:page_size]
+        token = str(found[-1][0]) if len(found) == page_size else ""
+        return [entry for _, entry in found], token
+
+    async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
+        """Returns groups that wait for samples."""
+        client, groups = self._client, []
+        found = await client.run(
+            "ZRANGEBYSCORE",
+            client.key("groups", "open"),
+            f"({read_token(page_token)}",
+            "+inf",
+            *("WITHSCORES", "LIMIT", 0, page_size),
+        )
+        rows = redis_logs.scored(found)
+        for key, _ in rows:
+            size, first_ms = await client.run("HMGET", client.key("group", key), "size", "first_ms")
+            samples: set[bytes] = set()
+            for session_id in await client.run("ZRANGE", client.key("all", key), 0, -1):
+                samples.add(
+                    await client.run("HGET", client.key("session", text(session_id)), "idx")
+                )
+            groups.append(
+                pb.OpenGroup(
+                    group_id=key,
+                    group_size=int(size),
+                    samples=len(samples),
+                    first_unix_ms=int(first_ms),
+                )
+            )
+        return groups, str(rows[-1][1]) if len(rows) == page_size else ""
+
+    async def session(self, session_id: str, *, arrays: bool) -> types_pb2.SessionRecord:
+        """Returns one session."""
+        head, packed = await self._client.run(
+            "HMGET",
+            self._client.key("session", session_id),
+            "head",
+            "arrays" if arrays else "none",
+        )
+        if head is None:
+            raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+        record = types_pb2.SessionRecord.FromString(head)
+        return join(record, packed) if arrays else record
+
+    async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
+        """Returns sessions in the order in which they came."""
+        found = await self._client.run(
+            "ZRANGEBYSCORE",
+            self._client.key("sessions"),
+            f"({cursor}",
+            "+inf",
+            *("WITHSCORES", "LIMIT", 0, limit),
+        )
+        return [(n, session_id) for session_id, n in redis_logs.scored(found)]
+
+    async def counts(self) -> Counts:
+        """Counts what is stored."""
+        client = self._client
+        totals = pairs(await client.run("HGETALL", client.key("totals")))
+        return Counts(
+            sessions=int(totals.get("sessions", 0)),
+            trajectories=int(totals.get("trajectories", 0)),
+            complete_groups=int(totals.get(f"log:{GROUP_LOG}", 0)),
+            open_groups=await client.run("ZCARD", client.key("groups", "open")),
+            waiting_for_rewards=await client.run("ZCARD", client.key("due")),
+            reward_timeouts=int(totals.get("reward_timeouts", 0)),
+            stored_bytes=int(totals.get("bytes", 0)),
+            removed_sessions=int(totals.get("removed_sessions", 0)),
+        )
+
+    async def retain(self, now_ms: int) -> int:
+        """Removes what every consumer has settled and what is over, a part at a time."""
+        self._retained_to, removed = await redis_retention.retain(
+            self._client, self._retained_to, now_ms, self._retention
+        )
+        return removed
+
+    async def _hello(self, consumer: str) -> pb.SubscribeHello:
+        data = await self._client.run("HGET", self._client.key("consumers"), consumer)
+        if data is None:
+            raise ConsumerUnknownError(f"consumer: {consumer!r} is not known; subscribe first")
+        return pb.SubscribeHello.FromString(data)

@@ -1,0 +1,209 @@
+"""The collector's store in one SQLite file."""
+
+import asyncio
+import sqlite3
+from collections.abc import Sequence
+
+from rollmesh.collector import sqlite_delivery, sqlite_ingest, sqlite_retention
+from rollmesh.collector.records import join
+from rollmesh.collector.store import (
+    GROUP_LOG,
+    Counts,
+    Judge,
+    Loaded,
+    Page,
+    Retention,
+    Settlement,
+    Sought,
+    Standing,
+    Unit,
+    due_of,
+    read_token,
+)
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import SessionUnknownError
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+_RETAIN_BATCHES = 20
+
+
+class SqliteStore:
+    """A `Store` for one collector; what its methods do stands there."""
+
+    def __init__(self, database: Database, retention: Retention) -> None:
+        """Takes an open database with the schema of `sqlite_schema`."""
+        self._database = database
+        self._retention = retention
+        self._retained_to = 0
+
+    async def ingest(
+        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+    ) -> bool:
+        """Stores a session."""
+        most, due_ms = self._retention.max_bytes, due_of(record, now_ms, hold_ms)
+        return await self._database.run(
+            lambda db: sqlite_ingest.ingest(db, record, now_ms, due_ms, most)
+        )
+
+    async def waiting(self, limit: int) -> list[str]:
+        """Returns the ids of sessions that wait for rewards."""
+        rows = await self._database.run(
+            lambda db: db.execute(
+                "SELECT session_id FROM sessions WHERE due_ms IS NOT NULL ORDER BY due_ms LIMIT ?",
+                (limit,),
+            ).fetchall()
+        )
+        return [session_id for (session_id,) in rows]
+
+    async def set_rewards(
+        self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
+    ) -> bool:
+        """Gives a session rewards."""
+        return await self._database.run(
+            lambda db: sqlite_ingest.set_rewards(db, session_id, rewards, request_id, now_ms)
+        )
+
+    async def tick(self, now_ms: int) -> bool:
+        """Decides what waited for a time."""
+        return await self._database.run(lambda db: sqlite_ingest.tick(db, now_ms))
+
+    async def changed(self) -> None:
+        """Waits for ever: the file has one collector."""
+        await asyncio.Event().wait()
+
+    async def consumers(self) -> list[pb.SubscribeHello]:
+        """Returns the last hello of every known consumer."""
+        rows = await self._database.run(
+            lambda db: db.execute("SELECT hello FROM consumers ORDER BY name").fetchall()
+        )
+        return [pb.SubscribeHello.FromString(data) for (data,) in rows]
+
+    async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
+        """Makes a consumer known, with its options."""
+        await self._database.run(lambda db: sqlite_delivery.open_consumer(db, hello, now_ms))
+
+    async def fetch(self, consumer: str, after: int, limit: int) -> Page:
+        """Returns what the consumer has not settled and was not fetched before."""
+        return await self._database.run(
+            lambda db: sqlite_delivery.fetch(db, consumer, after, limit)
+        )
+
+    async def release(self, consumer: str) -> None:
+        """Returns at once: only this collector holds anything."""
+
+    async def load(self, consumer: str, unit: Unit, judge: Judge, now_ms: int) -> Loaded | None:
+        """Counts an attempt to deliver, unless the judge drops the unit."""
+        return await self._database.run(
+            lambda db: sqlite_delivery.load(db, consumer, unit, judge, now_ms)
+        )
+
+    async def settle(
+        self, consumer: str, settlements: Sequence[Settlement], now_ms: int
+    ) -> list[str]:
+        """Keeps that units are done."""
+        return await self._database.run(
+            lambda db: sqlite_delivery.settle(db, consumer, settlements, now_ms)
+        )
+
+    async def seek(self, consumer: str, position: pb.Position) -> Sought:
+        """Moves a consumer."""
+        return await self._database.run(lambda db: sqlite_delivery.seek(db, consumer, position))
+
+    async def drop_consumer(self, consumer: str) -> bool:
+        """Forgets a consumer."""
+        return await self._database.run(lambda db: sqlite_delivery.drop_consumer(db, consumer))
+
+    async def standing(self, consumer: str) -> Standing:
+        """Returns where a consumer stands."""
+        return await self._database.run(lambda db: sqlite_delivery.standing(db, consumer))
+
+    async def filtered(
+        self, consumer: str, page_size: int, page_token: str
+    ) -> tuple[list[pb.FilteredEntry], str]:
+        """Returns what was kept from a consumer."""
+        after = read_token(page_token)
+        return await self._database.run(
+            lambda db: sqlite_delivery.filtered(db, consumer, page_size, after)
+        )
+
+    async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
+        """Returns groups that wait for samples."""
+        after = read_token(page_token)
+        return await self._database.run(lambda db: _open_groups(db, page_size, after))
+
+    async def session(self, session_id: str, *, arrays: bool) -> types_pb2.SessionRecord:
+        """Returns one session."""
+        columns = "head, arrays" if arrays else "head, NULL"
+        row = await self._database.run(
+            lambda db: db.execute(
+                f"SELECT {columns} FROM sessions WHERE session_id = ?",  # noqa: S608
+                (session_id,),
+            ).fetchone()
+        )
+        if row is None:
+            raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+        head = types_pb2.SessionRecord.FromString(row[0])
+        return join(head, row[1]) if arrays else head
+
+    async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
+        """Returns sessions in the order in which they came."""
+        return await self._database.run(
+            lambda db: db.execute(
+                "SELECT n, session_id FROM sessions WHERE n > ? ORDER BY n LIMIT ?",
+                (cursor, limit),
+            ).fetchall()
+        )
+
+    async def counts(self) -> Counts:
+        """Counts what is stored."""
+        return await self._database.run(_counts)
+
+    async def retain(self, now_ms: int) -> int:
+        """Removes what every consumer has settled and what is over, a part at a time.
+
+        A call looks at a few thousand sessions and the next one goes on: ingest is not held up.
+        """
+        removed = 0
+        for _ in range(_RETAIN_BATCHES):
+            self._retained_to, count = await self._database.run(
+                lambda db: sqlite_retention.retain(db, self._retained_to, now_ms, self._retention)
+            )
+            removed += count
+            if not self._retained_to:
+                break
+        return removed
+
+
+def _open_groups(
+    db: sqlite3.Connection, page_size: int, after: int
+) -> tuple[list[pb.OpenGroup], str]:
+    rows = db.execute(
+        "SELECT n, group_key, size, first_ms, (SELECT count(DISTINCT sample_index) FROM sessions s"
+        " WHERE s.group_key = g.group_key) FROM groups g WHERE open AND n > ? ORDER BY n LIMIT ?",
+        (after, page_size),
+    ).fetchall()
+    groups = [
+        pb.OpenGroup(group_id=key, group_size=size, samples=samples, first_unix_ms=first_ms)
+        for _, key, size, first_ms, samples in rows
+    ]
+    return groups, str(rows[-1][0]) if len(rows) == page_size else ""
+
+
+def _counts(db: sqlite3.Connection) -> Counts:
+    waiting, open_groups = (
+        db.execute(query).fetchone()[0]
+        for query in (
+            "SELECT count(*) FROM sessions WHERE due_ms IS NOT NULL",
+            "SELECT count(*) FROM groups WHERE open",
+        )
+    )
+    return Counts(
+        sessions=sqlite_ingest.total(db, "sessions"),
+        trajectories=sqlite_ingest.total(db, "trajectories"),
+        complete_groups=sqlite_ingest.total(db, f"log:{GROUP_LOG}"),
+        open_groups=open_groups,
+        waiting_for_rewards=waiting,
+        reward_timeouts=sqlite_ingest.total(db, "reward_timeouts"),
+        stored_bytes=sqlite_ingest.stored_bytes(db),
+        removed_sessions=sqlite_ingest.total(db, "removed_sessions"),
+    )

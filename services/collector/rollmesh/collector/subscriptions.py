@@ -1,0 +1,299 @@
+"""The open streams: joins what consumers say, what their cores decide, and what the store keeps."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from rollmesh.collector import metrics
+from rollmesh.collector.delivery import Consumer
+from rollmesh.collector.filters import judge
+from rollmesh.collector.store import Settlement, Sought, Store, Unit
+from rollmesh.collector.validation import check_credits, check_hello, check_version
+from rollmesh.runtime import clock, faults
+from rollmesh.runtime.errors import (
+    ConsumerMovedError,
+    InvalidFieldError,
+    RollmeshError,
+    ShuttingDownError,
+)
+from rollmesh.v1 import collector_pb2 as pb
+
+_DEFAULT_LEASE_MS = 600_000
+_Result = TypeVar("_Result")
+
+
+class _Known:
+    """A consumer and what keeps its pages in order."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.consumer = consumer
+        self.paging = asyncio.Lock()
+
+
+class Stream:
+    """One `Subscribe` call: what its reader has found for its writer."""
+
+    def __init__(self, known: _Known) -> None:
+        """Opens it at its consumer."""
+        self.known = known
+        self.consumer = known.consumer
+        self.id = known.consumer.open_stream()
+        self.wake = asyncio.Event()
+        self.acknowledged: list[str] = []
+        self.ended = False
+        self.error: RollmeshError | None = None
+
+    def end(self, error: RollmeshError | None = None) -> None:
+        """Lets the writer stop, with an error where there is one."""
+        self.error = self.error or error
+        self.ended = True
+        self.wake.set()
+
+
+class Subscriptions:
+    """All consumers of a collector."""
+
+    store: Store
+    """Set before the service is SERVING."""
+    tasks: asyncio.TaskGroup
+    """Owns the readers of the streams; set while the service runs."""
+
+    def __init__(self) -> None:
+        """Begins without consumers."""
+        self._known: dict[str, _Known] = {}
+        self._streams: set[Stream] = set()
+
+    @property
+    def consumers(self) -> list[Consumer]:
+        """What is known here, in order of the names."""
+        return [self._known[name].consumer for name in sorted(self._known)]
+
+    async def restore(self) -> None:
+        """Takes up the consumers that the store knows."""
+        for hello in await self.store.consumers():
+            self._know(hello)
+
+    def announce(self) -> None:
+        """Says that something became whole."""
+        for known in self._known.values():
+            known.consumer.more = True
+        self._wake_all()
+
+    def end_streams(self) -> None:
+        """Ends every stream because the service stops; the consumers come back by themselves."""
+        for stream in self._streams:
+            stream.end(ShuttingDownError("the collector stops; subscribe again"))
+
+    async def finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Runs work to its end also where its call is cancelled.
+
+        What the store has committed, the consumers' state must learn.
+        """
+        outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            try:
+                result = await work
+            except RollmeshError as error:
+                if not outcome.done():
+                    outcome.set_exception(error)
+            else:
+                if not outcome.done():
+                    outcome.set_result(result)
+
+        self.tasks.create_task(run())
+        return await outcome
+
+    async def stream(
+        self, requests: AsyncIterator[pb.SubscribeRequest]
+    ) -> AsyncIterator[pb.SubscribeResponse]:
+        """Serves one stream until its consumer ends it.
+
+        Raises:
+            RollmeshError: The consumer sent something wrong, or the stream must begin anew.
+        """
+        hello = check_hello(await anext(requests, None))
+        await self.finish(self.store.open_consumer(hello, clock.unix_ms()))
+        stream = Stream(self._know(hello))
+        self._streams.add(stream)
+        reader = self.tasks.create_task(self._read(stream, requests))
+        try:
+            while not stream.ended:
+                stream.wake.clear()
+                if stream.acknowledged:
+                    yield _acknowledged(stream)
+                delivery = await self._next(stream)
+                if delivery is not None:
+                    yield pb.SubscribeResponse(delivery=delivery)
+                    await faults.reach("collector-after-delivery")
+                elif not stream.acknowledged and not stream.ended:
+                    await self._wait(stream)
+            if stream.acknowledged:  # the consumer may have ended its side right after them
+                yield _acknowledged(stream)
+            if stream.error is not None:
+                raise stream.error
+        finally:
+            reader.cancel()
+            self._streams.discard(stream)
+            stream.consumer.close_stream(stream.id)
+            self.tasks.create_task(self._release(stream.known))
+            self._wake_all()
+
+    async def seek(self, name: str, position: pb.Position) -> Sought:
+        """Moves a consumer; its streams end and begin anew.
+
+        Raises:
+            RollmeshError: It is not known, or the position is not there.
+        """
+        known = self._known.get(name) or _Known(Consumer(name, 0))
+        async with known.paging:
+            sought = await self.store.seek(name, position)
+            known.consumer.reset()
+        self._end_of(name, f"consumer {name!r} was moved; subscribe again")
+        return sought
+
+    async def drop(self, name: str) -> bool:
+        """Forgets a consumer; says whether it was known."""
+        dropped = await self.store.drop_consumer(name)
+        self._known.pop(name, None)
+        metrics.forget(name)
+        self._end_of(name, f"consumer {name!r} was dropped")
+        return dropped
+
+    def _end_of(self, name: str, message: str) -> None:
+        for stream in self._streams:
+            if stream.consumer.name == name:
+                stream.end(ConsumerMovedError(message))
+
+    def _know(self, hello: pb.SubscribeHello) -> _Known:
+        """Returns a consumer with the options of its last hello."""
+        known = self._known.get(hello.consumer)
+        if known is None:
+            known = self._known[hello.consumer] = _Known(Consumer(hello.consumer, hello.unit))
+            metrics.watch(known.consumer)
+        consumer = known.consumer
+        consumer.lease_ms = hello.lease_ms or _DEFAULT_LEASE_MS
+        consumer.filter = hello.filter
+        if hello.HasField("policy_version"):
+            consumer.version = hello.policy_version
+        return known
+
+    async def _read(self, stream: Stream, requests: AsyncIterator[pb.SubscribeRequest]) -> None:
+        """Takes what a consumer sends until it ends; an error is its writer's to raise."""
+        try:
+            async for request in requests:
+                match request.WhichOneof("part"):
+                    case "grant":
+                        stream.consumer.grant(stream.id, check_credits(request.grant))
+                    case "acknowledge":
+                        ids = list(request.acknowledge.delivery_ids)
+                        await self.finish(self._acknowledge(stream, ids))
+                    case "version":
+                        stream.consumer.version = check_version(request.version.policy_version)
+                    case _:
+                        raise InvalidFieldError(
+                            "part", "send grants, acknowledgements and versions"
+                        )
+                stream.wake.set()
+        except RollmeshError as error:
+            stream.error = error
+        finally:
+            stream.end()
+
+    async def _acknowledge(self, stream: Stream, delivery_ids: list[str]) -> None:
+        consumer = stream.consumer
+        settled = await self.store.settle(
+            consumer.name, [Settlement(id_) for id_ in delivery_ids], clock.unix_ms()
+        )
+        await faults.reach("collector-after-acknowledgement")
+        for unit_id in settled:
+            consumer.settle(unit_id)
+        metrics.ACKNOWLEDGED.labels(consumer.name).inc(len(settled))
+        stream.acknowledged += delivery_ids  # unknown ones were acknowledged before
+
+    async def _next(self, stream: Stream) -> pb.Delivery | None:
+        """Returns what a stream gets next; None where there is nothing, or it has no credits."""
+        while not stream.ended:
+            await self._fetch(stream.known)
+            unit = stream.consumer.take(stream.id, clock.monotonic_ms())
+            if unit is None:
+                return None
+            delivery = await self._load(stream, unit)
+            if delivery is not None:
+                return delivery
+        return None
+
+    async def _fetch(self, known: _Known) -> None:
+        """Brings in what the streams of a consumer may take."""
+        consumer = known.consumer
+        async with known.paging:
+            if not (wanted := consumer.wanted()):
+                return
+            consumer.more = False
+            try:
+                page = await self.store.fetch(consumer.name, consumer.cursor, wanted)
+            except BaseException:
+                consumer.more = True
+                raise
+            consumer.add_page(page)
+
+    async def _load(self, stream: Stream, unit: Unit) -> pb.Delivery | None:
+        """Returns a unit as it goes out; None where the filter keeps it back or it is gone."""
+        consumer = stream.consumer
+        rules = partial(judge, consumer.filter, consumer.version)
+        loaded = await self.store.load(consumer.name, unit, rules, clock.unix_ms())
+        if loaded is None or not loaded.verdict.delivers:
+            consumer.refund(stream.id)
+        if loaded is None:
+            consumer.settle(unit.unit_id)
+            return None
+        verdict = loaded.verdict
+        if not verdict.delivers:
+            settlement = Settlement(unit.unit_id, verdict.reason, verdict.removed)
+            await self.finish(self._filter(consumer, settlement))
+            metrics.count_filtered(consumer.name, verdict)
+            return None
+        metrics.DELIVERIES.labels(consumer.name, "first" if loaded.attempt == 1 else "again").inc()
+        if loaded.attempt == 1:
+            metrics.count_filtered(consumer.name, verdict)
+        return pb.Delivery(
+            delivery_id=unit.unit_id,
+            attempt=loaded.attempt,
+            sessions=loaded.sessions,
+            removed=verdict.removed,
+            partial=unit.partial,
+        )
+
+    async def _filter(self, consumer: Consumer, settlement: Settlement) -> None:
+        await self.store.settle(consumer.name, [settlement], clock.unix_ms())
+        consumer.settle(settlement.unit_id)
+
+    async def _release(self, known: _Known) -> None:
+        """Gives back what no stream waits for any more."""
+        async with known.paging:
+            if known.consumer.streams:
+                return
+            known.consumer.reset()
+            with suppress(RollmeshError):  # the store gives it to others when we are silent
+                await self.store.release(known.consumer.name)
+
+    async def _wait(self, stream: Stream) -> None:
+        """Waits for something to do; wakes when a lease runs out."""
+        now, expiry = clock.monotonic_ms(), stream.consumer.next_expiry_ms()
+        left_s = None if expiry is None else max(expiry - now, 0) / 1000
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await stream.wake.wait()
+        if stream.consumer.expire(clock.monotonic_ms()):
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for stream in self._streams:
+            stream.wake.set()
+
+
+def _acknowledged(stream: Stream) -> pb.SubscribeResponse:
+    ids, stream.acknowledged = stream.acknowledged, []
+    return pb.SubscribeResponse(acknowledged=pb.Acknowledged(delivery_ids=ids))

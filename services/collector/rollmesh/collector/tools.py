@@ -1,0 +1,160 @@
+"""`rollmesh collector export|inspect|replay`: looks at a running collector, and moves consumers."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from google.protobuf import json_format, message as protobuf_message
+
+from rollmesh.collector.export import export
+from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+
+if TYPE_CHECKING:
+    from rollmesh.v1.collector_pb2_grpc import CollectorServiceAsyncStub as Stub
+
+_TIMEOUT_S = 60.0
+_ENDS = {"earliest": pb.LOG_END_EARLIEST, "latest": pb.LOG_END_LATEST}
+
+
+def run_tool(name: str, argv: Sequence[str]) -> int:
+    """Runs a tool; returns the exit code: 0, 1 after an error of the collector, 2 for a flag."""
+    parser = argparse.ArgumentParser(prog=f"rollmesh collector {name}")
+    parser.add_argument("--collector", default="127.0.0.1:7300", help="host:port")
+    add_flags, work = TOOLS[name]
+    add_flags(parser)
+    options = parser.parse_args(argv)
+    try:
+        asyncio.run(_connected(work, options))
+    except ConfigError as error:
+        _say(f"rollmesh collector {name}: {error}", error=True)
+        return 2
+    except RollmeshError as error:
+        _say(f"rollmesh collector {name}: {error.message}", error=True)
+        return 1
+    return 0
+
+
+async def _connected(
+    work: "Callable[[Stub, argparse.Namespace], Awaitable[None]]", options: argparse.Namespace
+) -> None:
+    async with open_channel(options.collector) as channel:
+        with typed_errors():
+            await work(collector_pb2_grpc.CollectorServiceStub(channel), options)
+
+
+async def _export(stub: "Stub", options: argparse.Namespace) -> None:
+    request = pb.ReadSessionsRequest(session_id=options.session)
+    sessions, rows = await export(_sessions(stub, request), options.to)
+    _say(f"{sessions} sessions, {rows} trajectories: {options.to}")
+
+
+async def _inspect(stub: "Stub", options: argparse.Namespace) -> None:
+    if options.session:
+        request = pb.ReadSessionsRequest(session_id=options.session, without_arrays=True)
+        async for session in _sessions(stub, request):
+            _show(session)
+        return
+    _show(await stub.GetStats(pb.GetStatsRequest(), timeout=_TIMEOUT_S))
+    if options.groups:
+        await _show_groups(stub)
+    if options.filtered:
+        await _show_filtered(stub, options.filtered)
+
+
+async def _show_groups(stub: "Stub") -> None:
+    request = pb.ListOpenGroupsRequest()
+    while True:
+        page = await stub.ListOpenGroups(request, timeout=_TIMEOUT_S)
+        for group in page.groups:
+            _show(group)
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+async def _show_filtered(stub: "Stub", consumer: str) -> None:
+    request = pb.ListFilteredRequest(consumer=consumer)
+    while True:
+        page = await stub.ListFiltered(request, timeout=_TIMEOUT_S)
+        for entry in page.entries:
+            _show(entry)
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+async def _replay(stub: "Stub", options: argparse.Namespace) -> None:
+    request = pb.SeekRequest(consumer=options.consumer, position=read_position(options.start))
+    sought = await stub.Seek(request, timeout=_TIMEOUT_S)
+    _say(f"{options.consumer}: {sought.again} units come again, {sought.skipped} are skipped")
+
+
+def read_position(text: str) -> pb.Position:
+    """Reads earliest, latest, a time in milliseconds since 1970 UTC, or id:DELIVERY_ID.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if text in _ENDS:
+        return pb.Position(end=_ENDS[text])
+    if text.startswith("id:"):
+        return pb.Position(delivery_id=text.removeprefix("id:"))
+    if text.isdecimal():
+        return pb.Position(unix_ms=int(text))
+    raise ConfigError(
+        f"from: {text!r}: give earliest, latest, milliseconds since 1970, or id:DELIVERY_ID"
+    )
+
+
+async def _sessions(
+    stub: "Stub", request: pb.ReadSessionsRequest
+) -> AsyncIterator[types_pb2.SessionRecord]:
+    async for response in read_stream(stub.ReadSessions(request)):
+        yield response.session
+
+
+def _show(message: protobuf_message.Message) -> None:
+    """Prints a message as one line of JSON."""
+    _say(json_format.MessageToJson(message, preserving_proto_field_name=True, indent=None))
+
+
+def _say(text: str, *, error: bool = False) -> None:
+    print(text, file=sys.stderr if error else sys.stdout)
+
+
+def _export_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Writes stored sessions to a file, one row for each trajectory."
+    parser.add_argument("--to", type=Path, required=True, help="FILE.jsonl or FILE.parquet")
+    parser.add_argument("--session", default="", help="only the session of this id")
+
+
+def _inspect_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Prints what is stored and where consumers stand, as lines of JSON."
+    parser.add_argument("--session", default="", help="this session instead, without its arrays")
+    parser.add_argument("--groups", action="store_true", help="also groups that wait for sessions")
+    parser.add_argument("--filtered", default="", help="also what was kept from this consumer")
+
+
+def _replay_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Moves a consumer; what it acknowledged from there on comes again."
+    parser.add_argument("--consumer", required=True, help="its name")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        required=True,
+        help="earliest, latest, milliseconds since 1970 UTC, or id:DELIVERY_ID",
+    )
+
+
+TOOLS = {
+    "export": (_export_flags, _export),
+    "inspect": (_inspect_flags, _inspect),
+    "replay": (_replay_flags, _replay),
+}
+"""Flags and work of each, by its name."""

@@ -1,0 +1,47 @@
+"""What a collector does without being asked: times that pass, news from others, room."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from rollmesh.collector import metrics
+from rollmesh.collector.store import Store
+from rollmesh.collector.subscriptions import Subscriptions
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.logs import fields
+
+_log = logging.getLogger(__name__)
+_RETAIN_EVERY_S = 2.0
+_AFTER_ERROR_S = 1.0
+
+
+async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> None:
+    """Runs until it is cancelled; an error of the store is logged, counted and outlived."""
+
+    async def tick() -> None:
+        if await store.tick(clock.unix_ms()):
+            subscriptions.announce()
+        await asyncio.sleep(tick_ms / 1000)
+
+    async def listen() -> None:
+        await store.changed()
+        subscriptions.announce()
+
+    async def retain() -> None:
+        metrics.REMOVED.inc(await store.retain(clock.unix_ms()))
+        await asyncio.sleep(_RETAIN_EVERY_S)
+
+    async with asyncio.TaskGroup() as group:
+        for work in (tick, listen, retain):
+            group.create_task(_for_ever(work))
+
+
+async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await work()
+        except RollmeshError as error:
+            metrics.STORE_ERRORS.labels(error.reason).inc()
+            _log.warning("store failed", extra=fields(reason=error.reason, error=str(error)))
+            await asyncio.sleep(_AFTER_ERROR_S)

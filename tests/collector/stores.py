@@ -1,0 +1,100 @@
+"""Real stores for tests, and a reader of theirs."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollmesh.collector.filters import judge
+from rollmesh.collector.redis_client import connected
+from rollmesh.collector.redis_store import RedisStore
+from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
+from rollmesh.collector.sqlite_store import SqliteStore
+from rollmesh.collector.store import Loaded, Retention, Settlement, Store, Unit
+from rollmesh.runtime.database import Database
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+KEEP = Retention(settled_ms=10**12, max_bytes=2**30)
+
+
+@asynccontextmanager
+async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterator[Store]:
+    async with Database(folder / "collector.sqlite", SCHEMA, VERSION) as database:
+        yield SqliteStore(database, retention)
+
+
+@asynccontextmanager
+async def redis_store(url: str, retention: Retention = KEEP) -> AsyncIterator[Store]:
+    async with connected(url) as client:
+        await client.run("FLUSHALL")
+        yield RedisStore(client, retention)
+
+
+class Reader:
+    """A consumer that reads a store as a collector does."""
+
+    def __init__(self, store: Store, hello: pb.SubscribeHello) -> None:
+        self.store = store
+        self.hello = hello
+        self.name = hello.consumer
+        self.cursor = 0
+
+    @classmethod
+    async def open(
+        cls,
+        store: Store,
+        name: str = "c",
+        unit: pb.DeliveryUnit.ValueType = pb.DELIVERY_UNIT_SESSION,
+        now_ms: int = 0,
+        **options: Any,
+    ) -> "Reader":
+        hello = pb.SubscribeHello(consumer=name, unit=unit, **options)
+        await store.open_consumer(hello, now_ms)
+        return cls(store, hello)
+
+    async def fetch(self, limit: int = 100) -> list[Unit]:
+        units: list[Unit] = []
+        while len(units) < limit:
+            page = await self.store.fetch(self.name, self.cursor, limit - len(units))
+            self.cursor = page.cursor
+            units += page.units
+            if not page.more:
+                break
+        return units
+
+    async def ids(self, limit: int = 100) -> list[str]:
+        return [unit.unit_id for unit in await self.fetch(limit)]
+
+    async def load(self, unit: Unit, version: int | None = None, now_ms: int = 0) -> Loaded | None:
+        rules = partial(judge, self.hello.filter, version)
+        return await self.store.load(self.name, unit, rules, now_ms)
+
+    async def take(self, limit: int = 100) -> list[tuple[str, int, list[str]]]:
+        """Delivers what is open: unit, attempt, sessions."""
+        taken: list[tuple[str, int, list[str]]] = []
+        for unit in await self.fetch(limit):
+            loaded = await self.load(unit)
+            assert loaded is not None
+            sessions = [session.session_id for session in loaded.sessions]
+            taken.append((unit.unit_id, loaded.attempt, sessions))
+        return taken
+
+    async def settle(self, *ids: str, now_ms: int = 0) -> list[str]:
+        return await self.store.settle(self.name, [Settlement(id_) for id_ in ids], now_ms)
+
+    async def take_all(self, now_ms: int = 0) -> list[str]:
+        """Delivers and acknowledges what is open."""
+        ids = [unit_id for unit_id, _, _ in await self.take()]
+        assert await self.settle(*ids, now_ms=now_ms) == ids
+        return ids
+
+    async def restart(self) -> None:
+        """Forgets what it holds, as a collector whose last stream ended."""
+        self.cursor = 0
+        await self.store.release(self.name)
+
+
+async def fill(store: Store, sessions: Sequence[types_pb2.SessionRecord], now_ms: int = 0) -> None:
+    for session in sessions:
+        assert not await store.ingest(session, now_ms)

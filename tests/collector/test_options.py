@@ -1,0 +1,270 @@
+"""What a subscription may ask for, and the calls beside it, over the wire."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rollmesh.client.client import Client, MeshAddresses
+from rollmesh.client.delivery import Subscription
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import (
+    ConsumerMovedError,
+    ConsumerUnknownError,
+    InvalidFieldError,
+    RollmeshError,
+    SessionUnknownError,
+    from_rpc_error,
+)
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+from tests.collector.collectors import (
+    GROUP,
+    SESSION,
+    TIMEOUT_S,
+    collector_at,
+    ingest_all,
+    stub_at,
+    subscribing,
+)
+from tests.collector.records import record, trajectory
+
+EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
+
+
+async def ingest(stub: Any, *sessions: types_pb2.SessionRecord) -> None:
+    for session in sessions:
+        await stub.Ingest(pb.IngestRequest(session=session), timeout=TIMEOUT_S)
+
+
+def sampled_by(session_id: str, version: int) -> types_pb2.SessionRecord:
+    made = record(session_id)
+    made.trajectories[0].version_spans[0].policy_version = version
+    return made
+
+
+async def the_consumer(stub: Any) -> pb.ConsumerStats:
+    (found,) = (await stub.GetStats(pb.GetStatsRequest(), timeout=TIMEOUT_S)).consumers
+    return found  # type: ignore[no-any-return]
+
+
+async def refused(call: Any) -> RollmeshError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(TIMEOUT_S):
+            await call
+    return from_rpc_error(caught.value)
+
+
+async def test_the_lag_follows_the_version_that_the_consumer_tells(stub: Any) -> None:
+    rules = pb.DeliveryFilter(max_policy_lag=1)
+    await ingest(stub, sampled_by("old", 0), sampled_by("new", 1))
+    async with subscribing(stub, filter=rules, policy_version=0) as stream:
+        await stream.send(version=pb.ReportPolicyVersion(policy_version=2))
+        await stream.grant(1)
+        assert await stream.delivered(1) == ["new"]  # a unit that is dropped costs no credit
+        stats = await the_consumer(stub)
+        assert (stats.policy_version, stats.leased, stats.ready) == (2, 1, 0)
+        assert {(one.reason, one.units, one.trajectories) for one in stats.filtered} == {
+            (pb.FILTER_REASON_POLICY_LAG, 0, 1),
+            (pb.FILTER_REASON_NOTHING_LEFT, 1, 0),
+        }
+    async with subscribing(stub, filter=rules, policy_version=3) as stream:
+        await stream.grant(1)
+        await ingest(stub, sampled_by("newest", 3))
+        assert await stream.delivered(1) == ["newest"]  # "new" became stale
+
+
+async def test_a_delivery_says_what_was_taken_out_of_it(stub: Any) -> None:
+    mixed, other = record("a"), trajectory("a")
+    other.trajectory_id, other.turns = "a-2", 5
+    mixed.trajectories.append(other)
+    await ingest(stub, mixed)
+    async with subscribing(stub, credits_=1, filter=pb.DeliveryFilter(max_turns=1)) as stream:
+        (delivery,) = await stream.deliveries(1)
+    assert list(delivery.sessions) == [record("a")]
+    (removed,) = delivery.removed
+    assert (removed.session_id, removed.reason, removed.count) == (
+        "a",
+        pb.FILTER_REASON_TURNS,
+        1,
+    )
+    listed = await stub.ListFiltered(pb.ListFilteredRequest(consumer="trainer"), timeout=TIMEOUT_S)
+    assert [entry.delivery_id for entry in listed.entries] == ["a"]
+
+
+async def test_a_group_goes_out_at_its_deadline_without_anyone_asking(tmp_path: Path) -> None:
+    policy = pb.GroupPolicy(deadline_ms=50, min_samples=1)
+    async with (
+        stub_at(tmp_path, tick_ms=10) as stub,
+        subscribing(stub, unit=GROUP, credits_=1, groups=policy) as stream,
+    ):
+        await stream.opened()
+        await ingest(stub, record("a", "g", 1, 2))
+        (delivery,) = await stream.deliveries(1)
+        assert (delivery.delivery_id, delivery.partial) == ("g", True)
+
+
+async def test_a_seek_ends_the_streams_and_brings_back_what_was_acknowledged(stub: Any) -> None:
+    await ingest_all(stub, "a", "b")
+    async with subscribing(stub, credits_=2) as stream:
+        assert await stream.delivered(2) == ["a", "b"]
+        await stream.acknowledge("a")
+        await stream.acknowledged()
+        sought = await stub.Seek(
+            pb.SeekRequest(consumer="trainer", position=EARLIEST), timeout=TIMEOUT_S
+        )
+        assert (sought.again, sought.skipped) == (1, 0)
+        assert isinstance(await refused(stream.read()), ConsumerMovedError)
+    async with subscribing(stub, credits_=2) as stream:
+        assert [(one.delivery_id, one.attempt) for one in await stream.deliveries(2)] == [
+            ("a", 1),
+            ("b", 1),
+        ]
+
+
+async def test_a_subscription_of_the_sdk_goes_on_after_a_seek(tmp_path: Path) -> None:
+    async with collector_at(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
+        async with (
+            open_channel(address) as channel,
+            Subscription(address, consumer="c", unit="session") as subscription,
+            Client(MeshAddresses(router="", gateway="", collector=address, sidecar="")) as client,
+        ):
+            await ingest_all(collector_pb2_grpc.CollectorServiceStub(channel), "a")
+            await subscription.acknowledge(await anext(subscription))
+            assert (await client.seek("c", EARLIEST)).again == 1
+            assert (await anext(subscription)).delivery_id == "a"
+
+
+async def test_a_dropped_consumer_holds_nothing(stub: Any) -> None:
+    await ingest_all(stub, "a")
+    request = pb.DropConsumerRequest(consumer="trainer")
+    async with subscribing(stub, credits_=1) as stream:
+        await stream.delivered(1)
+        assert (await stub.DropConsumer(request, timeout=TIMEOUT_S)).known
+        assert isinstance(await refused(stream.read()), ConsumerMovedError)
+    assert not (await stub.GetStats(pb.GetStatsRequest(), timeout=TIMEOUT_S)).consumers
+    assert not (await stub.DropConsumer(request, timeout=TIMEOUT_S)).known
+
+
+async def test_rewards_set_through_the_sdk_reach_the_trainer(tmp_path: Path) -> None:
+    waiting = record("a")
+    waiting.reward_timeout_ms = 600_000
+    async with collector_at(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
+        async with (
+            open_channel(address) as channel,
+            Subscription(address, consumer="c", unit="session") as subscription,
+            Client(MeshAddresses(router="", gateway="", collector=address, sidecar="")) as client,
+        ):
+            await ingest(collector_pb2_grpc.CollectorServiceStub(channel), waiting)
+            with pytest.raises(InvalidFieldError, match="no such trajectory"):
+                await client.set_rewards("a", trajectory_rewards={"x": 1.0})
+            await client.set_rewards("a", reward=0.25, turn_rewards={2: 1.5})
+            delivery = await anext(subscription)
+    (session,) = delivery.sessions
+    assert session.reward == 0.25
+    assert session.trajectories[0].segments[1].reward == 1.5
+
+
+async def test_sessions_are_read_without_a_consumer(stub: Any) -> None:
+    await ingest_all(stub, "b", "a")
+    read = [one.session async for one in stub.ReadSessions(pb.ReadSessionsRequest())]
+    assert read == [record("b"), record("a")]
+    only = pb.ReadSessionsRequest(session_id="a", without_arrays=True)
+    (one,) = [one.session async for one in stub.ReadSessions(only)]
+    assert not one.trajectories[0].token_ids_u32le
+    call = stub.ReadSessions(pb.ReadSessionsRequest(session_id="x"))
+    assert isinstance(await refused(call.read()), SessionUnknownError)
+
+
+async def test_open_groups_are_listed(stub: Any) -> None:
+    await ingest(stub, record("a", "g", 1, 2))
+    listed = await stub.ListOpenGroups(pb.ListOpenGroupsRequest(), timeout=TIMEOUT_S)
+    assert [(one.group_id, one.samples, one.group_size) for one in listed.groups] == [("g", 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "wrong"),
+    [
+        pytest.param("Seek", pb.SeekRequest(consumer="c"), "position", id="seek nowhere"),
+        pytest.param(
+            "SetRewards", pb.SetRewardsRequest(session_id="s"), "request_id", id="no request id"
+        ),
+        pytest.param(
+            "SetRewards",
+            pb.SetRewardsRequest(session_id="s", request_id="r"),
+            "rewards",
+            id="no rewards",
+        ),
+        pytest.param("ListFiltered", pb.ListFilteredRequest(page_size=0), "page_size", id="page 0"),
+        pytest.param(
+            "ListOpenGroups", pb.ListOpenGroupsRequest(page_size=1001), "page_size", id="large page"
+        ),
+        pytest.param(
+            "ListOpenGroups",
+            pb.ListOpenGroupsRequest(page_token="x"),  # noqa: S106
+            "page_token",
+            id="token",
+        ),
+    ],
+)
+async def test_ill_formed_calls_are_refused_by_field(
+    stub: Any, method: str, request_: Any, wrong: str
+) -> None:
+    error = await refused(getattr(stub, method)(request_, timeout=TIMEOUT_S))
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == wrong
+
+
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [
+        pytest.param("Seek", pb.SeekRequest(consumer="c", position=EARLIEST), id="seek"),
+        pytest.param("ListFiltered", pb.ListFilteredRequest(consumer="c"), id="filtered"),
+    ],
+)
+async def test_an_unknown_consumer_is_a_typed_error(stub: Any, method: str, request_: Any) -> None:
+    with pytest.raises(ConsumerUnknownError):
+        with typed_errors():
+            await getattr(stub, method)(request_, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        pytest.param({"start": pb.Position()}, "start", id="no start"),
+        pytest.param({"start": pb.Position(end=pb.LOG_END_UNSPECIFIED)}, "start", id="no end"),
+        pytest.param({"groups": pb.GroupPolicy(samples=2)}, "groups", id="groups of sessions"),
+        pytest.param(
+            {"unit": GROUP, "groups": pb.GroupPolicy(deadline_ms=0)},
+            "groups.deadline_ms",
+            id="deadline 0",
+        ),
+        pytest.param(
+            {"unit": GROUP, "groups": pb.GroupPolicy(samples=0)}, "groups.samples", id="samples 0"
+        ),
+        pytest.param({"filter": pb.DeliveryFilter(max_tokens=0)}, "filter.max_tokens", id="0 tok"),
+        pytest.param(
+            {"filter": pb.DeliveryFilter(max_policy_lag=1)}, "policy_version", id="lag of nothing"
+        ),
+        pytest.param({"policy_version": -1}, "policy_version", id="negative version"),
+        pytest.param(
+            {"filter": pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_UNSPECIFIED])},
+            "filter.lineages",
+            id="no lineage",
+        ),
+        pytest.param(
+            {"filter": pb.DeliveryFilter(allowed_reasons=[types_pb2.FIDELITY_REASON_UNSPECIFIED])},
+            "filter.allowed_reasons",
+            id="no reason",
+        ),
+    ],
+)
+async def test_ill_formed_options_are_refused_by_field(
+    stub: Any, options: dict[str, Any], wrong: str
+) -> None:
+    unit = options.pop("unit", SESSION)
+    async with subscribing(stub, unit=unit, **options) as stream:
+        error = await refused(stream.read())
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == wrong

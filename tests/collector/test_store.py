@@ -1,0 +1,474 @@
+"""What every store does, against the real ones."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.collector.store import Settlement, Store
+from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from tests.collector.records import record, trajectory
+from tests.collector.redis_server import redis_server
+from tests.collector.stores import Reader, fill, redis_store, sqlite_store
+
+GROUP = pb.DELIVERY_UNIT_GROUP
+EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
+LATEST = pb.Position(end=pb.LOG_END_LATEST)
+MAIN_ONLY = pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN])
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    if request.param == "sqlite":
+        async with sqlite_store(tmp_path) as store:
+            yield store
+    else:
+        async with redis_server(tmp_path) as server, redis_store(server.url) as store:
+            yield store
+
+
+def group(name: str, *samples: int, size: int = 3) -> list[types_pb2.SessionRecord]:
+    return [record(f"{name}{at}", name, at, size) for at in samples]
+
+
+def auxiliary(session_id: str, **options: Any) -> types_pb2.SessionRecord:
+    """A session whose only trajectory is not of the main lineage."""
+    made = record(session_id, **options)
+    made.trajectories[0].lineage = types_pb2.LINEAGE_AUXILIARY
+    return made
+
+
+async def test_a_session_comes_back_as_it_was_and_a_repeat_changes_nothing(store: Store) -> None:
+    assert not await store.ingest(record("a"), 1)
+    assert await store.ingest(record("a"), 2)
+    assert await store.session("a", arrays=True) == record("a")
+    head = await store.session("a", arrays=False)
+    assert head.trajectories[0].segments == record("a").trajectories[0].segments
+    assert not head.trajectories[0].token_ids_u32le
+    counts = await store.counts()
+    assert (counts.sessions, counts.trajectories, counts.complete_groups) == (1, 1, 1)
+    assert counts.stored_bytes
+    with pytest.raises(SessionUnknownError):
+        await store.session("b", arrays=True)
+
+
+async def test_concurrent_ingests_of_one_group_make_it_whole_once(store: Store) -> None:
+    sessions = group("g", *range(8), size=8)
+    await asyncio.gather(*(store.ingest(one, 0) for one in sessions for _ in range(3)))
+    reader = await Reader.open(store, unit=GROUP)
+    assert await reader.take() == [("g", 1, [one.session_id for one in sessions])]
+
+
+async def test_pages_hold_everything_once_and_in_order(store: Store) -> None:
+    await fill(store, [record(f"s{at}") for at in range(7)])
+    reader = await Reader.open(store)
+    assert [await reader.ids(3) for _ in range(4)] == [
+        ["s0", "s1", "s2"],
+        ["s3", "s4", "s5"],
+        ["s6"],
+        [],
+    ]
+    await fill(store, [record("s7")])
+    assert await reader.ids() == ["s7"]
+
+
+async def test_what_is_open_comes_again_with_its_attempt(store: Store) -> None:
+    await fill(store, [record("a"), record("b"), record("c")])
+    reader = await Reader.open(store)
+    assert [attempt for _, attempt, _ in await reader.take()] == [1, 1, 1]
+    assert await reader.settle("b", "unknown") == ["b"]
+    assert await reader.settle("b") == []
+    await reader.restart()
+    assert await reader.take() == [("a", 2, ["a"]), ("c", 2, ["c"])]
+    standing = await store.standing("c")
+    assert (standing.acknowledged, standing.open) == (1, 2)
+
+
+async def test_what_was_never_delivered_cannot_be_acknowledged(store: Store) -> None:
+    await fill(store, [record("a")])
+    reader = await Reader.open(store)
+    assert await reader.settle("a") == []
+    assert await reader.take_all() == ["a"]
+
+
+async def test_names_get_everything_each(store: Store) -> None:
+    await fill(store, [record("a"), record("b")])
+    one, other = await Reader.open(store, "one"), await Reader.open(store, "other")
+    assert await one.take_all() == ["a", "b"]
+    assert await other.take_all() == ["a", "b"]
+    assert [hello.consumer for hello in await store.consumers()] == ["one", "other"]
+
+
+async def test_a_name_keeps_its_unit(store: Store) -> None:
+    await Reader.open(store)
+    with pytest.raises(InvalidFieldError, match="unit"):
+        await Reader.open(store, unit=GROUP)
+
+
+async def test_a_late_sample_does_not_change_a_group_that_was_whole(store: Store) -> None:
+    await fill(store, group("g", 0, 1, size=2))
+    reader = await Reader.open(store, unit=GROUP)
+    assert await reader.take() == [("g", 1, ["g0", "g1"])]
+    await fill(store, [record("late", "g", 1, 2)])
+    await reader.restart()
+    assert await reader.take() == [("g", 2, ["g0", "g1"])]
+    (entry,), token = await store.filtered("c", 10, "")
+    assert (entry.delivery_id, entry.session_id, token) == ("g", "late", "")
+    assert entry.reason == pb.FILTER_REASON_SURPLUS
+    (count,) = (await store.standing("c")).filtered
+    assert (count.reason, count.units) == (pb.FILTER_REASON_SURPLUS, 1)
+
+
+async def test_a_group_of_another_size_is_refused(store: Store) -> None:
+    await fill(store, group("g", 0, size=2))
+    with pytest.raises(InvalidFieldError, match="group_size"):
+        await store.ingest(record("x", "g", 1, 3), 0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "min_samples", "expected"),
+    [
+        pytest.param([0, 2], 2, [("g", 1, ["g0", "g2"])], id="enough"),
+        pytest.param([2], 2, [], id="too few"),
+        pytest.param([2], None, [], id="dropped by default"),
+    ],
+)
+async def test_at_its_deadline_a_group_goes_out_in_part_or_is_dropped(
+    store: Store, samples: list[int], min_samples: int | None, expected: list[Any]
+) -> None:
+    policy = pb.GroupPolicy(deadline_ms=50, min_samples=min_samples)
+    reader = await Reader.open(store, unit=GROUP, groups=policy)
+    await fill(store, group("g", *samples), now_ms=100)
+    assert not await store.tick(149)
+    assert await reader.fetch() == []
+    assert await store.tick(150)
+    taken = await reader.take()
+    assert taken == expected
+    await fill(store, group("g", 1), now_ms=200)
+    assert await reader.take() == []
+    entries, _ = await store.filtered("c", 10, "")
+    whole = [] if expected else [pb.FILTER_REASON_INCOMPLETE_GROUP]
+    assert [entry.reason for entry in entries] == [*whole, pb.FILTER_REASON_SURPLUS]
+    standing = await store.standing("c")
+    assert standing.open == len(expected)
+
+
+async def test_a_partial_group_says_so(store: Store) -> None:
+    policy = pb.GroupPolicy(deadline_ms=1, min_samples=1)
+    reader = await Reader.open(store, unit=GROUP, groups=policy)
+    await fill(store, [*group("g", 0), *group("h", 0, 1, 2)])
+    await store.tick(1)
+    assert {unit.unit_id: unit.partial for unit in await reader.fetch()} == {"g": True, "h": False}
+
+
+async def test_an_over_sampled_group_goes_out_with_its_first_usable_samples(store: Store) -> None:
+    policy = pb.GroupPolicy(samples=2)
+    reader = await Reader.open(store, unit=GROUP, groups=policy, filter=MAIN_ONLY)
+    other = await Reader.open(store, "all", GROUP)
+    await fill(store, [record("g3", "g", 3, 4), auxiliary("g0", group="g", index=0, size=4)])
+    assert await reader.fetch() == []
+    await fill(store, [record("g1", "g", 1, 4)])
+    assert await reader.take() == [("g", 1, ["g1", "g3"])]
+    await fill(store, [record("g2", "g", 2, 4)])
+    await reader.restart()
+    assert await reader.take() == [("g", 2, ["g1", "g3"])]
+    entries, _ = await store.filtered("c", 10, "")
+    assert [entry.session_id for entry in entries] == ["g0", "g2"]
+    assert await other.take() == [("g", 1, ["g0", "g1", "g2", "g3"])]
+
+
+async def test_a_policy_that_comes_later_decides_about_what_is_stored(store: Store) -> None:
+    await fill(store, [*group("g", 0, 1), *group("h", 0, 1, 2), *group("i", 0)], now_ms=10)
+    plain = await Reader.open(store, unit=GROUP)
+    assert await plain.take_all() == ["h"]
+    policy = pb.GroupPolicy(samples=2, deadline_ms=50, min_samples=1)
+    changed = await Reader.open(store, unit=GROUP, groups=policy, now_ms=20)
+    assert await changed.take_all() == ["g"]  # h was acknowledged under the other policy
+    await store.tick(60)
+    assert await changed.take_all() == ["i"]
+    back = await Reader.open(store, unit=GROUP)
+    assert await back.fetch() == []
+    await fill(store, group("g", 2))
+    assert await back.fetch() == []  # it was acknowledged, in part
+    standing = await store.standing("c")
+    assert (standing.acknowledged, standing.open) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        pytest.param(None, ["a", "b", "c", "d"], id="by default from the oldest"),
+        pytest.param(EARLIEST, ["a", "b", "c", "d"], id="earliest"),
+        pytest.param(LATEST, ["d"], id="latest"),
+        pytest.param(pb.Position(unix_ms=20), ["b", "c", "d"], id="at a time"),
+        pytest.param(pb.Position(unix_ms=21), ["c", "d"], id="after a time"),
+        pytest.param(pb.Position(unix_ms=99), ["d"], id="a time to come"),
+        pytest.param(pb.Position(delivery_id="c"), ["c", "d"], id="at a unit"),
+    ],
+)
+@pytest.mark.parametrize("unit", [pb.DELIVERY_UNIT_SESSION, GROUP], ids=["sessions", "groups"])
+@pytest.mark.parametrize("policy", [None, pb.GroupPolicy(samples=1)], ids=["shared", "own"])
+async def test_a_new_name_begins_where_it_asks(
+    store: Store,
+    start: pb.Position | None,
+    expected: list[str],
+    unit: pb.DeliveryUnit.ValueType,
+    policy: pb.GroupPolicy | None,
+) -> None:
+    if policy and unit != GROUP:
+        return
+    for at, name in enumerate("abc"):
+        await fill(store, [record(name)], now_ms=10 * (at + 1))
+    reader = await Reader.open(store, unit=unit, start=start, groups=policy, now_ms=30)
+    await fill(store, [record("d")], now_ms=40)
+    assert (await store.standing("c")).open == len(expected)
+    assert await reader.take_all() == expected
+    assert (await store.standing("c")).open == 0
+    again = await Reader.open(store, unit=unit, start=EARLIEST, groups=policy)
+    assert await again.fetch() == []  # a known name goes on
+
+
+async def test_a_start_at_an_unknown_unit_is_refused_and_leaves_no_consumer(store: Store) -> None:
+    with pytest.raises(InvalidFieldError, match="delivery_id"):
+        await Reader.open(store, start=pb.Position(delivery_id="x"))
+    assert await store.consumers() == []
+
+
+@pytest.mark.parametrize(
+    ("position", "expected", "again", "skipped"),
+    [
+        pytest.param(EARLIEST, "abcd", 2, 0, id="to the beginning"),
+        pytest.param(pb.Position(delivery_id="b"), "bcd", 1, 0, id="back to a unit"),
+        pytest.param(pb.Position(unix_ms=30), "cd", 0, 0, id="to where it stands"),
+        pytest.param(pb.Position(delivery_id="d"), "d", 0, 1, id="forward"),
+        pytest.param(LATEST, "", 0, 2, id="to the end"),
+    ],
+)
+async def test_a_seek_moves_a_consumer_forwards_or_back(
+    store: Store, position: pb.Position, expected: str, again: int, skipped: int
+) -> None:
+    for at, name in enumerate("abcd"):
+        await fill(store, [record(name)], now_ms=10 * (at + 1))
+    reader = await Reader.open(store)
+    await reader.take()
+    await reader.settle("a", "b")
+    assert await store.seek("c", position) == (again, skipped)
+    await reader.restart()
+    assert await reader.settle("a", "b", "c", "d") == []  # what came before the seek does not count
+    assert (await store.standing("c")).open == len(expected)
+    assert await reader.take() == [(name, 1, [name]) for name in expected]
+    assert await reader.settle(*expected) == list(expected)
+    assert (await store.standing("c")).open == 0
+
+
+async def test_a_seek_back_brings_what_an_earlier_one_skipped(store: Store) -> None:
+    await fill(store, [record("a"), record("b")])
+    reader = await Reader.open(store, start=LATEST)
+    assert await reader.fetch() == []
+    assert await store.seek("c", EARLIEST) == (2, 0)
+    await reader.restart()
+    assert await reader.take_all() == ["a", "b"]
+
+
+async def test_a_seek_of_an_unknown_consumer_is_refused(store: Store) -> None:
+    with pytest.raises(ConsumerUnknownError):
+        await store.seek("nobody", EARLIEST)
+    with pytest.raises(ConsumerUnknownError):
+        await store.filtered("nobody", 1, "")
+
+
+async def test_what_a_filter_drops_is_settled_and_listed(store: Store) -> None:
+    await fill(store, [auxiliary("a"), record("b")])
+    reader = await Reader.open(store, filter=MAIN_ONLY)
+    first, second = await reader.fetch()
+    loaded = await reader.load(first)
+    assert loaded is not None
+    assert (loaded.attempt, loaded.sessions) == (0, [])
+    verdict = loaded.verdict
+    settlement = Settlement("a", verdict.reason, verdict.removed)
+    assert await store.settle("c", [settlement], 7) == ["a"]
+    assert await store.settle("c", [settlement], 8) == []
+    await reader.restart()
+    assert await reader.fetch() == [second]
+    (entry,), _ = await store.filtered("c", 10, "")
+    assert (entry.delivery_id, entry.reason, entry.unix_ms) == (
+        "a",
+        pb.FILTER_REASON_NOTHING_LEFT,
+        7,
+    )
+    assert [(part.session_id, part.count) for part in entry.removed] == [("a", 1)]
+    standing = await store.standing("c")
+    assert (standing.acknowledged, standing.open) == (0, 1)
+    assert {count.reason: (count.units, count.trajectories) for count in standing.filtered} == {
+        pb.FILTER_REASON_NOTHING_LEFT: (1, 0),
+        pb.FILTER_REASON_LINEAGE: (0, 1),
+    }
+
+
+async def test_what_a_filter_takes_out_of_a_delivery_is_listed_once(store: Store) -> None:
+    mixed = record("a")
+    other = trajectory("a")
+    other.trajectory_id, other.lineage = "a-2", types_pb2.LINEAGE_AUXILIARY
+    mixed.trajectories.append(other)
+    await fill(store, [mixed])
+    reader = await Reader.open(store, filter=MAIN_ONLY)
+    for _ in range(2):
+        (unit,) = await reader.fetch()
+        loaded = await reader.load(unit)
+        assert loaded is not None
+        assert [one.trajectory_id for one in loaded.sessions[0].trajectories] == ["a-1"]
+        assert loaded.sessions[0] == record("a")
+        await reader.restart()
+    (entry,), _ = await store.filtered("c", 10, "")
+    assert entry.reason == pb.FILTER_REASON_UNSPECIFIED
+    assert [(part.reason, part.count) for part in entry.removed] == [(pb.FILTER_REASON_LINEAGE, 1)]
+
+
+async def test_what_became_stale_before_its_redelivery_is_dropped_then(store: Store) -> None:
+    await fill(store, [record("a")])
+    reader = await Reader.open(store, filter=pb.DeliveryFilter(max_policy_lag=1), policy_version=0)
+    (unit,) = await reader.fetch()
+    first = await reader.load(unit, version=1)
+    second = await reader.load(unit, version=2)
+    assert first is not None
+    assert second is not None
+    assert first.verdict.delivers
+    assert second.verdict.reason == pb.FILTER_REASON_NOTHING_LEFT
+
+
+async def test_filtered_entries_come_in_pages(store: Store) -> None:
+    await fill(store, [record(f"s{at}", "g", 0, 1) for at in range(6)])
+    await Reader.open(store, unit=GROUP)
+    seen: list[str] = []
+    token = ""
+    for size in (2, 2, 1):
+        entries, token = await store.filtered("c", 2, token)
+        assert len(entries) == size
+        seen += [entry.session_id for entry in entries]
+    assert (seen, token) == ([f"s{at}" for at in range(1, 6)], "")
+    with pytest.raises(InvalidFieldError, match="page_token"):
+        await store.filtered("c", 2, "x")
+
+
+async def test_open_groups_are_listed_in_pages(store: Store) -> None:
+    await fill(store, [*group("g", 0, 2), *group("h", 1), *group("i", 0, 1, 2)], now_ms=5)
+    first, token = await store.open_groups(1, "")
+    second, token = await store.open_groups(1, token)
+    rest, _ = await store.open_groups(1, token)
+    assert [(one.group_id, one.group_size, one.samples, one.first_unix_ms) for one in first] == [
+        ("g", 3, 2, 5)
+    ]
+    assert [one.group_id for one in second] == ["h"]
+    assert rest == []
+    assert (await store.counts()).open_groups == 2
+
+
+async def test_a_superseded_session_goes_out_alone_and_is_no_part_of_its_group(
+    store: Store,
+) -> None:
+    failed = record("failed", "g", 0, 2)
+    failed.superseded = True
+    await fill(store, [failed, *group("g", 0, 1, size=2)])
+    sessions, groups = await Reader.open(store), await Reader.open(store, "groups", GROUP)
+    assert await sessions.take_all() == ["failed", "g0", "g1"]
+    assert await groups.take() == [("g", 1, ["g0", "g1"])]
+    assert await groups.settle("g") == ["g"]
+    assert (await store.counts()).open_groups == 0
+    assert await store.retain(10**13) == 3
+
+
+def pending(session_id: str, **options: Any) -> types_pb2.SessionRecord:
+    made = record(session_id, **options)
+    made.ClearField("reward")
+    made.reward_timeout_ms = 50
+    return made
+
+
+async def test_a_session_waits_for_its_rewards(store: Store) -> None:
+    await fill(store, [pending("a"), record("b")])
+    reader = await Reader.open(store)
+    assert await reader.ids() == ["b"]
+    assert (await store.counts()).waiting_for_rewards == 1
+    rewards = types_pb2.SessionRewards(
+        reward=0.5, trajectory_rewards={"a-1": 2.0}, turn_rewards={2: 3.0}
+    )
+    assert not await store.set_rewards("a", rewards, "r1", 1)
+    (unit,) = await reader.fetch()
+    loaded = await reader.load(unit)
+    assert loaded is not None
+    (session,) = loaded.sessions
+    (one,) = session.trajectories
+    assert (session.reward, one.reward, one.segments[1].reward) == (0.5, 2.0, 3.0)
+    assert one.token_ids_u32le == trajectory("a").token_ids_u32le
+    assert not await store.tick(1000)
+    counts = await store.counts()
+    assert (counts.waiting_for_rewards, counts.reward_timeouts) == (0, 0)
+
+
+async def test_a_session_whose_rewards_do_not_come_goes_out_without(store: Store) -> None:
+    await fill(store, [pending("g0", group="g", size=2), record("g1", "g", 1, 2)], now_ms=100)
+    reader = await Reader.open(store, unit=GROUP)
+    assert not await store.tick(149)
+    assert await reader.fetch() == []
+    assert await store.tick(150)
+    assert await reader.take() == [("g", 1, ["g0", "g1"])]
+    assert not (await store.session("g0", arrays=False)).HasField("reward")
+    assert (await store.counts()).reward_timeouts == 1
+
+
+async def test_rewards_set_twice_by_one_request_are_set_once(store: Store) -> None:
+    await fill(store, [record("a")])
+    for request_id, reward, repeat in (("r1", 1.0, False), ("r2", 2.0, False), ("r1", 1.0, True)):
+        rewards = types_pb2.SessionRewards(reward=reward)
+        assert await store.set_rewards("a", rewards, request_id, 0) == repeat
+    assert (await store.session("a", arrays=False)).reward == 2.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "field"),
+    [
+        pytest.param({"trajectory_rewards": {"x": 1.0}}, "trajectory_rewards[x]", id="trajectory"),
+        pytest.param({"turn_rewards": {7: 1.0}}, "turn_rewards[7]", id="turn"),
+        pytest.param({"turn_rewards": {1: 1.0}}, "turn_rewards[1]", id="a turn not sampled"),
+        pytest.param({"reward": float("nan")}, "reward", id="not a number"),
+        pytest.param(
+            {"trajectory_rewards": {"a-1": float("inf")}}, "trajectory_rewards[a-1]", id="infinite"
+        ),
+    ],
+)
+async def test_rewards_that_do_not_fit_name_their_field_and_change_nothing(
+    store: Store, rewards: dict[str, Any], field: str
+) -> None:
+    await fill(store, [pending("a")])
+    with pytest.raises(InvalidFieldError) as caught:
+        await store.set_rewards("a", types_pb2.SessionRewards(**rewards), "r", 0)
+    assert caught.value.field == f"rewards.{field}"
+    assert (await store.counts()).waiting_for_rewards == 1
+    good = types_pb2.SessionRewards(reward=1.0)
+    assert not await store.set_rewards("a", good, "r", 0)  # the refused one is not remembered
+    with pytest.raises(SessionUnknownError):
+        await store.set_rewards("b", good, "r", 0)
+
+
+async def test_a_dropped_consumer_is_forgotten(store: Store) -> None:
+    await fill(store, [record("a")])
+    reader = await Reader.open(store, unit=GROUP, groups=pb.GroupPolicy(samples=1))
+    await reader.take_all()
+    assert await store.drop_consumer("c")
+    assert not await store.drop_consumer("c")
+    assert await store.consumers() == []
+    with pytest.raises(ConsumerUnknownError):
+        await reader.fetch()
+    anew = await Reader.open(store, unit=GROUP, groups=pb.GroupPolicy(samples=1))
+    assert await anew.take() == [("a", 1, ["a"])]
+    assert (await store.standing("c")).acknowledged == 0
+
+
+async def test_sessions_are_read_in_the_order_in_which_they_came(store: Store) -> None:
+    await fill(store, [record(name) for name in "cab"])
+    first = await store.sessions_after(0, 2)
+    assert [name for _, name in first] == ["c", "a"]
+    assert [name for _, name in await store.sessions_after(first[-1][0], 2)] == ["b"]

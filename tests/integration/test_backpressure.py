@@ -1,0 +1,61 @@
+"""A full store pushes back through the gateway to whoever opens sessions; nothing is lost."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.client import Client
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import StoreFullError
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.collector.redis_server import redis_server
+from tests.meshes import Mesh
+
+ASK: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+async def rollout(mesh: Mesh, client: Client) -> str:
+    async with client.session() as session:
+        await mesh.openai(session).chat.completions.create(model="policy", messages=ASK)
+    return session.session_id
+
+
+async def open_once(mesh: Mesh) -> None:
+    async with open_channel(mesh.processes["gateway"].address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        with typed_errors():
+            await stub.CreateSession(gateway_pb2.CreateSessionRequest(), timeout=20)
+
+
+async def delivered(client: Client, count: int) -> list[str]:
+    async with client.subscribe("trainer", unit="session") as sessions, asyncio.timeout(60):
+        found = [await anext(sessions) for _ in range(count)]
+        await sessions.acknowledge(*found)
+    return [delivery.delivery_id for delivery in found]
+
+
+async def test_a_full_collector_stops_new_sessions_until_there_is_room(mesh: Mesh) -> None:
+    await mesh.restart("collector", max_stored_bytes=1)
+    await mesh.restart("gateway", max_undelivered_sessions=1)
+    async with mesh.client() as client:
+        first = await rollout(mesh, client)  # closed, journalled, and not taken by the collector
+        with pytest.raises(StoreFullError) as refused:
+            await open_once(mesh)
+        assert refused.value.retry_delay_ms
+        assert (await client.stats()).sessions == 0
+        await mesh.restart("collector")
+        second = await rollout(mesh, client)  # the SDK waited until the gateway had room
+        assert sorted(await delivered(client, 2)) == sorted([first, second])
+
+
+async def test_rollouts_go_on_when_redis_comes_back(mesh: Mesh, tmp_path: Path) -> None:
+    async with redis_server(tmp_path / "redis") as server:
+        await mesh.restart("collector", store=server.url)
+        async with mesh.client() as client:
+            first = await rollout(mesh, client)
+            await server.kill()
+            second = await rollout(mesh, client)  # its session waits at the gateway
+            await server.start()
+            assert sorted(await delivered(client, 2)) == sorted([first, second])
