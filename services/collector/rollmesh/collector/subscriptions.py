@@ -18,6 +18,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     ShuttingDownError,
 )
+from rollmesh.runtime.tasks import finish
 from rollmesh.v1 import collector_pb2 as pb
 
 _DEFAULT_LEASE_MS = 600_000
@@ -91,20 +92,7 @@ class Subscriptions:
 
         What the store has committed, the consumers' state must learn.
         """
-        outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
-
-        async def run() -> None:
-            try:
-                result = await work
-            except RollmeshError as error:
-                if not outcome.done():
-                    outcome.set_exception(error)
-            else:
-                if not outcome.done():
-                    outcome.set_result(result)
-
-        self.tasks.create_task(run())
-        return await outcome
+        return await finish(self.tasks, work)
 
     async def stream(
         self, requests: AsyncIterator[pb.SubscribeRequest]

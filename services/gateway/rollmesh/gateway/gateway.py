@@ -34,6 +34,7 @@ from rollmesh.runtime.errors import (
     TooManySessionsError,
 )
 from rollmesh.runtime.logs import fields
+from rollmesh.runtime.tasks import begun
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 _log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._by_request_id: dict[str, SessionSpec] = {}
         self._closed: dict[str, list[str]] = {}
+        self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
+        self._closing: dict[str, asyncio.Future[list[str]]] = {}
         self._draining = False
         self.forgotten: Callable[[str], None] = lambda _: None
         """Told the id of each closed session, so that its engine need not stick."""
@@ -127,6 +130,9 @@ class Gateway:
         known = self._by_request_id.get(request.request_id)
         if known is not None:
             return known
+        opening = self._opening.get(request.request_id)
+        if opening is not None:  # a repeat, while the first is on its way to the journal
+            return await asyncio.shield(opening)
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
         if len(self._sessions) >= self._max_sessions:
@@ -152,14 +158,17 @@ class Gateway:
             finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
             export_mode=request.export_mode or ExportMode.LEAVES,
         )
+        opening = begun(self._tasks, self._open(spec))
+        if spec.request_id:
+            self._opening[spec.request_id] = opening
+            opening.add_done_callback(lambda _: self._opening.pop(spec.request_id))
+        return await asyncio.shield(opening)
+
+    async def _open(self, spec: SessionSpec) -> SessionSpec:
+        await self._database.run(lambda db: journal.insert_session(db, spec))
+        self._sessions[spec.session_id] = Session(spec, self._new_tree())
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
-        try:
-            await self._database.run(lambda db: journal.insert_session(db, spec))
-        except RollmeshError:
-            self._by_request_id.pop(spec.request_id, None)
-            raise
-        self._sessions[session_id] = Session(spec, self._new_tree())
         return spec
 
     def authorise(self, session: Session, key: str) -> None:
@@ -219,7 +228,15 @@ class Gateway:
         closed = self._closed.get(request.session_id)
         if closed is not None:
             return closed
-        session = self.session(request.session_id)
+        closing = self._closing.get(request.session_id)
+        if closing is None:
+            session = self.session(request.session_id)
+            closing = begun(self._tasks, self._close(session, request))
+            self._closing[request.session_id] = closing
+            closing.add_done_callback(lambda _: self._closing.pop(request.session_id))
+        return await asyncio.shield(closing)
+
+    async def _close(self, session: Session, request: gateway_pb2.CloseSessionRequest) -> list[str]:
         check_rewards(session.tree, trajectory_ids(session), request.rewards)
         session.closing = True
         try:

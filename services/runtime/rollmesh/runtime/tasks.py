@@ -1,0 +1,49 @@
+"""Work that goes on to its end though the call that began it is cancelled."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> asyncio.Future[_Result]:
+    """Begins work and returns its outcome; cancelling that future does not end the work.
+
+    For what a store commits and the state in memory must learn. Wait for it under `asyncio.shield`
+    where others wait too.
+
+    Args:
+        tasks: Owns the work; an error of it does not end the others.
+        work: What is to be done.
+    """
+    outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        try:
+            result = await work
+        except Exception as error:  # noqa: BLE001 - it belongs to who waits, not to the group
+            if outcome.done():
+                _log.warning("work that nobody waits for failed", exc_info=error)
+            else:
+                outcome.set_exception(error)
+        else:
+            if not outcome.done():
+                outcome.set_result(result)
+
+    tasks.create_task(run())
+    outcome.add_done_callback(_seen)
+    return outcome
+
+
+async def finish(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Returns the result of work that is run to its end also where this call is cancelled."""
+    return await begun(tasks, work)
+
+
+def _seen(outcome: asyncio.Future[Any]) -> None:
+    """Takes note of an error, so that one whose waiters have left is no complaint of the loop."""
+    if not outcome.cancelled():
+        outcome.exception()

@@ -1,0 +1,86 @@
+"""Calls that are cut off while the journal writes: what it keeps, the gateway knows."""
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.client import Subscription
+from rollmesh.gateway import journal
+from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.gateway.live import LiveMesh
+
+ASK = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="Hello")
+
+
+class HeldJournal:
+    """Holds one kind of write back until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
+        self.reached = asyncio.Event()
+        self.may_go = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._write: Callable[..., None] = getattr(journal, name)
+        patch.setattr(journal, name, self._held)
+
+    def _held(self, *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(self.reached.set)
+        assert self.may_go.wait(20)
+        self._write(*arguments)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
+    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as running:
+        yield running
+
+
+async def answered(mesh: LiveMesh, session_id: str) -> gateway_pb2.ChatDone:
+    request = gateway_pb2.ChatRequest(session_id=session_id, messages=[ASK])
+    return [response async for response in mesh.stub.Chat(request, timeout=20)][-1].done
+
+
+async def test_a_session_whose_opening_was_cut_off_is_there_for_the_repeat(
+    mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldJournal(monkeypatch, "insert_session")
+    request = gateway_pb2.CreateSessionRequest(request_id="once")
+    async with asyncio.timeout(30):
+        call = mesh.stub.CreateSession(request)
+        await held.reached.wait()
+        call.cancel()
+        repeat = asyncio.ensure_future(call_of(mesh.stub.CreateSession(request)))
+        held.may_go.set()
+        opened = await repeat
+        assert (await answered(mesh, opened.session_id)).completion_tokens
+        assert mesh.gateway.live_sessions == 1
+
+
+async def test_a_close_that_was_cut_off_is_a_close_and_its_repeat_gives_the_same_ids(
+    mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldJournal(monkeypatch, "close_session")
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    await answered(mesh, opened.session_id)
+    request = gateway_pb2.CloseSessionRequest(
+        session_id=opened.session_id, outcome=types_pb2.SESSION_OUTCOME_COMPLETED
+    )
+    async with asyncio.timeout(30):
+        call = mesh.stub.CloseSession(request)
+        await held.reached.wait()
+        call.cancel()
+        repeat = asyncio.ensure_future(call_of(mesh.stub.CloseSession(request)))
+        held.may_go.set()
+        ids = list((await repeat).trajectory_ids)
+        assert mesh.gateway.live_sessions == 0
+        async with Subscription(mesh.collector, consumer="t", unit="session") as deliveries:
+            (session,) = (await anext(deliveries)).sessions
+    assert [trajectory.trajectory_id for trajectory in session.trajectories] == ids != []
+
+
+async def call_of(call: Any) -> Any:
+    return await call
