@@ -15,18 +15,18 @@ from pathlib import Path
 _START_S = 60
 _STOP_S = 60
 _QUIET_S = 12.0  # a boundary that is not reached by then is left: the process is killed anyway
-_MOST_TIMES = 15
+_MOST_TIMES = 20
+_LIFE_S = (0.5, 3.0)
 RANDOM = "random"
 
 BOUNDARIES: dict[str, tuple[str, ...]] = {
-    "router": ("after-grant", "after-release", RANDOM),
-    "engine": ("before-first-token", "mid-stream", "after-last-token", RANDOM),
+    "router": ("after-grant", "after-release"),
+    "engine": ("before-first-token", "mid-stream", "after-last-token"),
     "collector": (
         "mid-ingest",
         "before-ack",
         "after-delivery",
         "after-acknowledgement",
-        RANDOM,
     ),
     "gateway": (
         "mid-turn",
@@ -35,11 +35,10 @@ BOUNDARIES: dict[str, tuple[str, ...]] = {
         "after-reply",
         "after-close",
         "after-handover",
-        RANDOM,
     ),
-    "sidecar": ("mid-answer", "before-answer", RANDOM),
-    "trainer": ("before-acknowledgement", RANDOM),
-    "agents": ("mid-answer", RANDOM),
+    "sidecar": ("mid-answer", "before-answer"),
+    "trainer": ("before-acknowledgement",),
+    "agents": ("mid-answer",),
 }
 
 
@@ -49,7 +48,7 @@ class Lane:
 
     service: str
     command: Callable[[str, int], Sequence[str]]
-    """Returns the arguments for a boundary and the time it is to be reached; "" and 0 for none."""
+    """Returns the arguments for a boundary and how often it is reached first; "" and 0 for none."""
     log: Path
     seed: int
     kills: Counter[str] = field(default_factory=Counter)
@@ -77,24 +76,27 @@ class Lane:
                 raise RuntimeError(f"{self.service} did not start:\n{self.log.read_text()[-2000:]}")
 
     async def live_and_die(self, wanted: Callable[[], bool], places: asyncio.Semaphore) -> None:
-        """Kills and starts the process, boundary after boundary, as long as kills are wanted."""
+        """Kills and starts the process, boundary after boundary, as long as kills are wanted.
+
+        Each time it dies twice: at a random moment, to come back with its next boundary armed, and
+        there. In between it lives, so that there is work to break.
+        """
         rng = random.Random(self.seed)
         boundaries: Iterator[str] = itertools.cycle(BOUNDARIES[self.service])
         for _ in range(rng.randrange(len(BOUNDARIES[self.service]))):
             next(boundaries)
-        boundary = RANDOM
         while wanted():
-            reached = await self._wait(boundary, rng)
             async with places:
-                if not wanted():
-                    break
-                await self.kill()
-                self.kills[boundary if reached else RANDOM] += 1
                 boundary = next(boundaries)
-                armed = "" if boundary == RANDOM else boundary
-                await self.start(armed, rng.randint(1, _MOST_TIMES) if armed else 0)
+                await self._die(RANDOM)
+                await self.start(boundary, rng.randint(1, _MOST_TIMES))
+                await self._die(boundary if await self._reached() else RANDOM)
+                await self.start()
+            await asyncio.sleep(rng.uniform(*_LIFE_S))
+
+    async def _die(self, boundary: str) -> None:
         await self.kill()
-        await self.start()  # one that lives: what is left must arrive
+        self.kills[boundary] += 1
 
     async def kill(self) -> None:
         """SIGKILL."""
@@ -116,11 +118,10 @@ class Lane:
         async with asyncio.timeout(2 * _STOP_S):
             await self._process.wait()
 
-    async def _wait(self, boundary: str, rng: random.Random) -> bool:
-        """Waits until the boundary is reached or some time is over; says which."""
-        quiet_s = rng.uniform(0.3, 2.0) if boundary == RANDOM else _QUIET_S
+    async def _reached(self) -> bool:
+        """Waits until the boundary is reached; says whether it was in time."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(quiet_s):
+            async with asyncio.timeout(_QUIET_S):
                 return await self._line("FAULT")
         return False
 
