@@ -1,4 +1,4 @@
-"""Rows from the gateway's close to the trainer's tensors, and through TransferQueue in the same run.
+"""Rows from the gateway's close to the trainer's tensors, and through TransferQueue in one run.
 
     make bench-delivery
 
@@ -31,7 +31,8 @@ from benchmarks.memory import peak_mb, rss_bytes
 from benchmarks.systems import logs, read_line, run_process
 from tests.collector.redis_server import redis_server
 
-_QUEUE = Path(__file__).resolve().parents[1] / ".venv-trainers" / "bin" / "python"
+_ROOT = Path(__file__).resolve().parents[1]
+_QUEUE = _ROOT / ".venv-trainers" / "bin" / "python"
 _SOURCES = ("protos/gen", "services/runtime", "clients", ".")
 _SHAPES = {"1k": Shape(2048, 1000), "9k": Shape(640, 9000), "64k": Shape(96, 64_000)}
 _QUEUE_SHAPES = {"9k": ("trainer", "verl"), "1k": ("trainer",), "64k": ("trainer",)}
@@ -88,7 +89,7 @@ class Line:
     async def run(self, shape: Shape, prefix: str, **plans: Any) -> tuple[Figures, Figures]:
         """Hands rows over and trains on them; returns what both ends saw."""
         plan = {"collector": self.address, "shape": shape._asdict(), "prefix": prefix}
-        wanted = {"batch": min(_BATCH, shape.rows), "credits": _CREDITS}
+        wanted: Figures = {"batch": min(_BATCH, shape.rows), "credits": _CREDITS}
         wanted |= {"collector": self.address, "rows": shape.rows, **plans}
         every = {"every_s": _SLOW_EVERY_S} if plans.get("stamped") else {}
         await self.trainer.begin(wanted)
@@ -176,7 +177,7 @@ def _seconds(
 @asynccontextmanager
 async def running_line(name: str, folder: Path) -> AsyncIterator[Line]:
     """Runs a collector on a store, an outbox and a trainer."""
-    folder.mkdir()
+    os.mkdir(folder)  # noqa: PTH102 - the one call before anything runs
     async with AsyncExitStack() as stack:
         pids: dict[str, int] = {}
         store = "sqlite"
@@ -204,9 +205,8 @@ async def running_line(name: str, folder: Path) -> AsyncIterator[Line]:
 
 async def queue_round(folder: Path, seed: int) -> dict[str, float]:
     """Measures one round of TransferQueue, in an environment and a cluster of its own."""
-    root = Path(__file__).resolve().parents[1]
     environ = {
-        "PYTHONPATH": os.pathsep.join(str(root / source) for source in _SOURCES),
+        "PYTHONPATH": os.pathsep.join(str(_ROOT / source) for source in _SOURCES),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }

@@ -56,7 +56,7 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
                 else:
                     stamps = {}
                     await _close_all(database, outbox, records)
-                while await database.run(journal.count_undelivered):
+                while await database.run(journal.count_undelivered):  # noqa: ASYNC110 - the outbox tells nobody
                     await asyncio.sleep(_LOOK_S)
                 ended = time.monotonic()
                 running.cancel()
@@ -69,10 +69,10 @@ async def _close(database: Database, records: list[tuple[str, bytes]]) -> None:
 
 
 async def _close_all(database: Database, outbox: Outbox, records: Records) -> None:
-    while not outbox.undelivered:  # it counts what it finds
+    while not outbox.undelivered:  # noqa: ASYNC110 - the outbox tells nobody
         await asyncio.sleep(_LOOK_S)
     while chunk := list(islice(records, _CHUNK)):
-        while outbox.undelivered > _PRELOADED:
+        while outbox.undelivered > _PRELOADED:  # noqa: ASYNC110 - the outbox tells nobody
             await asyncio.sleep(_LOOK_S)
         await _close(database, chunk)
         for _ in chunk:

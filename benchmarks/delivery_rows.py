@@ -1,6 +1,7 @@
 """Closed sessions of one row each, as a gateway hands them over."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ def _bounds(tokens: int) -> list[tuple[int, int]]:
     """Cuts a row into runs, every second one sampled."""
     runs = max(tokens // (_TURN_TOKENS // 2), 2) // 2 * 2
     edges = np.linspace(0, tokens, runs + 1).astype(int).tolist()
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def _trajectory(session_id: str, bounds: list[tuple[int, int]]) -> types_pb2.Trajectory:

@@ -158,4 +158,5 @@ def cpu_ms(pid: int) -> float:
 
 
 def percentile(ordered: list[float], part: float) -> float:
+    """Returns the value below which a part of ascending values lies."""
     return ordered[min(int(len(ordered) * part), len(ordered) - 1)]
