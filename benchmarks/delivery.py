@@ -224,8 +224,9 @@ async def queue_round(folder: Path, seed: int) -> dict[str, float]:
                 name = "transferqueue" if form == "trainer" else "transferqueue_verl"
                 for kind in ("rows_per_second", "overlapped_rows_per_second"):
                     figures[f"{name}_{kind}_{label}"] = found[kind]
-    peaks = {f"peak_mb_transferqueue_{name}": mb for name, mb in found["peak_mb"].items()}
-    return figures | peaks
+                for process, mb in found["peak_mb"].items():
+                    figures[f"peak_mb_transferqueue_{process}"] = mb
+    return figures
 
 
 async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
