@@ -224,8 +224,8 @@ async def queue_round(folder: Path, seed: int) -> dict[str, float]:
                 name = "transferqueue" if form == "trainer" else "transferqueue_verl"
                 for kind in ("rows_per_second", "overlapped_rows_per_second"):
                     figures[f"{name}_{kind}_{label}"] = found[kind]
-                for process, mb in found["peak_mb"].items():
-                    figures[f"peak_mb_transferqueue_{process}"] = mb
+                for part, mb in found["peak_mb"].items():
+                    figures[f"peak_mb_transferqueue_{part}"] = mb
     return figures
 
 
