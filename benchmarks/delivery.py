@@ -112,6 +112,7 @@ class Line:
 
     async def held(self) -> dict[str, float]:
         """Stores rows beside a trainer that takes none; returns what grew by how much, MB."""
+        await self.run(_HELD, "unheld")  # what any such load leaves behind is there before
         plan = {"collector": self.address, "shape": _HELD._asdict(), "prefix": "held"}
         wanted = {"collector": self.address, "batch": _BATCH, "hold": True}
         wanted |= {"rows": _HELD.rows, "credits": _HELD_CREDITS}
