@@ -6,7 +6,8 @@ Each case gives figures of one round by name; `turns` takes the median of the ro
 from asyncio.subprocess import Process
 from statistics import median
 
-from benchmarks.measure import measure, measure_stall, rss_bytes
+from benchmarks.measure import measure, measure_stall
+from benchmarks.memory import rss_bytes
 from benchmarks.systems import Mesh, Model, System
 from benchmarks.workload import Shape
 

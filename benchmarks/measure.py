@@ -85,8 +85,8 @@ async def measure(
     used["load"] = result["cpu_ms"]
     return Measured(
         turns / result["seconds"],
-        _percentile(latencies, 0.5),
-        _percentile(latencies, 0.99),
+        percentile(latencies, 0.5),
+        percentile(latencies, 0.99),
         {name: spent / turns for name, spent in used.items()},
         result["latencies_ms"],
         result["first_bytes_ns"],
@@ -157,10 +157,6 @@ def cpu_ms(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
 
 
-def rss_bytes(pid: int) -> int:
-    """Returns the memory that a process holds."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _percentile(ordered: list[float], part: float) -> float:
+def percentile(ordered: list[float], part: float) -> float:
+    """Returns the value below which a part of ascending values lies."""
     return ordered[min(int(len(ordered) * part), len(ordered) - 1)]

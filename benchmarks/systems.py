@@ -25,6 +25,7 @@ PEER, LITELLM = _PEERS / "rllm-model-gateway", _PEERS / "litellm"
 _CONTEXT = 131_072
 _START_TIMEOUT_S = 60
 _STOP_TIMEOUT_S = 30
+_LINE_BYTES = 2**24
 _TOOLS, _MOST_TOOLS = 17_000, 200
 _TOKENS_PER_SECOND = 200
 _MESH = """\
@@ -155,8 +156,8 @@ def make_model(folder: Path) -> Model:
 async def running_mesh(folder: Path) -> AsyncIterator[Mesh]:
     """Runs router, engine, collector, gateway and sidecar."""
     command = ("-m", "rollmesh.runtime.cli", "up", f"--config={folder / 'mesh.toml'}")
-    async with _process(folder / "up.log", sys.executable, *command) as process:
-        text = await _line(process, "UP ", folder)
+    async with run_process(folder / "up.log", sys.executable, *command) as process:
+        text = await read_line(process, "UP ", folder)
         addresses = MeshAddresses.from_json(text)
         pids = {name.removesuffix("-0"): pid for name, pid in json.loads(text)["pids"].items()}
         async with Client(addresses) as client:
@@ -181,9 +182,9 @@ async def running_timed_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Process]
             module = "benchmarks.timed_engine" if spec.service == "engine" else None
             command = ("-m", module or f"rollmesh.{spec.service}", *spec.flags)
             process = await stack.enter_async_context(
-                _process(folder / f"timed-{spec.name}.log", sys.executable, *command)
+                run_process(folder / f"timed-{spec.name}.log", sys.executable, *command)
             )
-            await _line(process, "READY", folder)
+            await read_line(process, "READY", folder)
             processes[spec.service] = process
         at = {spec.service: spec.address for spec in specs}
         addresses = MeshAddresses.from_json(json.dumps(at))
@@ -199,7 +200,7 @@ async def running_peer(folder: Path, model: Model) -> AsyncIterator[Peer]:
     async with running_fake_engine(folder, model) as (engine, worker):
         with closing(free_ports()) as ports:
             port = next(ports)
-        async with _process(
+        async with run_process(
             folder / "peer.log",
             str(PEER),
             "--host=127.0.0.1",
@@ -233,7 +234,7 @@ async def running_litellm(folder: Path, model: Model) -> AsyncIterator[Litellm]:
             "LITELLM_LOG": "ERROR",
         }
         log = folder / "litellm.log"
-        async with _process(log, str(LITELLM), *flags, environ=settings) as proxy:
+        async with run_process(log, str(LITELLM), *flags, environ=settings) as proxy:
             await _until_listening(port, proxy, folder)
             yield Litellm(port, {"litellm_proxy": proxy.pid, "litellm_engine": engine.pid})
 
@@ -242,7 +243,7 @@ async def running_litellm(folder: Path, model: Model) -> AsyncIterator[Litellm]:
 async def running_fake_engine(folder: Path, model: Model) -> AsyncIterator[tuple[Process, int]]:
     """Runs a fake engine; yields its process and port."""
     log = folder / "engine.log"
-    async with _process(log, sys.executable, "-m", "benchmarks.fake_engine") as engine:
+    async with run_process(log, sys.executable, "-m", "benchmarks.fake_engine") as engine:
         assert engine.stdin is not None
         settings = {
             "reply": model.reply,
@@ -251,11 +252,11 @@ async def running_fake_engine(folder: Path, model: Model) -> AsyncIterator[tuple
         }
         engine.stdin.write(json.dumps(settings).encode())
         engine.stdin.close()
-        yield engine, json.loads(await _line(engine, "READY", folder))["port"]
+        yield engine, json.loads(await read_line(engine, "READY", folder))["port"]
 
 
 @asynccontextmanager
-async def _process(
+async def run_process(
     log: Path, *command: str, environ: Mapping[str, str] | None = None
 ) -> AsyncIterator[Process]:
     """Runs a program until the block ends."""
@@ -265,6 +266,7 @@ async def _process(
             stdin=PIPE,
             stdout=PIPE,
             stderr=stderr,
+            limit=_LINE_BYTES,
             env={**os.environ, "NO_PROXY": "127.0.0.1", **(environ or {})},
         )
     try:
@@ -280,10 +282,12 @@ async def _process(
             await process.wait()
 
 
-async def _line(process: Process, prefix: str, folder: Path) -> str:
+async def read_line(
+    process: Process, prefix: str, folder: Path, timeout_s: float = _START_TIMEOUT_S
+) -> str:
     """Returns what follows `prefix` on the first line that begins with it."""
     assert process.stdout is not None
-    async with asyncio.timeout(_START_TIMEOUT_S):
+    async with asyncio.timeout(timeout_s):
         async for line in process.stdout:
             text = line.decode().strip()
             if text.startswith(prefix):

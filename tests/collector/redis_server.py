@@ -40,6 +40,11 @@ class RedisServer:
                     return
         raise AssertionError("redis did not start")
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     async def kill(self) -> None:
         """SIGKILL."""
         assert self._process is not None

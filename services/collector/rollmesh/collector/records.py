@@ -6,11 +6,14 @@ The arrays of a long session are megabytes and never change; they are read for a
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from rollmesh.runtime.wire import nested, values
 from rollmesh.v1 import types_pb2
 
 Row: TypeAlias = types_pb2.Trajectory | types_pb2.TrajectoryTree
 """What a filter judges: a trajectory, or a session's whole tree."""
 Run: TypeAlias = types_pb2.TrajectorySegment | types_pb2.TrajectoryNode
+_TREE = types_pb2.SessionRecord.TREE_FIELD_NUMBER
+_TRAJECTORIES = types_pb2.SessionRecord.TRAJECTORIES_FIELD_NUMBER
 ARRAYS = ("token_ids_u32le", "logprobs_f32le", "loss_mask_u8")
 
 
@@ -25,25 +28,31 @@ def runs_of(row: Row) -> Sequence[Run]:
 
 
 def split(record: types_pb2.SessionRecord) -> tuple[bytes, bytes]:
-    """Returns the record without its arrays, and a record of nothing but those; serialised."""
-    head, arrays = types_pb2.SessionRecord(), types_pb2.SessionRecord()
-    head.CopyFrom(record)
-    for row in rows_of(head):
-        is_tree = isinstance(row, types_pb2.TrajectoryTree)
-        kept = arrays.tree if is_tree else arrays.trajectories.add()
+    """Returns the record without its arrays, and a record of nothing but those; serialised.
+
+    The arrays leave the record in between, so that they are not copied with it.
+    """
+    rows = rows_of(record)
+    taken = [[(name, getattr(row, name)) for name in ARRAYS] for row in rows]
+    for row in rows:
         for name in ARRAYS:
-            setattr(kept, name, getattr(row, name))
-            setattr(row, name, b"")
-    return head.SerializeToString(), arrays.SerializeToString()
+            row.ClearField(name)  # type: ignore[arg-type]  # both kinds of row have them
+    head = record.SerializeToString()
+    pieces: list[bytes | memoryview] = []
+    for row, arrays in zip(rows, taken, strict=True):
+        fields = type(row).DESCRIPTOR.fields_by_name
+        inner: list[bytes | memoryview] = []
+        for name, value in arrays:
+            setattr(row, name, value)
+            inner += nested(fields[name].number, [value]) if value else ()
+        pieces += nested(_TREE if record.HasField("tree") else _TRAJECTORIES, inner)
+    return head, b"".join(pieces)
 
 
 def join(head: types_pb2.SessionRecord, arrays: bytes) -> types_pb2.SessionRecord:
     """Puts the arrays of `split` back into the head, which is changed and returned."""
-    kept = types_pb2.SessionRecord.FromString(arrays)
-    if head.HasField("tree"):
-        head.tree.MergeFrom(kept.tree)
-    for trajectory, source in zip(head.trajectories, kept.trajectories, strict=True):
-        trajectory.MergeFrom(source)
+    for row, kept in zip(rows_of(head), values(arrays), strict=True):
+        row.MergeFromString(kept)  # type: ignore[arg-type]  # the stubs know bytes alone
     return head
 
 

@@ -46,6 +46,17 @@ class RedisClient:
         with _typed():
             return await self._redis.execute_command(command, *arguments)
 
+    async def run_all(self, commands: Sequence[Sequence[Value]]) -> list[Any]:
+        """Runs commands with one trip to Redis; others may come in between. Errors as in `run`."""
+        if not commands:
+            return []
+        with _typed():
+            pipeline = self._redis.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            found: list[Any] = await pipeline.execute()
+            return found
+
     async def script(self, source: str, now_ms: int, *arguments: Value) -> Any:
         """Runs a script of `redis_scripts`; errors as in `run`."""
         known = self._scripts.get(source)

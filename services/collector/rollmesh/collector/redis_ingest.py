@@ -153,9 +153,13 @@ async def backfill(
 
 async def group_logs(client: RedisClient) -> list[_Log]:
     """Returns the logs of groups; the shared one is first."""
+    return _logs_of(await client.run("HVALS", client.key("consumers")))
+
+
+def _logs_of(hellos: Iterable[bytes]) -> list[_Log]:
     logs: list[_Log] = []
     shared: list[str] = []
-    for data in await client.run("HVALS", client.key("consumers")):
+    for data in hellos:
         hello = pb.SubscribeHello.FromString(data)
         log = log_of(hello)
         if log == GROUP_LOG:
@@ -197,9 +201,15 @@ async def _make_ready(
         counted: Name of the sum that counts it if it waited until now.
     """
     await client.script(scripts.READY, now_ms, session_id, key)
-    gone = await client.run("ZSCORE", client.key("removed"), f"g:{key}") is not None
-    grouped = gone or await client.run("EXISTS", client.key("group", key))
-    for log in await group_logs(client) if grouped else ():
+    removed, grouped, hellos = await client.run_all(
+        [
+            ("ZSCORE", client.key("removed"), f"g:{key}"),
+            ("EXISTS", client.key("group", key)),
+            ("HVALS", client.key("consumers")),
+        ]
+    )
+    gone = removed is not None
+    for log in _logs_of(hellos) if gone or grouped else ():
         if gone or not await _decide(client, log, key, now_ms):
             parts = await client.run("HGET", client.key("parts", log.name), key)
             if gone or (parts is not None and session_id not in json.loads(parts)):
@@ -209,12 +219,17 @@ async def _make_ready(
 
 async def _decide(client: RedisClient, log: _Log, key: str, now_ms: int) -> bool:
     """Makes a group a unit of a log, or drops it, if it is time; says whether it did."""
-    if await client.run("ZSCORE", client.key("units", log.name), key) is not None:
-        return False
-    size, first_ms = map(
-        int, await client.run("HMGET", client.key("group", key), "size", "first_ms")
+    whole, group, ids = await client.run_all(
+        [
+            ("ZSCORE", client.key("units", log.name), key),
+            ("HMGET", client.key("group", key), "size", "first_ms"),
+            ("ZRANGE", client.key("members", key), 0, -1),
+        ]
     )
-    members = await _members(client, log, key)
+    if whole is not None:
+        return False
+    size, first_ms = map(int, group)
+    members = await _members(client, log, list(map(text, ids)))
     decision = decide(log.hello.groups, size, members, now_ms - first_ms)
     if decision.state is State.WAIT or not members:
         return False
@@ -244,13 +259,14 @@ async def _decide(client: RedisClient, log: _Log, key: str, now_ms: int) -> bool
     return True
 
 
-async def _members(client: RedisClient, log: _Log, key: str) -> list[Member]:
+async def _members(client: RedisClient, log: _Log, ids: list[str]) -> list[Member]:
     judged = log.hello.groups.HasField("samples")
     members: list[Member] = []
-    for session_id in map(text, await client.run("ZRANGE", client.key("members", key), 0, -1)):
-        index, head = await client.run(
-            "HMGET", client.key("session", session_id), "idx", "head" if judged else "none"
-        )
+    wanted = "head" if judged else "none"
+    found = await client.run_all(
+        [("HMGET", client.key("session", session_id), "idx", wanted) for session_id in ids]
+    )
+    for session_id, (index, head) in zip(ids, found, strict=True):
         usable = not judged or filters.usable(
             log.hello.filter, types_pb2.SessionRecord.FromString(head)
         )

@@ -142,11 +142,12 @@ class RedisStore:
             )
             entries += [entry for _, new in found or () for entry in new]
         units: list[Unit] = []
-        for at, values in entries:
-            unit = redis_logs.unit_of(at, values)
-            settled = await self._client.run(
-                "ZSCORE", self._client.key("settled", consumer), unit.unit_id
-            )
+        read = [redis_logs.unit_of(at, values) for at, values in entries]
+        settled_key = self._client.key("settled", consumer)
+        scores = await self._client.run_all(
+            [("ZSCORE", settled_key, unit.unit_id) for unit in read]
+        )
+        for (at, _), unit, settled in zip(entries, read, scores, strict=True):
             if settled is not None:  # under another policy, or while its owner died
                 await self._client.run("XACK", self._client.key("log", log), consumer, at)
             else:
@@ -166,25 +167,28 @@ class RedisStore:
         client = self._client
         heads: list[types_pb2.SessionRecord] = []
         ids = unit.members or (unit.unit_id,)
-        for session_id in ids:
-            head = await client.run("HGET", client.key("session", session_id), "head")
+        found = [("HGET", client.key("session", session_id), "head") for session_id in ids]
+        for head in await client.run_all(found):
             if head is None:
                 return None  # removed: settled while it waited here
             heads.append(types_pb2.SessionRecord.FromString(head))
         verdict = judge(heads)
         if not verdict.delivers:
-            return Loaded(0, verdict, [])
+            return Loaded(0, verdict, pb.SubscribeResponse())
         attempt = await client.run("HINCRBY", client.key("attempts", consumer), unit.unit_id, 1)
         if attempt == 1 and verdict.removed:
             entry = pb.FilteredEntry(
                 delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed
             )
             await redis_ingest.add_filtered(client, redis_logs.owner_of(consumer), entry)
-        sessions: list[types_pb2.SessionRecord] = []
-        for head, places in zip(heads, verdict.kept, strict=True):
-            arrays = await client.run("HGET", client.key("session", head.session_id), "arrays")
-            sessions.append(keep(join(head, arrays), places))
-        return Loaded(int(attempt), verdict, sessions)
+        response = pb.SubscribeResponse()
+        wanted = [("HGET", client.key("session", head.session_id), "arrays") for head in heads]
+        stored = await client.run_all(wanted)
+        for head, places, arrays in zip(heads, verdict.kept, stored, strict=True):
+            session = response.delivery.sessions.add()
+            session.CopyFrom(head)
+            keep(join(session, arrays), places)
+        return Loaded(int(attempt), verdict, response)
 
     async def settle(
         self, consumer: str, settlements: Sequence[Settlement], now_ms: int

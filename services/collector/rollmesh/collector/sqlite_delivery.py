@@ -130,7 +130,7 @@ def load(db: sqlite3.Connection, name: str, unit: Unit, judge: Judge, now_ms: in
         found.append((types_pb2.SessionRecord.FromString(row[0]), row[1]))
     verdict = judge([head for head, _ in found])
     if not verdict.delivers:
-        return Loaded(0, verdict, [])
+        return Loaded(0, verdict, pb.SubscribeResponse())
     db.execute(
         "INSERT INTO progress VALUES (?, ?, ?, 1, NULL)"
         " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = attempts + 1",
@@ -142,11 +142,13 @@ def load(db: sqlite3.Connection, name: str, unit: Unit, judge: Judge, now_ms: in
     if attempt == 1 and verdict.removed:
         entry = pb.FilteredEntry(delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed)
         add_filtered(db, _owner(name), entry)
-    sessions: list[types_pb2.SessionRecord] = []
+    response = pb.SubscribeResponse()
     for (head, n), places in zip(found, verdict.kept, strict=True):
         (arrays,) = db.execute("SELECT arrays FROM sessions WHERE n = ?", (n,)).fetchone()
-        sessions.append(keep(join(head, arrays), places))
-    return Loaded(attempt, verdict, sessions)
+        session = response.delivery.sessions.add()
+        session.CopyFrom(head)
+        keep(join(session, arrays), places)
+    return Loaded(attempt, verdict, response)
 
 
 def settle(

@@ -56,8 +56,14 @@ class Loaded:
     """Number of this delivery; 0 where it is not delivered."""
     verdict: Verdict
     """What the filter says."""
-    sessions: list[types_pb2.SessionRecord]
-    """What is left of its sessions."""
+    response: pb.SubscribeResponse
+    """What goes out: a delivery with what is left of the unit's sessions, which are made in it,
+    because messages that are put into others are copied. The rest of it is the caller's to say."""
+
+    @property
+    def sessions(self) -> Sequence[types_pb2.SessionRecord]:
+        """What is left of its sessions."""
+        return self.response.delivery.sessions
 
 
 class Settlement(NamedTuple):

@@ -112,9 +112,9 @@ class Subscriptions:
                 stream.wake.clear()
                 if stream.acknowledged:
                     yield _acknowledged(stream)
-                delivery = await self._next(stream)
-                if delivery is not None:
-                    yield pb.SubscribeResponse(delivery=delivery)
+                response = await self._next(stream)
+                if response is not None:
+                    yield response
                     await faults.reach("collector-after-delivery")
                 elif not stream.acknowledged and not stream.ended:
                     await self._wait(stream)
@@ -201,16 +201,16 @@ class Subscriptions:
         metrics.ACKNOWLEDGED.labels(consumer.name).inc(len(settled))
         stream.acknowledged += delivery_ids  # unknown ones were acknowledged before
 
-    async def _next(self, stream: Stream) -> pb.Delivery | None:
+    async def _next(self, stream: Stream) -> pb.SubscribeResponse | None:
         """Returns what a stream gets next; None where there is nothing, or it has no credits."""
         while not stream.ended:
             await self._fetch(stream.known)
             unit = stream.consumer.take(stream.id, clock.monotonic_ms())
             if unit is None:
                 return None
-            delivery = await self._load(stream, unit)
-            if delivery is not None:
-                return delivery
+            response = await self._load(stream, unit)
+            if response is not None:
+                return response
         return None
 
     async def _fetch(self, known: _Known) -> None:
@@ -227,7 +227,7 @@ class Subscriptions:
                 raise
             consumer.add_page(page)
 
-    async def _load(self, stream: Stream, unit: Unit) -> pb.Delivery | None:
+    async def _load(self, stream: Stream, unit: Unit) -> pb.SubscribeResponse | None:
         """Returns a unit as it goes out; None where the filter keeps it back or it is gone."""
         consumer = stream.consumer
         rules = partial(judge, consumer.filter, consumer.version)
@@ -246,13 +246,11 @@ class Subscriptions:
         metrics.DELIVERIES.labels(consumer.name, "first" if loaded.attempt == 1 else "again").inc()
         if loaded.attempt == 1:
             metrics.count_filtered(consumer.name, verdict)
-        return pb.Delivery(
-            delivery_id=unit.unit_id,
-            attempt=loaded.attempt,
-            sessions=loaded.sessions,
-            removed=verdict.removed,
-            partial=unit.partial,
-        )
+        delivery = loaded.response.delivery
+        delivery.delivery_id, delivery.attempt = unit.unit_id, loaded.attempt
+        delivery.removed.extend(verdict.removed)
+        delivery.partial = unit.partial
+        return loaded.response
 
     async def _filter(self, consumer: Consumer, settlement: Settlement) -> None:
         await self.store.settle(consumer.name, [settlement], clock.unix_ms())

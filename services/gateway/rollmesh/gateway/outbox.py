@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sqlite3
 from functools import partial
 
 import grpc
@@ -12,12 +13,25 @@ from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.logs import fields
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
+from rollmesh.runtime.wire import nested
+from rollmesh.v1 import collector_pb2
 
 _log = logging.getLogger(__name__)
 _BATCH = 32
 _INGEST_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
+
+
+def _request(record: bytes) -> bytes:
+    """Returns an `IngestRequest` of a session as the journal has it: megabytes need no parser."""
+    return b"".join(nested(collector_pb2.IngestRequest.SESSION_FIELD_NUMBER, [record]))
+
+
+def _next_batch(db: sqlite3.Connection, delivered: list[str]) -> list[tuple[str, bytes]]:
+    """Forgets what the collector has taken, and returns what comes next: one wait for the disk."""
+    if delivered:
+        journal.delete_delivered(db, session_ids=delivered)
+    return journal.next_undelivered(db, _BATCH)
 
 
 class Outbox:
@@ -27,7 +41,11 @@ class Outbox:
         """Names the collector's `host:port`."""
         self._database = database
         self._channel: grpc.aio.Channel = open_channel(collector)
-        self._stub = collector_pb2_grpc.CollectorServiceStub(self._channel)
+        self._ingest = self._channel.unary_unary(
+            "/rollmesh.v1.CollectorService/Ingest",
+            request_serializer=_request,
+            response_deserializer=collector_pb2.IngestResponse.FromString,
+        )
         self._max_undelivered = max_undelivered
         self._filled = asyncio.Event()
         self.undelivered = 0
@@ -46,9 +64,12 @@ class Outbox:
     async def run(self) -> None:
         """Delivers for ever; cancelled when the gateway stops."""
         self.undelivered = await self._database.run(journal.count_undelivered)
+        delivered: list[str] = []
         while True:
             self._filled.clear()
-            batch = await self._database.run(lambda db: journal.next_undelivered(db, _BATCH))
+            batch = await self._database.run(partial(_next_batch, delivered=delivered))
+            self.undelivered -= len(delivered)
+            delivered = []
             if not batch:
                 await self._filled.wait()
                 continue
@@ -56,9 +77,7 @@ class Outbox:
                 for _, record in batch:
                     group.create_task(self._deliver(record))
             await faults.reach("gateway-after-handover")
-            ids = [session_id for session_id, _ in batch]
-            await self._database.run(partial(journal.delete_delivered, session_ids=ids))
-            self.undelivered -= len(batch)
+            delivered = [session_id for session_id, _ in batch]
 
     async def close(self) -> None:
         """Closes the channel."""
@@ -66,13 +85,11 @@ class Outbox:
 
     async def _deliver(self, record: bytes) -> None:
         """Delivers one session, trying until the collector has it."""
-        session = types_pb2.SessionRecord.FromString(record)
-        request = collector_pb2.IngestRequest(session=session)
         delay = _FIRST_RETRY_S
         while True:
             try:
                 with typed_errors():
-                    await self._stub.Ingest(request, timeout=_INGEST_TIMEOUT_S, wait_for_ready=True)
+                    await self._ingest(record, timeout=_INGEST_TIMEOUT_S, wait_for_ready=True)
             except RollmeshError as error:
                 _log.warning(
                     "not delivered yet", extra=fields(reason=error.reason, error=str(error))

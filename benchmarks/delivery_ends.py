@@ -1,0 +1,146 @@
+"""The two ends of a delivery as processes: the gateway's outbox, and a trainer.
+
+    python -m benchmarks.delivery_ends outbox|trainer
+
+Each reads plans from standard input, one JSON object a line, and answers each with one line.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.delivery_rows import Shape, sessions
+from benchmarks.memory import peak_mb
+from rollmesh.batches import ragged, rows_of, to_torch
+from rollmesh.client.delivery import Subscription
+from rollmesh.client.trajectories import Delivery
+from rollmesh.gateway import journal
+from rollmesh.gateway.outbox import Outbox
+from rollmesh.runtime.database import Database
+
+_PRELOADED, _CHUNK = 2048, 256
+_LOOK_S = 0.02
+_MAX_UNDELIVERED = 100_000
+Figures = dict[str, Any]
+Records = Iterator[tuple[str, bytes]]
+
+
+async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
+    """Hands closed sessions over with the gateway's own outbox, out of a journal of its own.
+
+    What a gateway holds at most is in the journal before the clock starts; the rest is closed while
+    it runs. With `every_s` one session is closed at a time, so far apart.
+    """
+    records: Records = (
+        (record.session_id, record.SerializeToString())
+        for record in sessions(Shape(**plan["shape"]), plan["prefix"])
+    )
+    with tempfile.TemporaryDirectory(prefix="bench-outbox-") as folder:
+        path = Path(folder) / "gateway.sqlite"
+        async with Database(path, journal.SCHEMA, journal.SCHEMA_VERSION) as database:
+            outbox = Outbox(database, plan["collector"], _MAX_UNDELIVERED)
+            if "every_s" not in plan:
+                await _close(database, list(islice(records, _PRELOADED)))
+            started()
+            began = time.monotonic()
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(outbox.run())
+                if "every_s" in plan:
+                    stamps = await _close_slowly(database, outbox, records, plan["every_s"])
+                else:
+                    stamps = {}
+                    await _close_all(database, outbox, records)
+                while await database.run(journal.count_undelivered):  # noqa: ASYNC110 - the outbox tells nobody
+                    await asyncio.sleep(_LOOK_S)
+                ended = time.monotonic()
+                running.cancel()
+            await outbox.close()
+    return {"began": began, "ended": ended, "stamps": stamps, "peak_mb": peak_mb("self")}
+
+
+async def _close(database: Database, records: list[tuple[str, bytes]]) -> None:
+    await database.run(lambda db: db.executemany("INSERT INTO outbox VALUES (?, ?)", records))
+
+
+async def _close_all(database: Database, outbox: Outbox, records: Records) -> None:
+    while not outbox.undelivered:  # noqa: ASYNC110 - the outbox tells nobody
+        await asyncio.sleep(_LOOK_S)
+    while chunk := list(islice(records, _CHUNK)):
+        while outbox.undelivered > _PRELOADED:  # noqa: ASYNC110 - the outbox tells nobody
+            await asyncio.sleep(_LOOK_S)
+        await _close(database, chunk)
+        for _ in chunk:
+            outbox.added()
+
+
+async def _close_slowly(
+    database: Database, outbox: Outbox, records: Records, every_s: float
+) -> dict[str, float]:
+    stamps: dict[str, float] = {}
+    for record in records:
+        await asyncio.sleep(every_s)
+        stamps[record[0]] = time.monotonic()
+        await _close(database, [record])
+        outbox.added()
+    return stamps
+
+
+async def train(plan: Figures, started: Callable[[], None]) -> Figures:
+    """Makes tensors of what is delivered, batch after batch, and acknowledges it.
+
+    With `hold` it takes nothing from its subscription until a line says so.
+    """
+    marks: list[tuple[float, int]] = []
+    stamps: dict[str, float] = {}
+    batch: list[Delivery] = []
+    rows = done = 0
+    async with (
+        Subscription(
+            plan["collector"], consumer="trainer", unit="group", credits=plan["credits"]
+        ) as subscription,
+        asyncio.TaskGroup() as group,
+    ):
+        started()
+        if plan.get("hold"):
+            await asyncio.to_thread(sys.stdin.readline)
+        held_mb = peak_mb("self")
+        async for delivery in subscription:
+            batch.append(delivery)
+            rows += len(delivery.sessions)
+            if rows - done < plan["batch"] and rows < plan["rows"]:
+                continue
+            tensors = to_torch(ragged(rows_of(batch)))
+            now = time.monotonic()
+            marks.append((now, len(tensors["num_tokens"])))
+            if plan.get("stamped"):
+                stamps |= {one.session_id: now for source in batch for one in source.sessions}
+            group.create_task(subscription.acknowledge(*batch))
+            batch, done = [], rows
+            if rows >= plan["rows"]:
+                break
+    return {
+        "marks": marks,
+        "ended": time.monotonic(),
+        "stamps": stamps,
+        "peak_mb": peak_mb("self"),
+        "held_mb": held_mb,
+    }
+
+
+async def main() -> None:
+    """Runs plans until standard input ends."""
+    work = {"outbox": hand_over, "trainer": train}[sys.argv[1]]
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        plan = json.loads(line)
+        result = await work(plan, lambda: print("STARTED", flush=True))
+        print("DONE", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

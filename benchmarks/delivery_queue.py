@@ -1,0 +1,144 @@
+"""TransferQueue's side of the delivery benchmark; runs in the trainers' environment.
+
+    .venv-trainers/bin/python -m benchmarks.delivery_queue
+
+Reads plans from standard input, one JSON object a line, and answers each with one line.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from benchmarks.delivery_rows import Shape, sessions
+from benchmarks.memory import peak_mb
+from rollmesh.batches import Rows, ragged, rows_of, to_torch
+from rollmesh.client import SessionResult
+from rollmesh.integrations.queue_writer import stacked, token_columns
+
+_PARTITION = "train"
+_PER_TOKEN = (
+    "token_ids",
+    "position_ids",
+    "loss_mask",
+    "logprobs",
+    "policy_versions",
+    "rewards",
+)
+Columns = Callable[[Rows], TensorDict]
+
+
+@contextmanager
+def running_queue() -> Iterator[None]:
+    """Starts Ray and the queue, with places for the actors beyond the machine's cores."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as short:
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=80_000_000,
+            _temp_dir=short,  # the paths of its sockets may have 107 characters
+        )
+        one_unit = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
+        tq.init(OmegaConf.create(one_unit))
+        try:
+            yield
+        finally:
+            tq.close()
+            ray.shutdown()
+
+
+def trainer_columns(rows: Rows) -> TensorDict:
+    """Returns what our own trainer ends with: the same tensors, by the same names."""
+    tensors = to_torch(ragged(rows))
+    return TensorDict({name: tensors[name] for name in _PER_TOKEN}, batch_size=[len(rows)])
+
+
+def verl_columns(rows: Rows) -> TensorDict:
+    """Returns what verl trains on."""
+    return stacked([token_columns(row) for row in rows])
+
+
+async def run(plan: dict[str, Any]) -> dict[str, Any]:
+    """Puts batches and gets them: each after the other, and the next put beside the last get."""
+    made: Columns = verl_columns if plan["columns"] == "verl" else trainer_columns
+    shape = Shape(**plan["shape"])
+    records = [SessionResult.from_proto(one) for one in sessions(shape, plan["prefix"])]
+    starts = range(0, shape.rows, plan["batch"])
+    batches = [made(rows_of(records[at : at + plan["batch"]])) for at in starts]
+    keys = [[f"{plan['prefix']}-{at}-{n}" for n in range(len(b))] for at, b in enumerate(batches)]
+    began = time.monotonic()
+    for names, columns in zip(keys, batches, strict=True):
+        await _put(names, columns)
+        await _get(names)
+    alone_s = time.monotonic() - began
+    await _clear(keys)
+    began = time.monotonic()
+    await _put(keys[0], batches[0])
+    for at, names in enumerate(keys):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_get(names))
+            if at + 1 < len(keys):
+                group.create_task(_put(keys[at + 1], batches[at + 1]))
+    overlapped_s = time.monotonic() - began
+    await _clear(keys)
+    return {
+        "rows_per_second": shape.rows / alone_s,
+        "overlapped_rows_per_second": shape.rows / overlapped_s,
+        "peak_mb": _peaks(),
+    }
+
+
+async def _put(keys: list[str], columns: TensorDict) -> None:
+    tags = [{"status": "success"}] * len(keys)
+    await tq.async_kv_batch_put(keys=keys, partition_id=_PARTITION, fields=columns, tags=tags)
+
+
+async def _get(keys: list[str]) -> None:
+    found = await tq.async_kv_batch_get(keys=keys, partition_id=_PARTITION)
+    if len(found) != len(keys):
+        raise RuntimeError(f"the queue gave {len(found)} of {len(keys)} rows")
+
+
+async def _clear(keys: list[list[str]]) -> None:
+    for names in keys:
+        await tq.async_kv_clear(keys=names, partition_id=_PARTITION)
+
+
+def _peaks() -> dict[str, float]:
+    """Returns the most memory of this process and of the queue's own actors, by their names."""
+    found = {"client": peak_mb("self")}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if path.stat().st_uid != os.getuid():
+                continue
+            title = (path / "cmdline").read_bytes().decode(errors="replace")
+            if title.startswith("ray::") and ("Storage" in title or "Controller" in title):
+                name = title.removeprefix("ray::").partition("\0")[0].partition(".")[0].lower()
+                found[name] = max(found.get(name, 0.0), peak_mb(int(path.name)))
+        except (OSError, IndexError):  # ended in between
+            continue
+    return found
+
+
+def main() -> None:
+    """Runs plans until standard input ends."""
+    with running_queue():
+        print("STARTED", flush=True)
+        for line in sys.stdin:
+            print("DONE", json.dumps(asyncio.run(run(json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Messages inside messages as bytes: what is long is neither parsed nor copied to be put in one."""
+
+from collections.abc import Iterator, Sequence
+
+_LENGTH_DELIMITED = 2
+_MORE, _BITS, _TAG_BITS = 0x80, 7, 3
+
+
+def nested(number: int, pieces: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Returns the pieces of a field whose value is the pieces given, one after the other.
+
+    Args:
+        number: Of a field that holds a message, bytes or text.
+        pieces: Of the serialised value.
+    """
+    head = _varint(number << _TAG_BITS | _LENGTH_DELIMITED)
+    return [head + _varint(sum(map(len, pieces))), *pieces]
+
+
+def values(data: bytes) -> Iterator[memoryview]:
+    """Yields the values of a message all of whose fields hold messages, bytes or text, in order."""
+    view, at = memoryview(data), 0
+    while at < len(view):
+        _, at = _read_varint(view, at)
+        size, at = _read_varint(view, at)
+        yield view[at : at + size]
+        at += size
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value >= _MORE:
+        parts.append(value & (_MORE - 1) | _MORE)
+        value >>= _BITS
+    parts.append(value)
+    return bytes(parts)
+
+
+def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    """Returns a number and where what follows it begins."""
+    value = shift = 0
+    while view[at] & _MORE:
+        value |= (view[at] & (_MORE - 1)) << shift
+        at, shift = at + 1, shift + _BITS
+    return value | view[at] << shift, at + 1
