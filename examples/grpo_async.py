@@ -3,7 +3,7 @@
     python -m examples.grpo_async --steps 30
 
 Groups are begun without end, so many ahead of the trainer that none of them need grow older than
-`MAX_LAG` policy versions; weights are swapped in the middle of generations. A trajectory may thus
+a few policy versions; weights are swapped in the middle of generations. A trajectory may thus
 hold tokens of several versions: the importance ratio of each is taken against the log-prob that it
 was sampled with. What came to be older all the same is kept back by the subscription, and counted.
 """
@@ -43,7 +43,7 @@ from rollmesh.client import (
 )
 from rollmesh.v1 import collector_pb2
 
-MAX_LAG = 2
+MAX_LAG = 1
 _CONSUMER = "trainer"
 _LOOK_S = 1.0
 
@@ -65,13 +65,13 @@ class AsyncRun(Run):
 class Ahead:
     """Holds rollouts back: a group begins when there is a place for it ahead of the trainer.
 
-    Groups that are begun and not yet trained are at most `MAX_LAG` steps' worth, so the last of
-    them is trained `MAX_LAG` versions after its beginning. More of them would only grow stale.
+    Groups that are begun and not yet trained are at most `max_lag` steps' worth, so the last of
+    them is trained `max_lag` versions after its beginning. More of them would only grow stale.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, max_lag: int) -> None:
         """Makes the places; no more will ever be taken than the plan trains."""
-        ahead = min(MAX_LAG, plan.steps) * plan.groups
+        ahead = min(max_lag, plan.steps) * plan.groups
         self._left = plan.steps * plan.groups - ahead
         self._places = asyncio.Semaphore(ahead)
 
@@ -94,13 +94,15 @@ class Ahead:
             self._places.release()
 
 
-async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep) -> AsyncRun:
-    """Trains while agents run; what is trained is at most `MAX_LAG` versions old."""
+async def train(
+    addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep, max_lag: int = MAX_LAG
+) -> AsyncRun:
+    """Trains while agents run; no trained token is more than `max_lag` versions old."""
     torch.set_num_threads(1)  # the engine has the other cores
     trainer, run, started = plan.trainer(model), AsyncRun(), time.monotonic()
-    ahead = Ahead(plan)
+    ahead = Ahead(plan, max_lag)
     options = SubscribeOptions(
-        filter=collector_pb2.DeliveryFilter(max_policy_lag=MAX_LAG), policy_version=0
+        filter=collector_pb2.DeliveryFilter(max_policy_lag=max_lag), policy_version=0
     )
     async with (
         Client(addresses) as client,
