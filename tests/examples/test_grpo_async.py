@@ -76,7 +76,7 @@ class _Ran:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ran(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> AsyncIterator[_Ran]:
     agents, steps, folder = _Agents(_UNTIL), [], tmp_path_factory.mktemp("grpo")
-    rows_of, push = grpo_async.rows_of, Client.push_weights
+    rows_of, push = demo_run.rows_of, Client.push_weights
 
     def training(deliveries: list[Delivery]) -> Any:
         steps.append(deliveries)
