@@ -133,6 +133,7 @@ async def train(
             run.seconds = time.monotonic() - started
             on_step(run, report)
         following.cancel()
+        run.stale_groups = await _stale_groups(client)
     return run
 
 
