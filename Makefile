@@ -13,7 +13,7 @@ TORCH = torch==2.13.0
 PIP = -m pip install -q --disable-pip-version-check
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-docker check fmt proto proto-check bench-turns bench-durability bench-delivery kills lock clean
+.PHONY: help demo test test-docker check fmt proto proto-check bench-turns bench-durability bench-delivery bench-async kills lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -78,6 +78,9 @@ bench-durability: .venv/.ready .venv-peer/.ready ## Answered turns that survive 
 
 bench-delivery: .venv/.ready .venv-trainers/.ready ## Rows from the outbox to tensors, and through TransferQueue
 	.venv/bin/python -m benchmarks.delivery
+
+bench-async: .venv/.ready ## GRPO step by step and without waiting: samples per second, final reward
+	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m benchmarks.async_grpo
 
 kills: .venv/.ready ## SIGKILL 500 times at every boundary; answered turns must arrive once
 	.venv/bin/python -m benchmarks.kills

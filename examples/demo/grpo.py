@@ -14,8 +14,9 @@ from examples.demo.prefix import hidden_states, shared_length
 
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _GRADIENT_CLIP = 0.1
-# Nats a conversation that a step may move the policy. Without this bound Adam, whose steps do not
-# shrink with the gradient, now and then destroys a small policy in one update.
+# Nats a conversation that an update may move the policy further from the one that sampled. Without
+# this bound Adam, whose steps do not shrink with the gradient, now and then destroys a small policy
+# in one update.
 _TRUST = 0.2
 _HALVINGS = 6
 _ROWS_AT_ONCE = 64
@@ -77,11 +78,11 @@ class Trainer:
                 continue
             rows = [row for group in part for row in group]
             advantages = np.concatenate([group_advantages(group) for group in part])
-            loss = self._loss(rows, advantages)
+            loss, before = self._loss(rows, advantages)
             self._optimizer.zero_grad()
             loss.backward()
             norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), _GRADIENT_CLIP))
-            divergence = self._move(rows)
+            divergence = self._move(rows, before + _TRUST)
             losses.append(loss.item())
         return StepReport(
             loss=float(np.mean(losses)),
@@ -91,15 +92,15 @@ class Trainer:
             divergence=divergence,
         )
 
-    def _move(self, rows: list[Row]) -> float:
-        """Takes one step, halved until the policy stays near; returns the divergence [nats]."""
+    def _move(self, rows: list[Row], most: float) -> float:
+        """Takes one step, halved until the divergence is at most `most`; returns it [nats]."""
         parameters = list(self._model.parameters())
         before = [parameter.detach().clone() for parameter in parameters]
         self._optimizer.step()
         self._schedule.step()
         for _ in range(_HALVINGS):
             divergence = self._divergence(rows)
-            if divergence <= _TRUST:
+            if divergence <= most:
                 return divergence
             with torch.no_grad():
                 for parameter, old in zip(parameters, before, strict=True):
@@ -108,10 +109,9 @@ class Trainer:
 
     @torch.no_grad()
     def _divergence(self, rows: list[Row]) -> float:
-        """Returns the divergence from the sampling policy, by Schulman's k3 estimator."""
+        """Returns the divergence from the policy that sampled, nats a conversation."""
         logprobs, old, _ = self._token_logprobs(rows)
-        change = logprobs - old
-        return float((change.exp() - 1 - change).sum()) / len(rows)
+        return _divergence(logprobs - old) / len(rows)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by the checkpoint's names, the tied output layer left out."""
@@ -121,14 +121,19 @@ class Trainer:
             if name != "lm_head.weight"
         }
 
-    def _loss(self, rows: list[Row], advantages: NDArray[np.float64]) -> torch.Tensor:
-        """Returns the clipped policy loss, the mean over the masked tokens."""
+    def _loss(self, rows: list[Row], advantages: NDArray[np.float64]) -> tuple[torch.Tensor, float]:
+        """Returns the clipped policy loss, a mean over the masked tokens, and the divergence.
+
+        The importance ratio is each token's own: what sampled one may be older than what sampled
+        the next.
+        """
         logprobs, old, counted = self._token_logprobs(rows)
         weight = torch.tensor(advantages, dtype=torch.float32)[:, None].expand(counted.shape)
         ratio = torch.exp(logprobs - old)
         advantage = weight[counted]
         clipped = torch.clamp(ratio, 1 - _CLIP_LOW, 1 + _CLIP_HIGH)
-        return -torch.minimum(ratio * advantage, clipped * advantage).mean()
+        loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
+        return loss, _divergence(logprobs.detach() - old) / len(rows)
 
     @torch.no_grad()
     def _difference(self, rows: list[Row]) -> float:
@@ -157,6 +162,11 @@ class Trainer:
         chosen = ids[:, shared + 1 :][counted]
         logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None]).squeeze(1)
         return logprobs, old[:, shared + 1 :][counted], counted
+
+
+def _divergence(change: torch.Tensor) -> float:
+    """Returns the sum over tokens of Schulman's k3 estimator, for changes of log-probs [M]."""
+    return float((change.exp() - 1 - change).sum())
 
 
 def group_advantages(group: Sequence[Row]) -> NDArray[np.float64]:

@@ -30,15 +30,16 @@ async def running_mesh(folder: Path, model: Path, context: int) -> AsyncIterator
     """Runs `rollmesh up` with real vLLM; yields where everything is."""
     config = folder / "mesh.toml"
     config.write_text(_MESH.format(data=folder / "mesh", model=model, context=context))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "rollmesh.runtime.cli",
-        "up",
-        f"--config={config}",
-        stdout=asyncio.subprocess.PIPE,
-        stderr=(folder / "up.log").open("wb"),
-    )
+    with (folder / "up.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rollmesh.runtime.cli",
+            "up",
+            f"--config={config}",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+        )
     try:
         yield await _addresses(process, folder)
     finally:

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.client.delivery import Subscription
+from rollmesh.client.delivery import SubscribeOptions, Subscription
 from rollmesh.client.trajectories import SessionResult, Trajectory
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import collector_pb2_grpc
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.collector.collectors import TIMEOUT_S, collector_at, ingest_all
 from tests.collector.records import record, trajectory
 
@@ -56,6 +56,37 @@ async def test_an_acknowledgement_can_be_asked_for_again_after_a_cancelled_wait(
             waiting.cancel()
             await asyncio.wait([waiting])
             await subscription.acknowledge(delivery)
+
+
+async def test_without_credits_what_comes_is_judged_by_the_version_of_when_it_was_asked_for(
+    tmp_path: Path,
+) -> None:
+    rules = collector_pb2.DeliveryFilter(max_policy_lag=1)
+    options = SubscribeOptions(filter=rules, policy_version=0)
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        collector_at(tmp_path) as address,
+        open_channel(address) as channel,
+        Subscription(
+            address, consumer="c", unit="session", credits=0, options=options
+        ) as subscription,
+    ):
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        await ingest_all(stub, "a", "b", "c")  # all were sampled by version 0
+        subscription.grant(1)
+        first = await anext(subscription)
+        for _ in range(2):  # by the second answer the collector has looked for more to send
+            await subscription.acknowledge(first)
+        subscription.report_version(2)
+        subscription.grant(1)
+        kept_back = 0
+        while kept_back < 2:
+            (consumer,) = (await stub.GetStats(collector_pb2.GetStatsRequest())).consumers
+            kept_back = sum(filtered.units for filtered in consumer.filtered)
+        subscription.report_version(1)
+        await ingest_all(stub, "d")  # takes the credit that the stale ones did not cost
+        second = await anext(subscription)
+        assert [first.delivery_id, second.delivery_id] == ["a", "d"]
 
 
 def test_a_session_reads_as_arrays_of_one_length() -> None:

@@ -247,7 +247,8 @@ class Client(AbstractAsyncContextManager["Client"]):
         Args:
             consumer: Name; a known one goes on where it stopped.
             unit: What one delivery holds.
-            credits: Most deliveries that may wait in this process.
+            credits: Most deliveries that may wait in this process; 0: none comes unless
+                `Subscription.grant` asked for it.
             lease_ms: Time to acknowledge, milliseconds.
             options: Where to begin, when groups are whole, what is kept back.
         """

@@ -61,7 +61,8 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
             collector: host:port.
             consumer: Name; a known one goes on where it stopped.
             unit: What one delivery holds.
-            credits: Most deliveries that may wait in this process.
+            credits: Most deliveries that may wait in this process; 0: none comes unless `grant`
+                asked for it.
             lease_ms: Time to acknowledge, milliseconds.
             options: Where to begin, when groups are whole, what is kept back.
         """
@@ -77,6 +78,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
             policy_version=options.policy_version,
         )
         self._credits = credits
+        self._by_hand = credits == 0
         self._ready: asyncio.Queue[Delivery | RollmeshError] = asyncio.Queue()
         self._held: set[str] = set()
         self._outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None] = asyncio.Queue()
@@ -119,8 +121,20 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         if isinstance(item, RollmeshError):
             self._ready.put_nowait(item)  # so it is for whoever asks next
             raise item
-        self._grant(1)
+        if self._by_hand:
+            self._credits -= 1
+        else:
+            self._grant(1)
         return item
+
+    def grant(self, count: int) -> None:
+        """Asks for more deliveries, on top of the `credits`.
+
+        With none of those every delivery is judged by the version that was reported last before
+        it was asked for: nothing grows stale while it waits here.
+        """
+        self._credits += count
+        self._grant(count)
 
     async def acknowledge(self, *deliveries: Delivery) -> None:
         """Says that deliveries are safe here; returns once the collector has that on disk.

@@ -137,6 +137,10 @@ class Subscription:
         """Says that deliveries are safe here; returns once the collector has that on disk."""
         self._thread.run(self._inner.acknowledge(*deliveries))
 
+    def grant(self, count: int) -> None:
+        """Asks for more deliveries, on top of the `credits`."""
+        self._thread.call(self._inner.grant, count)
+
     def report_version(self, policy_version: int) -> None:
         """Says which policy version is trained from now on."""
         self._thread.call(self._inner.report_version, policy_version)

@@ -1,0 +1,142 @@
+"""What the loops over the demo's pieces share: what is trained, the agent, what was seen."""
+
+import argparse
+import asyncio
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from openai import AsyncOpenAI
+
+from examples.demo.agent import ask
+from examples.demo.audit import Audit
+from examples.demo.grpo import Row, StepReport, Trainer
+from examples.demo.mesh import running_mesh
+from examples.demo.policy import CONTEXT_TOKENS, make_policy
+from examples.demo.tasks import Task, make_tasks, reward
+from rollmesh.client import Delivery, MeshAddresses, Session
+
+AGENT_TIMEOUT_S = 60.0
+DELIVERY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is trained on, how fast and for how long."""
+
+    seed: int = 0
+    steps: int = 30
+    groups: int = 16
+    """Questions of a step."""
+    samples: int = 8
+    """Sessions of a question."""
+    concurrency: int = 64
+    """Most sessions at once."""
+    rate: float = 4e-4
+    warm_up: int = 4
+
+    def tasks(self, step: int) -> list[Task]:
+        """Returns the questions of a step."""
+        return make_tasks(self.groups, self.seed * 100_000 + 1000 + step)
+
+    def trainer(self, model: Path) -> Trainer:
+        """Loads the policy that is trained."""
+        return Trainer(model, rate=self.rate, warm_up=self.warm_up, steps=self.steps)
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run has seen so far."""
+
+    audit: Audit = field(default_factory=Audit)
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of the sessions of each step."""
+    differences: list[float] = field(default_factory=list)
+    """Mean absolute log-prob difference of each step, rollout to trainer."""
+    seconds: float = 0.0
+    """Time of the steps, start and end of the mesh left out."""
+
+    def result(self) -> dict[str, float]:
+        """Returns the run's figures."""
+        return {
+            "reward_first": round(self.rewards[0], 4),
+            "reward_last": round(float(np.mean(self.rewards[-3:])), 4),
+            "steps": len(self.rewards),
+            "sessions": self.audit.sessions,
+            "samples_per_second": round(self.audit.sessions / self.seconds, 2),
+            "drift_tokens": self.audit.drift_tokens,
+            "lost": self.audit.lost,
+            "duplicated": self.audit.duplicated,
+        }
+
+
+OnStep: TypeAlias = Callable[[Run, StepReport], None]
+"""Called after each step."""
+_Ran = TypeVar("_Ran", bound=Run)
+Train: TypeAlias = Callable[[MeshAddresses, Path, Plan, OnStep], Awaitable[_Ran]]
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Runs the agent; shares one HTTP connection pool between sessions."""
+
+    openai: AsyncOpenAI
+    audit: Audit
+
+    async def __call__(self, task: Task, session: Session) -> float:
+        """Runs one session; returns its reward."""
+        client = self.openai.with_options(base_url=session.base_url, api_key=session.api_key)
+        attempt = await ask(client, task.question)
+        self.audit.answered.update(attempt.answer_ids)
+        return reward(task, attempt.calls, attempt.answer)
+
+
+def rows_of(deliveries: Iterable[Delivery]) -> list[list[Row]]:
+    """Returns what the trainer takes: the trajectories of each group."""
+    return [
+        [
+            Row(one.token_ids, one.loss_mask, one.logprobs, session.reward or 0.0)
+            for session in delivery.sessions
+            for one in session.trajectories
+        ]
+        for delivery in deliveries
+    ]
+
+
+def print_step(run: Run, report: StepReport) -> None:
+    """Prints a step's figures."""
+    print(
+        f"step {len(run.rewards):2d}  reward {run.rewards[-1]:.3f}"
+        f"  groups used {report.groups_used:2d}  divergence {report.divergence:.3f}",
+        file=sys.stderr,
+    )
+
+
+def run_alone(train: "Train[_Ran]", description: str | None, folder: str) -> _Ran:
+    """Runs a loop as a program: makes the policy, starts a mesh, trains, prints the result."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--folder", type=Path, default=Path(folder))
+    options = parser.parse_args()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    work: Path = options.folder.absolute()
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    make_policy(work / "policy", seed=options.seed)
+    plan = Plan(seed=options.seed, steps=options.steps)
+    run = asyncio.run(in_a_mesh(train, work, work / "policy", plan))
+    print(json.dumps(run.result()))
+    return run
+
+
+async def in_a_mesh(train: "Train[_Ran]", work: Path, model: Path, plan: Plan) -> _Ran:
+    """Runs a loop against a mesh of its own, whose data and logs are in `work`."""
+    async with running_mesh(work, model, CONTEXT_TOKENS) as addresses:
+        return await train(addresses, model, plan, print_step)

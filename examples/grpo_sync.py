@@ -1,0 +1,84 @@
+"""GRPO in plain torch through the mesh: roll out, take the groups, train, push the weights, again.
+
+    python -m examples.grpo_sync --steps 30
+
+The policy is made on the spot, the engine is vLLM, the agent is the demo's. `make demo` is this
+loop behind a screen; `examples.grpo_async` is the same without the waiting.
+"""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import torch
+from openai import AsyncOpenAI
+
+from examples.demo.run import (
+    AGENT_TIMEOUT_S,
+    DELIVERY_TIMEOUT_S,
+    Agents,
+    OnStep,
+    Plan,
+    Run,
+    rows_of,
+    run_alone,
+)
+from rollmesh.client import Client, Delivery, MeshAddresses, Subscription, rollout
+
+
+async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep) -> Run:
+    """Trains on what the newest policy sampled, and on nothing else."""
+    torch.set_num_threads(2)  # nothing else works while the trainer does
+    trainer, run, started = plan.trainer(model), Run(), time.monotonic()
+    async with (
+        Client(addresses) as client,
+        client.subscribe("trainer", unit="group", credits=plan.groups) as groups,
+        AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=60) as openai,
+    ):
+        for step in range(plan.steps):
+            summary = await rollout(
+                client,
+                plan.tasks(step),
+                runner=Agents(openai, run.audit),
+                n=plan.samples,
+                concurrency=plan.concurrency,
+                timeout_s=AGENT_TIMEOUT_S,
+                progress=False,
+            )
+            if set(summary.counts) != {"COMPLETED"}:
+                print(f"outcomes: {summary.counts}", file=sys.stderr)
+            deliveries = await _take(groups, plan.groups)
+            for delivery in deliveries:
+                run.audit.received(delivery.sessions)
+            run.rewards.append(summary.mean_reward or 0.0)
+            report = await asyncio.to_thread(trainer.step, rows_of(deliveries))
+            run.differences.append(report.logprob_mean_abs_diff)
+            await client.push_weights(trainer.weights(), step + 1)
+            await groups.acknowledge(*deliveries)  # by now a successor need not repeat the step
+            run.seconds = time.monotonic() - started
+            on_step(run, report)
+    return run
+
+
+async def _take(groups: Subscription, count: int) -> list[Delivery]:
+    """Returns the next whole groups.
+
+    Raises:
+        RuntimeError: Some never became whole.
+    """
+    taken: list[Delivery] = []
+    try:
+        async with asyncio.timeout(DELIVERY_TIMEOUT_S):
+            while len(taken) < count:
+                taken.append(await anext(groups))
+    except TimeoutError:
+        raise RuntimeError(
+            f"{len(taken)} of {count} groups came within {DELIVERY_TIMEOUT_S:.0f} s: "
+            "sessions are missing; see the outcomes above and the mesh's logs"
+        ) from None
+    return taken
+
+
+if __name__ == "__main__":
+    run_alone(train, __doc__, "var/grpo_sync")
