@@ -86,6 +86,12 @@ def test_an_auxiliary_call_is_left_out_and_counted_unless_kept() -> None:
     assert len(rows_of(sources, untrained="keep")) == 2
 
 
+def test_an_attempt_that_was_tried_again_is_left_out_and_counted() -> None:
+    failed = replace(session("failed", [linear("f", 2, 3)]), superseded=True)
+    rows = rows_of([failed, session("s", [linear("m", 2, 3)])])
+    assert ([row.session.session_id for row in rows], rows.counts) == (["s"], {"SUPERSEDED": 1})
+
+
 def test_a_session_whose_turns_are_in_no_trajectory_is_refused() -> None:
     tree = replace(session("s", [linear("t", 2, 3)]), trajectories=())
     with pytest.raises(InvalidFieldError, match="session s has turns and no trajectories"):

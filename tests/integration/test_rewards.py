@@ -253,3 +253,24 @@ async def test_the_sync_client_rolls_out_scores_and_shows_transcripts(mesh: Mesh
     async with asyncio.timeout(100):
         rewards, counts, turns = await asyncio.to_thread(work)
     assert (rewards, counts, turns) == ([1.0] * 4, {"COMPLETED": 4}, 0)
+
+
+@pytest.mark.parametrize("in_time", [True, False], ids=["in time", "never"])
+async def test_a_session_waits_for_rewards_that_come_later(
+    mesh: Mesh, client: Client, *, in_time: bool
+) -> None:
+    session = await client.open_session(client.session_request())
+    answer = await ask(mesh, session, "plain")
+    await client.close_session(session, reward_timeout_ms=60_000 if in_time else 1)
+    if in_time:
+        async with asyncio.timeout(60):
+            while not (stats := await client.stats()).sessions:
+                continue
+        assert stats.waiting_for_rewards == 1
+        node = int(answer.id.rpartition("-")[2])
+        await client.set_rewards(session.session_id, reward=1.0, turn_rewards={node: 0.5})
+    ((delivered,),) = [delivery.sessions for delivery in await taken(client, "session", 1)]
+    assert (delivered.reward, turn_rewards(delivered)) == (
+        (1.0, [0.5]) if in_time else (None, [None])
+    )
+    assert (await client.stats()).reward_timeouts == (0 if in_time else 1)

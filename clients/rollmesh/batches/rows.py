@@ -50,7 +50,8 @@ class LeftOut:
 
     trajectory_id: str
     reason: str
-    """MISSING_REWARD, MISSING_LOGPROBS, TRAJECTORY_TOO_LONG, or UNTRAINED: no token is trained."""
+    """MISSING_REWARD, MISSING_LOGPROBS, TRAJECTORY_TOO_LONG, SUPERSEDED, or UNTRAINED: no token is
+    trained."""
     trained_tokens: int
     """Number of tokens that are not trained because of it."""
 
@@ -85,6 +86,8 @@ def rows_of(
 ) -> Rows:
     """Returns the rows of sessions or deliveries, in their order.
 
+    Sessions whose place another attempt took are left out: SUPERSEDED.
+
     Args:
         sources: Sessions, or deliveries of them.
         missing_reward: For trajectories without any reward.
@@ -101,7 +104,9 @@ def rows_of(
     for session in _sessions(sources):
         for index, trajectory in enumerate(session.trajectories):
             rewards = _rewards(session, trajectory)
-            if untrained == "leave_out" and not trajectory.loss_mask.any():
+            if session.superseded:
+                left_out.append(_left(trajectory, "SUPERSEDED"))
+            elif untrained == "leave_out" and not trajectory.loss_mask.any():
                 left_out.append(_left(trajectory, "UNTRAINED"))
             elif rewards is None:
                 missing = MissingRewardError(trajectory.trajectory_id, session.session_id)

@@ -193,6 +193,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         outcome: Outcome = "COMPLETED",
         metadata: Mapping[str, str] | None = None,
         superseded: bool = False,
+        reward_timeout_ms: int | None = None,
     ) -> list[str]:
         """Closes a session with its rewards; returns the ids of its trajectories.
 
@@ -201,6 +202,8 @@ class Client(AbstractAsyncContextManager["Client"]):
             outcome: How it ended.
             metadata: Added to the session's.
             superseded: Whether another session takes its place in the group.
+            reward_timeout_ms: Time for `set_rewards` to come, milliseconds from when the collector
+                has the session; it is delivered then, or with them. None delivers it at once.
 
         Raises:
             InvalidFieldError: A reward is of what the session does not have; it stays open.
@@ -212,6 +215,7 @@ class Client(AbstractAsyncContextManager["Client"]):
             metadata=dict(metadata or {}),
             rewards=session.rewards.to_proto(session.session_id),
             superseded=superseded,
+            reward_timeout_ms=reward_timeout_ms,
         )
         response = await retried(
             lambda timeout_s: self._gateway().CloseSession(

@@ -522,12 +522,17 @@ class CloseSessionRequest(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
+    REWARD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     outcome: _types_pb2.SessionOutcome.ValueType
     """How it ended."""
     superseded: _builtins.bool
     """Whether another session takes its place in the group: a further attempt at the same sample."""
+    reward_timeout_ms: _builtins.int
+    """The rewards, or more of them, come later by SetRewards: the collector holds the session back
+    until they are there, or so many milliseconds after it stored it. Absent: it goes out at once.
+    """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Added to the session's metadata; a key given here wins."""
@@ -544,12 +549,15 @@ class CloseSessionRequest(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         rewards: _types_pb2.SessionRewards | None = ...,
         superseded: _builtins.bool = ...,
+        reward_timeout_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rewards", b"rewards"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward_timeout_ms", b"_reward_timeout_ms", "reward_timeout_ms", b"reward_timeout_ms", "rewards", b"rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "outcome", b"outcome", "rewards", b"rewards", "session_id", b"session_id", "superseded", b"superseded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_timeout_ms", b"_reward_timeout_ms", "metadata", b"metadata", "outcome", b"outcome", "reward_timeout_ms", b"reward_timeout_ms", "rewards", b"rewards", "session_id", b"session_id", "superseded", b"superseded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reward_timeout_ms: _TypeAlias = _typing.Literal["reward_timeout_ms"]  # noqa: Y015
+    _WhichOneofArgType__reward_timeout_ms: _TypeAlias = _typing.Literal["_reward_timeout_ms", b"_reward_timeout_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_timeout_ms) -> _WhichOneofReturnType__reward_timeout_ms | None: ...
 
 Global___CloseSessionRequest: _TypeAlias = CloseSessionRequest  # noqa: Y015
 

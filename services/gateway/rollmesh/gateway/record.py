@@ -49,6 +49,9 @@ def write_record(
         turns=tree.turns,
         tree=packed,
         superseded=request.superseded,
+        reward_timeout_ms=(
+            request.reward_timeout_ms if request.HasField("reward_timeout_ms") else None
+        ),
     )
     write_rewards(record, request.rewards)
     return record
