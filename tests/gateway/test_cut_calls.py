@@ -84,3 +84,23 @@ async def test_a_close_that_was_cut_off_is_a_close_and_its_repeat_gives_the_same
 
 async def call_of(call: Any) -> Any:
     return await call
+
+
+async def test_a_call_that_is_cut_off_with_its_answer_in_hand_is_no_orphan(mesh: LiveMesh) -> None:
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    request = gateway_pb2.ChatRequest(session_id=opened.session_id, messages=[ASK], stream=True)
+    async with asyncio.timeout(30):
+        for _ in range(20):  # each time, the answer is there and its end is not read
+            call = mesh.stub.Chat(request)
+            async for response in call:
+                if response.HasField("done"):
+                    call.cancel()
+                    break
+        await mesh.stub.CloseSession(
+            gateway_pb2.CloseSessionRequest(
+                session_id=opened.session_id, outcome=types_pb2.SESSION_OUTCOME_COMPLETED
+            )
+        )
+        async with Subscription(mesh.collector, consumer="t", unit="session") as deliveries:
+            (session,) = (await anext(deliveries)).sessions
+    assert all(trajectory.loss_mask.any() for trajectory in session.trajectories)

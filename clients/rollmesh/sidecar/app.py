@@ -268,14 +268,18 @@ class ChatEndpoint:
         self, choice: gateway_pb2.ChatRequest, request_id: str, reply: StreamReply
     ) -> gateway_pb2.ChatDone:
         """Sends every event of one choice as soon as the gateway does."""
+        done: gateway_pb2.ChatDone | None = None
         async with aclosing(self._sidecar.chat(choice, request_id)) as responses:
-            async for response in responses:
+            async for response in responses:  # to its end: a call cut short looks like one not read
                 if response.HasField("done"):
-                    await reply.finish(choice.choice_index, response.done)
-                    return response.done
-                await reply.delta(choice.choice_index, response.delta)
-                await faults.reach("sidecar-mid-answer")
-        raise RollmeshError("the gateway ended its answer without an end")
+                    done = response.done
+                    await reply.finish(choice.choice_index, done)
+                else:
+                    await reply.delta(choice.choice_index, response.delta)
+                    await faults.reach("sidecar-mid-answer")
+        if done is None:
+            raise RollmeshError("the gateway ended its answer without an end")
+        return done
 
 
 def _named(choices: list[gateway_pb2.ChatRequest]) -> bool:

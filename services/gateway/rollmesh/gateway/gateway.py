@@ -198,8 +198,9 @@ class Gateway:
             await self._mark_replayed(session, found.node)
             for piece in _replayed(found, request):
                 yield piece
+            session.leaves(found)
             yield found
-            session.left(found)
+            session.delivered.add(found.node.node_id)
             return
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
@@ -212,8 +213,9 @@ class Gateway:
             async for event in turn.events():
                 if isinstance(event, Answered):
                     await faults.reach("gateway-before-reply")
+                    session.leaves(event)
                     yield event
-                    session.left(event)
+                    session.delivered.add(event.node.node_id)
                     await faults.reach("gateway-after-reply")
                 elif request.stream:
                     yield event
@@ -301,7 +303,7 @@ class Gateway:
             metrics.committed(answered.node)
             turn.end(answered)
             if not turn.subscribers:
-                session.unseen.add(answered.node.node_id)
+                session.deserted(turn)
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
             turn.end(error)

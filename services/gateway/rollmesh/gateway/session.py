@@ -171,6 +171,8 @@ class Session:
     """The answer of each idempotency key, and the newest without one of each fingerprint."""
     delivered: set[int] = field(default_factory=set)
     """Node ids of answers that left whole."""
+    handed: set[int] = field(default_factory=set)
+    """Node ids of answers that began to leave; whether they arrived may not be known."""
     unseen: set[int] = field(default_factory=set)
     """Node ids of answers that were committed when nobody waited for them any more."""
     in_flight: dict[str, Turn] = field(default_factory=dict)
@@ -208,15 +210,15 @@ class Session:
         _check_same(turn.request.fingerprint, request)
         return turn
 
-    def left(self, answered: Answered) -> None:
-        """Notes that an answer went out whole."""
-        self.delivered.add(answered.node.node_id)
+    def leaves(self, answered: Answered) -> None:
+        """Notes that an answer is handed out: from now on it counts as seen."""
+        self.handed.add(answered.node.node_id)
         self.unseen.discard(answered.node.node_id)
 
     def deserted(self, turn: Turn) -> None:
         """Notes that nobody waits for a turn any more, which may have ended unseen."""
         answered = turn.answered
-        if answered is not None and answered.node.node_id not in self.delivered:
+        if answered is not None and answered.node.node_id not in self.handed:
             self.unseen.add(answered.node.node_id)
 
     def mark_orphans(self) -> None:
