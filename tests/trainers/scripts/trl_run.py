@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rollmesh.integrations.trl import MeshRollouts
 _STEPS, _GROUPS, _SAMPLES = 3, 2, 4
 _FAILS, _BRANCHES = 5, 6
 _RUNS = itertools.count()
+_ORDER: dict[str, Any] = defaultdict(itertools.count)  # two runs of one question differ
 
 
 async def converse(question: str, session: Session) -> float:
@@ -35,7 +37,7 @@ async def converse(question: str, session: Session) -> float:
             messages += [response.choices[0].message, {"role": "user", "content": "again"}]
         if run == _BRANCHES:
             await client.chat.completions.create(model="policy", messages=messages[:1])
-    return float(run % 2)
+    return float(next(_ORDER[question]) % 2)
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see transformers
