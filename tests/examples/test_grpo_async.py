@@ -28,26 +28,31 @@ pytestmark = [
 _PLAN = Plan(steps=4, groups=2, samples=2)
 _MAX_LAG = 2
 _WAIT_S = 60
-_AT_THE_BEGINNING = [task.question for step in (0, 1) for task in _PLAN.tasks(step)]
-# Each takes its second turn only when the policy has this version.
-_STALE, _MIXED = _AT_THE_BEGINNING[1], _AT_THE_BEGINNING[3]
-_UNTIL = {_STALE: _MAX_LAG + 1, _MIXED: 1}
+_QUESTIONS = [task.question for step in range(_PLAN.steps) for task in _PLAN.tasks(step)]
+# Four groups begin at once, two of them to be trained first. The fifth and the mixed one are then
+# the only ones there for the second step: whatever is slow, nothing else grows stale.
+_STALE, _MIXED = _QUESTIONS[1], _QUESTIONS[3]
+# The version of the policy that each waits for, before its first and before its second turn.
+_WAITS = {
+    **{question: (2, 0) for question in _QUESTIONS[5:]},
+    _STALE: (0, _MAX_LAG + 1),
+    _MIXED: (0, 1),
+}
 
 
 class _Agents:
     """Agents of two turns."""
 
-    def __init__(self, until: Mapping[str, int]) -> None:
-        self._until = until
+    def __init__(self, waits: Mapping[str, tuple[int, int]]) -> None:
+        self._waits = waits
         self._version = 0
         self._changed = asyncio.Condition()
 
     async def ask(self, client: AsyncOpenAI, question: str) -> Attempt:
         attempt = Attempt()
         messages: list[Any] = [{"role": "user", "content": question}]
-        for turn in range(2):
-            if turn and question in self._until:
-                await self._reach(self._until[question])
+        for version in self._waits.get(question, (0, 0)):
+            await self._reach(version)
             response = await client.chat.completions.create(
                 model="policy", messages=messages, max_tokens=6
             )
@@ -75,7 +80,7 @@ class _Ran:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ran(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> AsyncIterator[_Ran]:
-    agents, steps, folder = _Agents(_UNTIL), [], tmp_path_factory.mktemp("grpo")
+    agents, steps, folder = _Agents(_WAITS), [], tmp_path_factory.mktemp("grpo")
     rows_of, push = demo_run.rows_of, Client.push_weights
 
     def training(deliveries: list[Delivery]) -> Any:
