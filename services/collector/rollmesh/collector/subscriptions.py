@@ -56,13 +56,15 @@ class Stream:
 class Subscriptions:
     """All consumers of a collector."""
 
-    store: Store
-    """Set before the service is SERVING."""
-    tasks: asyncio.TaskGroup
-    """Owns the readers of the streams; set while the service runs."""
+    def __init__(self, store: Store, tasks: asyncio.TaskGroup) -> None:
+        """Begins without consumers; `restore` takes up those of the store.
 
-    def __init__(self) -> None:
-        """Begins without consumers."""
+        Args:
+            store: Open.
+            tasks: Owns the readers of the streams.
+        """
+        self.store = store
+        self.tasks = tasks
         self._known: dict[str, _Known] = {}
         self._streams: set[Stream] = set()
 
