@@ -45,15 +45,9 @@ async def test_a_call_before_the_store_is_open_is_told_to_come_again(
     try:
         async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(TIMEOUT_S):
             stub = collector_pb2_grpc.CollectorServiceStub(channel)
-            call = getattr(stub, method)
+            call = getattr(stub, method)(iter([hello]) if request_ is None else request_)
             with pytest.raises(StartingError) as refused, typed_errors():
-                match method:
-                    case "Subscribe":
-                        await call(iter([hello])).read()
-                    case "ReadSessions":
-                        await call(request_).read()
-                    case _:
-                        await call(request_)
+                await (call if isinstance(call, grpc.aio.UnaryUnaryCall) else call.read())
             assert refused.value.retry_delay_ms
     finally:
         await server.stop(0)

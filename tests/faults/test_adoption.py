@@ -1,4 +1,4 @@
-"""Another gateway takes up the sessions of a dead one from its folder; of a living one it may not."""
+"""A dead gateway's sessions go on at another, from its folder; a living one keeps its own."""
 
 import asyncio
 from collections.abc import Sequence

@@ -99,7 +99,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         self._channels.clear()
 
     @asynccontextmanager
-    async def session(
+    async def session(  # noqa: PLR0913 - keywords, each with a default
         self,
         *,
         group_id: str = "",
