@@ -144,6 +144,17 @@ class Subscriptions:
         self._end_of(name, f"consumer {name!r} was moved; subscribe again")
         return sought
 
+    async def moved(self, name: str) -> None:
+        """Ends the streams of a consumer that another collector moved; they begin anew."""
+        known = self._known.get(name)
+        if known is None:
+            return
+        async with known.paging:
+            known.consumer.reset()
+            with suppress(RollmeshError):  # the last stream to leave tries again
+                await self.store.release(name)
+        self._end_of(name, f"consumer {name!r} was moved; subscribe again")
+
     async def drop(self, name: str) -> bool:
         """Forgets a consumer; says whether it was known."""
         dropped = await self.store.drop_consumer(name)
