@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmesh.client import SessionResult, Trajectory
+from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
 from rollmesh.v1 import types_pb2
 
 
@@ -71,3 +71,24 @@ def session(
 def linear(name: str, prompt: int, answer: int, **settings: object) -> Trajectory:
     """One turn: a prompt and an answer."""
     return trajectory(name, [(prompt, False, False), (answer, True, True)], **settings)  # type: ignore[arg-type]
+
+
+def tree_session(name: str, *, reward: float | None = 1.0) -> SessionResult:
+    """A session that is a tree: a prompt of 2 tokens, and two answers to it, of 3 and 1."""
+    nodes = [
+        types_pb2.TrajectoryNode(node_id=1, end=2),
+        types_pb2.TrajectoryNode(
+            node_id=2, start=2, end=5, parent_index=0, sampled=True, trained=True
+        ),
+        types_pb2.TrajectoryNode(
+            node_id=3, start=5, end=6, parent_index=0, sampled=True, trained=True
+        ),
+    ]
+    proto = types_pb2.TrajectoryTree(
+        nodes=nodes,
+        token_ids_u32le=np.arange(6, dtype="<u4").tobytes(),
+        logprobs_f32le=np.zeros(6, "<f4").tobytes(),
+        loss_mask_u8=bytes([0, 0, 1, 1, 1, 1]),
+    )
+    tree = TrajectoryTree.from_proto(proto)
+    return SessionResult(name, "", 0, "COMPLETED", reward, 2, {}, (), tree)

@@ -57,6 +57,26 @@ async def test_every_prompt_becomes_a_group_of_n_sessions(
     assert sorted(closed.rewards.reward for closed in gateway.closed) == [1.0] * 4 + [3.0] * 4
 
 
+async def test_completed_sessions_wait_for_rewards_that_come_later_and_failed_ones_do_not(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    async def run(prompt: str, session: Session) -> None:
+        if prompt == "fails":
+            raise ValueError("no")
+
+    await rollout(client, ["ends", "fails"], runner=run, n=1, reward_timeout_ms=5000)
+    waits = {
+        closed.outcome: closed.reward_timeout_ms if closed.HasField("reward_timeout_ms") else None
+        for closed in gateway.closed
+    }
+    assert waits == {
+        types_pb2.SESSION_OUTCOME_COMPLETED: 5000,
+        types_pb2.SESSION_OUTCOME_FAILED: None,
+    }
+    with pytest.raises(InvalidFieldError, match="reward_timeout_ms"):
+        await rollout(client, ["ends"], runner=run, reward_timeout_ms=0)
+
+
 async def test_a_sample_that_fails_closes_as_failed_and_leaves_its_siblings_alone(
     gateway: ScriptedGateway, client: Client
 ) -> None:

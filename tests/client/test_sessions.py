@@ -169,3 +169,23 @@ async def test_ctrl_c_in_the_sync_client_closes_its_sessions_first() -> None:
         output, _ = await process.communicate()
         assert (process.returncode, output) == (0, b"interrupted\n")
         assert [closed.outcome for closed in gateway.closed] == [ABORTED]
+
+
+@pytest.mark.parametrize("ends_well", [True, False], ids=["ends well", "fails"])
+async def test_a_block_that_ends_well_may_wait_for_its_rewards(
+    gateway: ScriptedGateway, address: str, *, ends_well: bool
+) -> None:
+    def work() -> None:
+        with (
+            sync.Client(addresses_of(gateway=address)) as client,
+            client.session(reward_timeout_ms=5000),
+        ):
+            if not ends_well:
+                raise ValueError("no")
+
+    async with asyncio.timeout(20):
+        (result,) = await asyncio.gather(asyncio.to_thread(work), return_exceptions=True)
+    assert isinstance(result, ValueError) != ends_well
+    (closed,) = gateway.closed
+    assert closed.HasField("reward_timeout_ms") == ends_well
+    assert closed.reward_timeout_ms == (5000 if ends_well else 0)

@@ -13,6 +13,7 @@ from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
 from rollmesh.collector.store import Retention
+from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, from_rpc_error
@@ -218,10 +219,11 @@ async def test_a_stored_session_whose_sender_gave_up_reaches_open_streams(tmp_pa
     port = server.add_insecure_port("127.0.0.1:0")
     async with (
         Database(tmp_path / "c.sqlite", SCHEMA, VERSION) as database,
-        asyncio.TaskGroup() as servicer.subscriptions.tasks,
+        asyncio.TaskGroup() as tasks,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
-        servicer.store = servicer.subscriptions.store = store = GatedStore(database)
+        store = GatedStore(database)
+        servicer.subscriptions = Subscriptions(store, tasks)
         await server.start()
         stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
         async with subscribing(stub, credits_=1) as stream, asyncio.timeout(TIMEOUT_S):

@@ -11,9 +11,10 @@ from rollmesh.client.delivery import Subscription
 from rollmesh.collector.redis_client import connected
 from rollmesh.collector.redis_store import RedisStore
 from rollmesh.collector.store import Settlement
+from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import StoreAwayError, StoreFullError
+from rollmesh.runtime.errors import ConsumerMovedError, StoreAwayError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import GROUP, TIMEOUT_S, collector_at, ingest_all, subscribing
 from tests.collector.records import record
@@ -82,6 +83,76 @@ async def test_what_a_living_collector_holds_stays_its_own(tmp_path: Path) -> No
         assert await Reader(other, reader.hello).fetch() == []
         await reader.restart()
         assert await Reader(other, reader.hello).ids() == ["a"]
+
+
+async def test_a_seek_at_one_collector_ends_the_streams_at_the_others_too(tmp_path: Path) -> None:
+    async with (
+        redis_server(tmp_path) as server,
+        collector_at(tmp_path, store=server.url) as one,
+        collector_at(tmp_path, store=server.url) as other,
+        open_channel(one) as channel_one,
+        open_channel(other) as channel_other,
+    ):
+        left: Any = collector_pb2_grpc.CollectorServiceStub(channel_one)
+        right: Any = collector_pb2_grpc.CollectorServiceStub(channel_other)
+        await ingest_all(left, "a", "b")
+        seek = pb.SeekRequest(consumer="trainer", position=pb.Position(end=pb.LOG_END_EARLIEST))
+        async with (
+            subscribing(right, credits_=2) as stream,
+            subscribing(right, "bystander", credits_=2) as bystander,
+        ):
+            assert await stream.delivered(2) == ["a", "b"]
+            await stream.acknowledge("a")
+            assert await stream.acknowledged() == {"a"}
+            assert (await left.Seek(seek, timeout=TIMEOUT_S)).again == 1
+            with pytest.raises(ConsumerMovedError), typed_errors():
+                await stream.read()
+            assert await bystander.delivered(2) == ["a", "b"]
+        async with subscribing(left, credits_=2) as stream:
+            deliveries = await stream.deliveries(2)
+            assert [(each.delivery_id, each.attempt) for each in deliveries] == [("a", 1), ("b", 1)]
+
+
+async def test_a_collector_hears_once_of_each_seek_of_another_and_not_of_its_own(
+    tmp_path: Path,
+) -> None:
+    earliest = pb.Position(end=pb.LOG_END_EARLIEST)
+    async with redis_server(tmp_path) as server, connected(server.url) as client:
+        one, other = RedisStore(client, KEEP), RedisStore(client, KEEP)
+        await fill(one, [record("a")])
+        await Reader.open(one)
+        assert await one.changed() == await other.changed() == []
+        for _ in range(2):
+            await one.seek("c", earliest)
+            assert (await one.changed(), await other.changed()) == ([], ["c"])
+        await one.seek("c", earliest)
+        await other.seek("c", earliest)
+        assert (await one.changed(), await other.changed()) == (["c"], ["c"])
+        late = RedisStore(client, KEEP)
+        await late.consumers()  # as a collector that starts now
+        assert await late.changed() == []
+        assert await one.drop_consumer("c")
+        await fill(one, [record("b")])
+        assert await other.changed() == []
+        assert not await client.run("EXISTS", client.key("moves"))
+
+
+async def test_what_was_fetched_before_a_seek_was_heard_of_is_for_everyone_again(
+    tmp_path: Path,
+) -> None:
+    async with redis_server(tmp_path) as server, connected(server.url) as client:
+        one, other = RedisStore(client, KEEP), RedisStore(client, KEEP)
+        async with asyncio.TaskGroup() as tasks:
+            subscriptions = Subscriptions(other, tasks)
+            await other.changed()  # it lives
+            reader = await Reader.open(other)
+            await subscriptions.restore()
+            await fill(one, [record("a")])
+            assert await reader.ids() == ["a"]
+            assert await Reader(one, reader.hello).fetch() == []
+            await subscriptions.moved("c")
+            await subscriptions.moved("nobody")
+            assert await Reader(one, reader.hello).ids() == ["a"]
 
 
 async def test_an_ingest_that_broke_off_is_finished_by_its_repeat(tmp_path: Path) -> None:

@@ -274,3 +274,13 @@ async def test_a_session_waits_for_rewards_that_come_later(
         (1.0, [0.5]) if in_time else (None, [None])
     )
     assert (await client.stats()).reward_timeouts == (0 if in_time else 1)
+
+
+async def test_a_wait_for_rewards_of_no_time_is_refused_and_the_session_stays_open(
+    mesh: Mesh, client: Client
+) -> None:
+    session = await client.open_session(client.session_request())
+    with pytest.raises(InvalidFieldError, match="reward_timeout_ms: is 0"):
+        await client.close_session(session, reward_timeout_ms=0)
+    await ask(mesh, session, "plain")
+    await client.close_session(session)

@@ -18,6 +18,7 @@ from rollmesh.runtime.errors import (
     SessionUnknownError,
     StoreError,
     StoreFullError,
+    StoreInUseError,
 )
 from tests.runtime.writer import SCHEMA, VERSION, inserting
 
@@ -171,6 +172,26 @@ async def test_a_closed_database_refuses_work(tmp_path: Path) -> None:
     async with asyncio.timeout(5):
         with pytest.raises(RollmeshError):
             await database.run(rows_of)
+
+
+async def test_a_file_that_is_open_elsewhere_is_refused_until_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    async with Database(path, SCHEMA, VERSION) as database:
+        with pytest.raises(StoreInUseError, match=f"{path}: another process.*another data_dir"):
+            async with Database(path, SCHEMA, VERSION):
+                pass
+        await database.run(inserting(1))
+    async with Database(path, SCHEMA, VERSION) as database:
+        assert await database.run(rows_of) == [1]
+
+
+async def test_a_file_that_could_not_be_opened_is_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    path.write_bytes(b"this is no database" * 100)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="not a database"):
+            async with Database(path, SCHEMA, VERSION):
+                pass
 
 
 async def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

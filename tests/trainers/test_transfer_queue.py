@@ -78,5 +78,10 @@ async def test_batches_become_tensordicts_of_as_many_rows(ran: Any) -> None:
     assert (found["packed_rows"], found["packed_trajectories"]) == ([2], [4])
 
 
+async def test_a_batch_of_trees_is_a_tensordict_with_all_of_it_side_by_side(ran: Any) -> None:
+    assert ran["tensordicts"]["trees"] == [[], [-1, 0, 0, -1, 3, 3], ["a", "b"]]
+    assert {"token_ids", "node_offsets", "advantages"} <= set(ran["tensordicts"]["no_trees"])
+
+
 async def test_extra_fields_are_columns_too_where_that_is_asked_for(ran: Any) -> None:
     assert ran["tensordicts"]["flat"] == [["SUB_AGENT", "MAIN"], [6, 4]]

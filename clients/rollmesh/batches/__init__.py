@@ -1,7 +1,8 @@
 """From delivered sessions to batches: NumPy arrays, torch tensors, TensorDicts.
 
-`rows_of` reads sessions; `pad`, `pack`, `ragged` and `split` lay them out; `to_torch` and
-`to_tensordict` convert. No token is cut off: what does not fit is refused, or left out and counted.
+`rows_of` reads sessions; `pad`, `pack`, `ragged` and `split` lay them out, `pack_trees` does whole
+trees; `to_torch` and `to_tensordict` convert. No token is cut off: what does not fit is refused, or
+left out and counted.
 """
 
 from rollmesh.batches.errors import (
@@ -10,12 +11,13 @@ from rollmesh.batches.errors import (
     PackageMissingError,
     TrajectoryTooLongError,
 )
-from rollmesh.batches.heads import Heads, group_advantages
+from rollmesh.batches.heads import Heads, TreeHeads, group_advantages
 from rollmesh.batches.layouts import Batch, pack, pad
 from rollmesh.batches.ragged import RaggedBatch, ragged
 from rollmesh.batches.rows import LeftOut, Row, Rows, rows_of
 from rollmesh.batches.split import SplitBatch, split
 from rollmesh.batches.tensors import to_tensordict, to_torch
+from rollmesh.batches.tree_batches import TreeBatch, pack_trees
 
 __all__ = [
     "Batch",
@@ -29,8 +31,11 @@ __all__ = [
     "Rows",
     "SplitBatch",
     "TrajectoryTooLongError",
+    "TreeBatch",
+    "TreeHeads",
     "group_advantages",
     "pack",
+    "pack_trees",
     "pad",
     "ragged",
     "rows_of",

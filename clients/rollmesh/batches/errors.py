@@ -28,10 +28,10 @@ class MissingRewardError(RollmeshError):
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "MISSING_REWARD"
 
-    def __init__(self, trajectory_id: str, session_id: str) -> None:
-        """Names the trajectory and its session."""
+    def __init__(self, trajectory_id: str, session_id: str, *, kind: str = "trajectory") -> None:
+        """Names the trajectory, or what else `kind` says, and its session."""
         super().__init__(
-            f"trajectory {trajectory_id}: session {session_id} was closed without a reward; "
+            f"{kind} {trajectory_id}: session {session_id} was closed without a reward; "
             'set one before the close, or missing_reward="leave_out" to go on without it',
             trajectory_id=trajectory_id,
             session_id=session_id,
@@ -44,10 +44,10 @@ class MissingLogprobsError(RollmeshError):
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "MISSING_LOGPROBS"
 
-    def __init__(self, trajectory_id: str) -> None:
-        """Names the trajectory."""
+    def __init__(self, trajectory_id: str, *, kind: str = "trajectory") -> None:
+        """Names the trajectory, or what else `kind` says."""
         super().__init__(
-            f"trajectory {trajectory_id}: trained tokens have no log-probabilities; "
+            f"{kind} {trajectory_id}: trained tokens have no log-probabilities; "
             'missing_logprobs="leave_out" goes on without it',
             trajectory_id=trajectory_id,
         )

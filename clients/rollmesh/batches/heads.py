@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.batches.rows import Row
+from rollmesh.client import SessionResult, TrajectoryTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,53 @@ def heads_of(rows: Sequence[Row]) -> Heads:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class TreeHeads:
+    """One value per tree; B trees, each of a session of its own."""
+
+    session_ids: tuple[str, ...]
+    group_ids: tuple[str, ...]
+    reasons: tuple[tuple[str, ...], ...]
+    """What is to be known of each; ("EXACT",) where nothing is."""
+    group_index: NDArray[np.int64]
+    """int64 [B]: equal where the group is; from 0, in order of appearance."""
+    session_index: NDArray[np.int64]
+    """int64 [B]: 0 to B - 1."""
+    sample_index: NDArray[np.int64]
+    """int64 [B]: place of the session in its group."""
+    num_tokens: NDArray[np.int64]
+    """int64 [B]: tokens of the tree, each counted once."""
+    num_turns: NDArray[np.int64]
+    """int64 [B]: sampled turns of the tree."""
+    reward: NDArray[np.float32]
+    """float32 [B]: the session's reward and those of its trained turns, each once."""
+
+    def __len__(self) -> int:
+        """Number of trees B."""
+        return len(self.session_ids)
+
+
+def tree_heads_of(
+    kept: Sequence[tuple[SessionResult, TrajectoryTree]], rewards: Sequence[float]
+) -> TreeHeads:
+    """Returns the heads of trees, in their order, with all that each earned."""
+    sessions = [session for session, _ in kept]
+    groups = tuple(session.group_id or session.session_id for session in sessions)
+    return TreeHeads(
+        session_ids=tuple(session.session_id for session in sessions),
+        group_ids=groups,
+        reasons=tuple(tree.reasons for _, tree in kept),
+        group_index=_indexes(groups),
+        session_index=np.arange(len(kept)),
+        sample_index=_integers([session.sample_index for session in sessions]),
+        num_tokens=_integers([len(tree.token_ids) for _, tree in kept]),
+        num_turns=_integers([session.turns for session in sessions]),
+        reward=np.array(rewards, np.float32),
+    )
+
+
 def group_advantages(
-    heads: Heads, *, by_deviation: bool = False, epsilon: float = 1e-6
+    heads: Heads | TreeHeads, *, by_deviation: bool = False, epsilon: float = 1e-6
 ) -> NDArray[np.float32]:
     """Returns reward minus the group's mean, float32 [B], as GRPO takes it.
 

@@ -101,7 +101,13 @@ def rows_of(
     """
     rows: list[Row] = []
     left_out: list[LeftOut] = []
-    for session in _sessions(sources):
+    for session in sessions_of(sources):
+        if session.turns and not session.trajectories:
+            raise InvalidFieldError(
+                "trajectories",
+                f"session {session.session_id} has turns and no trajectories; "
+                'open sessions with export="leaves" or "turns", or take pack_trees',
+            )
         for index, trajectory in enumerate(session.trajectories):
             rewards = _rewards(session, trajectory)
             if session.superseded:
@@ -130,16 +136,10 @@ def _left(trajectory: Trajectory, reason: str) -> LeftOut:
     return LeftOut(trajectory.trajectory_id, reason, int(trajectory.loss_mask.sum()))
 
 
-def _sessions(sources: Iterable[SessionResult | Delivery]) -> Iterator[SessionResult]:
+def sessions_of(sources: Iterable[SessionResult | Delivery]) -> Iterator[SessionResult]:
+    """Yields sessions, also those of deliveries, in their order."""
     for source in sources:
-        for session in source.sessions if isinstance(source, Delivery) else (source,):
-            if session.turns and not session.trajectories:
-                raise InvalidFieldError(
-                    "trajectories",
-                    f"session {session.session_id} has turns and no trajectories; "
-                    'open sessions with export="leaves" or "turns"',
-                )
-            yield session
+        yield from source.sessions if isinstance(source, Delivery) else (source,)
 
 
 def _lacks_logprobs(trajectory: Trajectory) -> bool:

@@ -2,19 +2,21 @@
 
 import importlib
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.batches.errors import PackageMissingError
-from rollmesh.batches.heads import Heads
 from rollmesh.batches.layouts import Batch
 from rollmesh.batches.ragged import RaggedBatch
 from rollmesh.batches.split import SplitBatch
+from rollmesh.batches.tree_batches import TreeBatch
+
+Layout: TypeAlias = Batch | RaggedBatch | SplitBatch | TreeBatch
 
 
-def to_torch(batch: Batch | RaggedBatch | SplitBatch, device: Any = None) -> dict[str, Any]:
+def to_torch(batch: Layout, device: Any = None) -> dict[str, Any]:
     """Returns the arrays of a batch and of its heads as tensors, by the same names.
 
     Tensors of a `RaggedBatch` that have a value per token are nested, with the jagged layout:
@@ -40,11 +42,12 @@ def to_torch(batch: Batch | RaggedBatch | SplitBatch, device: Any = None) -> dic
     return found
 
 
-def to_tensordict(batch: Batch | RaggedBatch | SplitBatch, device: Any = None) -> Any:
+def to_tensordict(batch: Layout, device: Any = None) -> Any:
     """Returns a `TensorDict` of batch size [B] with the tensors and the ids of each trajectory.
 
     Where rows are not trajectories (a packed batch), it has batch size [] and two entries: `rows`
     of batch size [R] with what has a value per token, `trajectories` of batch size [B].
+    That of a `TreeBatch` has batch size [] and all of it side by side.
 
     Raises:
         PackageMissingError: torch or tensordict is not installed.
@@ -54,9 +57,11 @@ def to_tensordict(batch: Batch | RaggedBatch | SplitBatch, device: Any = None) -
     count = len(batch.heads)
     texts = {
         field.name: tensordict.NonTensorStack(*value)
-        for field in fields(Heads)
+        for field in fields(batch.heads)
         if isinstance(value := getattr(batch.heads, field.name), tuple) and count
     }
+    if isinstance(batch, TreeBatch):
+        return tensordict.TensorDict(tensors | texts, batch_size=[], device=device)
     if not isinstance(batch, Batch) or _is_row_each(batch):
         return tensordict.TensorDict(tensors | texts, batch_size=[count], device=device)
     rows = {name: tensors.pop(name) for name, array in _arrays(batch).items() if array.ndim > 1}

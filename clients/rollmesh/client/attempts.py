@@ -179,7 +179,14 @@ class Attempts:
         return opened[0]
 
     async def _close(self, session: Session, outcome: Outcome, *, superseded: bool = False) -> None:
-        closing = self._client.close_session(session, outcome=outcome, superseded=superseded)
+        closing = self._client.close_session(
+            session,
+            outcome=outcome,
+            superseded=superseded,
+            reward_timeout_ms=(
+                self._settings.reward_timeout_ms if outcome == "COMPLETED" else None
+            ),
+        )
         await shielded(closing, self._limits.close_s)
 
     async def _within(self, closing: Any) -> None:

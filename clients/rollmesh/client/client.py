@@ -99,7 +99,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         self._channels.clear()
 
     @asynccontextmanager
-    async def session(
+    async def session(  # noqa: PLR0913 - keywords, each with a default
         self,
         *,
         group_id: str = "",
@@ -109,6 +109,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         metadata: Mapping[str, str] | None = None,
         export: ExportForm = "leaves",
         request_id: str = "",
+        reward_timeout_ms: int | None = None,
     ) -> AsyncIterator[Session]:
         """Holds a session open; leaving closes it with `session.rewards`.
 
@@ -123,6 +124,7 @@ class Client(AbstractAsyncContextManager["Client"]):
             export: One trajectory for each leaf of the conversation tree, or for each turn; or
                 the tree itself, each token once, as `SessionResult.tree`.
             request_id: Makes opening repeatable.
+            reward_timeout_ms: As of `close_session`, where the block ends well.
 
         Raises:
             RollmeshError: The gateway refuses.
@@ -145,7 +147,7 @@ class Client(AbstractAsyncContextManager["Client"]):
                 await shielded(self.close_session(session, outcome=outcome), _LEAVE_S)
             raise
         if not session.closed:
-            await self.close_session(session)
+            await self.close_session(session, reward_timeout_ms=reward_timeout_ms)
 
     def session_request(
         self,

@@ -77,6 +77,9 @@ class RolloutSettings:
     """
     reward: RewardFunction | None = None
     """Scores a finished agent; None: what the runner returns is the reward."""
+    reward_timeout_ms: int | None = None
+    """Time for `Client.set_rewards` to score a completed session, milliseconds from when the
+    collector has it, which holds it back until then; None: what it has at its close is all."""
     reward_threads: int = 8
     """Most calls at once of a reward function that is not asynchronous."""
     sampling: Mapping[str, Any] | None = None
@@ -102,6 +105,10 @@ class RolloutSettings:
         for name in ("n", "concurrency", "reward_threads"):
             if getattr(self, name) < 1:
                 raise InvalidFieldError(name, f"is {getattr(self, name)}; give at least 1")
+        if self.reward_timeout_ms is not None and self.reward_timeout_ms < 1:
+            raise InvalidFieldError(
+                "reward_timeout_ms", f"is {self.reward_timeout_ms}; give at least 1, or None"
+            )
         needed_of(self.needed, self.n)
         if self.runner is not None:
             find_runner(self.runner)

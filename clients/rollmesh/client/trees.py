@@ -103,11 +103,24 @@ class TrajectoryTree:
             bool [N, N], row: the token that looks, column: what it sees. It is dense: N times N
             bytes; kernels with block masks need only `node_index` and `parents`.
         """
-        count = len(self.parents)
-        above = np.zeros((count, count), np.bool_)  # [M, M]: row, its ancestors and itself
-        for at, parent in enumerate(self.parents):
-            if parent >= 0:
-                above[at] = above[parent]
-            above[at, at] = True
-        seen = above[self.node_index[:, None], self.node_index[None, :]]
-        return np.tril(seen)  # parents stand before their children: only later tokens go
+        return path_mask(self.parents, self.node_index)
+
+
+def path_mask(parents: NDArray[np.int64], node_index: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns which tokens each token sees: itself and those before it on its path.
+
+    Args:
+        parents: int64 [M], each below its child's own index; -1 for a root.
+        node_index: int64 [N], ascending: the node of each token.
+
+    Returns:
+        bool [N, N], row: the token that looks, column: what it sees.
+    """
+    count = len(parents)
+    above = np.zeros((count, count), np.bool_)  # [M, M]: row, its ancestors and itself
+    for at, parent in enumerate(parents):
+        if parent >= 0:
+            above[at] = above[parent]
+        above[at, at] = True
+    seen = above[node_index[:, None], node_index[None, :]]
+    return np.tril(seen)  # parents stand before their children: only later tokens go

@@ -8,13 +8,13 @@ from typing import Any
 
 import transfer_queue as tq
 
-from rollmesh.batches import pack, pad, ragged, rows_of, to_tensordict
+from rollmesh.batches import pack, pack_trees, pad, ragged, rows_of, to_tensordict
 from rollmesh.client import SessionResult
 from rollmesh.integrations.prompts import Settings
 from rollmesh.integrations.queue_writer import PromptStatus, TransferQueueWriter, queue_rows
 from rollmesh.integrations.verl import load_runner
 from rollmesh.runtime.errors import InvalidFieldError
-from tests.batches.records import linear, session, trajectory
+from tests.batches.records import linear, session, trajectory, tree_session
 from tests.trainers.queues import buffer, described, running_queue
 
 _PARTS = [(3, False, False), (4, True, True), (2, False, False), (1, True, True)]
@@ -123,6 +123,7 @@ def tensordicts() -> dict[str, Any]:
     """The shapes of batches as TensorDicts: this environment has the package."""
     rows = rows_of([branched(0, 1.0), branched(1, 0.0)])
     packed = to_tensordict(pack(rows, 20))
+    trees = to_tensordict(pack_trees([tree_session("a"), tree_session("b")]))
     flat = queue_rows(rows_of([branched(0, 1.0)]), prompt("u"), flat_extra_fields=True)
     return {
         "padded": list(to_tensordict(pad(rows)).batch_size),
@@ -130,6 +131,8 @@ def tensordicts() -> dict[str, Any]:
         "ragged": [row.tolist() for row in to_tensordict(ragged(rows))["token_ids"].unbind()],
         "packed_rows": list(packed["rows"].batch_size),
         "packed_trajectories": list(packed["trajectories"].batch_size),
+        "trees": [list(trees.batch_size), trees["parents"].tolist(), list(trees["session_ids"])],
+        "no_trees": sorted(to_tensordict(pack_trees([])).keys()),
         "nothing": list(to_tensordict(pad(rows_of([]))).batch_size),
         "flat": [list(flat.fields["lineage"]), list(flat.fields["max_global_steps"])],
     }

@@ -532,6 +532,7 @@ class CloseSessionRequest(_message.Message):
     reward_timeout_ms: _builtins.int
     """The rewards, or more of them, come later by SetRewards: the collector holds the session back
     until they are there, or so many milliseconds after it stored it. Absent: it goes out at once.
+    At least 1.
     """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

@@ -103,6 +103,12 @@ async def unhold(client: RedisClient, consumer: str, log: str) -> None:
         await client.run("XACK", key, consumer, *ids)
 
 
+async def moves(client: RedisClient) -> dict[str, int]:
+    """Returns how often each consumer was moved."""
+    found = pairs(await client.run("HGETALL", client.key("moves")))
+    return {name: int(count) for name, count in found.items()}
+
+
 async def start_of(client: RedisClient, consumer: str) -> int:
     """Returns the place up to which nothing comes."""
     found = await client.run("HGET", client.key("consumer", consumer), "start")

@@ -16,7 +16,8 @@ Every script gets the prefix of all keys and the time as its first arguments. Ke
     attempts:NAME, settled:NAME, settled_ms:NAME   by unit: deliveries; place; time
     filtered:OWNER, counts:OWNER, listed:OWNER     stream of entries; sums; what is listed once
     rewards:ID                set of the requests that set rewards
-    news                      counts what became whole
+    news                      counts what became whole, and seeks
+    moves                     hash: seeks of each consumer
     removed                   sorted set of ids by the time they were removed
 """
 

@@ -59,6 +59,8 @@ class RedisStore:
         self._me = uuid.uuid4().hex
         self._news = b""
         self._retained_to = 0
+        self._moves: dict[str, int] = {}
+        """By consumer: the seeks that were heard of here."""
 
     async def ingest(
         self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
@@ -84,19 +86,22 @@ class RedisStore:
         """Decides what waited for a time."""
         return await redis_ingest.tick(self._client, now_ms)
 
-    async def changed(self) -> None:
+    async def changed(self) -> list[str]:
         """Says that this collector lives, and waits for news or for a while."""
         client = self._client
         await client.run("SET", client.key("alive", self._me), 1, "PX", _ALIVE_MS)
         for _ in range(_POLLS):
             news = await client.run("GET", client.key("news"))
             if news != self._news:
+                before, self._moves = self._moves, await redis_logs.moves(client)
                 self._news = news
-                return
+                return [name for name, n in self._moves.items() if n != before.get(name, 0)]
             await asyncio.sleep(_POLL_S)
+        return []
 
     async def consumers(self) -> list[pb.SubscribeHello]:
         """Returns the last hello of every known consumer."""
+        self._moves = await redis_logs.moves(self._client)
         found = await self._client.run("HVALS", self._client.key("consumers"))
         hellos = map(pb.SubscribeHello.FromString, found)
         return sorted(hellos, key=lambda hello: hello.consumer)
@@ -220,7 +225,7 @@ class RedisStore:
     async def seek(self, consumer: str, position: pb.Position) -> Sought:
         """Moves a consumer; what it had settled from there on comes again."""
         client, log = self._client, log_of(await self._hello(consumer))
-        units, settled = client.key("units", log), client.key("settled", consumer)
+        settled = client.key("settled", consumer)
         first, start = (
             await redis_logs.first_seq(self._client, log, position),
             await redis_logs.start_of(self._client, consumer),
@@ -239,13 +244,17 @@ class RedisStore:
         await client.run(
             "XGROUP SETID", client.key("log", log), consumer, redis_logs.stream_id(first - 1)
         )
-        await client.run("ZCARD", units)
+        moves = int(await client.run("HINCRBY", client.key("moves"), consumer, 1))
+        if moves == self._moves.get(consumer, 0) + 1:  # else another one's is to be heard of too
+            self._moves[consumer] = moves
+        await client.run("INCR", client.key("news"))
         return Sought(int(again), int(skipped))
 
     async def drop_consumer(self, consumer: str) -> bool:
         """Forgets a consumer with all that was kept for it."""
         client = self._client
         known = await client.run("HDEL", client.key("consumers"), consumer)
+        await client.run("HDEL", client.key("moves"), consumer)
         for log in (SESSION_LOG, GROUP_LOG):
             if await client.run("EXISTS", client.key("log", log)):
                 await client.run("XGROUP DESTROY", client.key("log", log), consumer)

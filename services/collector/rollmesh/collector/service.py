@@ -13,6 +13,7 @@ from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
 from rollmesh.collector.store import Retention, Store
+from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.collector.upkeep import keep_up
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.database import Database
@@ -36,24 +37,23 @@ class CollectorService:
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
         """Opens the store; owns the readers of the streams and what runs beside them."""
-        subscriptions = self._servicer.subscriptions
         async with self._open_store() as store, asyncio.TaskGroup() as tasks:
-            self._servicer.store = subscriptions.store = store
-            subscriptions.tasks = tasks
+            subscriptions = Subscriptions(store, tasks)
             await subscriptions.restore()
             upkeep = tasks.create_task(keep_up(store, subscriptions, self._config.tick_ms))
-            async with self._scoring(store):
+            async with self._scoring(subscriptions):
+                self._servicer.subscriptions = subscriptions
                 yield
             upkeep.cancel()
 
     @asynccontextmanager
-    async def _scoring(self, store: Store) -> AsyncIterator[None]:
+    async def _scoring(self, subscriptions: Subscriptions) -> AsyncIterator[None]:
         """Scores what comes without a reward, where a scorer is named."""
         config = self._config
         if not config.scorer:
             yield
             return
-        scoring = Scoring(store, self._servicer.subscriptions, config.scorer_tries)
+        scoring = Scoring(subscriptions.store, subscriptions, config.scorer_tries)
         self._servicer.scoring, self._servicer.score_hold_ms = scoring, config.scorer_hold_ms
         opening = open_scorers(
             config.scorer, config.scorer_workers, config.scorer_timeout_ms / 1000

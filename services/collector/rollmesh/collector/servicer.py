@@ -18,6 +18,7 @@ from rollmesh.runtime.errors import (
     ConsumerUnknownError,
     InvalidFieldError,
     SessionUnknownError,
+    StartingError,
     StoreAwayError,
     StoreError,
     StoreFullError,
@@ -26,20 +27,42 @@ from rollmesh.runtime.interceptors import Context
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 
 _READ_PAGE = 100
+_RETRY_MS = 200
 
 
 class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
     """Serves one collector."""
 
-    store: Store
-    """Set before the service is SERVING."""
-
     def __init__(self) -> None:
-        """Begins without consumers."""
-        self.subscriptions = Subscriptions()
+        """Begins without a store."""
+        self._subscriptions: Subscriptions | None = None
         self.scoring: Scoring | None = None
         self.score_hold_ms = 0
         self._duplicates = 0
+
+    @property
+    def subscriptions(self) -> Subscriptions:
+        """The streams, and with them the store; set before the service is SERVING.
+
+        Raises:
+            StartingError: They are not set yet: the store is being opened.
+        """
+        if self._subscriptions is None:
+            raise StartingError("the collector is opening its store", retry_delay_ms=_RETRY_MS)
+        return self._subscriptions
+
+    @subscriptions.setter
+    def subscriptions(self, subscriptions: Subscriptions) -> None:
+        self._subscriptions = subscriptions
+
+    @property
+    def store(self) -> Store:
+        """What is kept.
+
+        Raises:
+            StartingError: It is being opened.
+        """
+        return self.subscriptions.store
 
     async def Ingest(self, request: pb.IngestRequest, context: Context) -> pb.IngestResponse:
         check_session(request.session)

@@ -67,9 +67,10 @@ class SqliteStore:
         """Decides what waited for a time."""
         return await self._database.run(lambda db: sqlite_ingest.tick(db, now_ms))
 
-    async def changed(self) -> None:
+    async def changed(self) -> list[str]:
         """Waits for ever: the file has one collector."""
         await asyncio.Event().wait()
+        return []
 
     async def consumers(self) -> list[pb.SubscribeHello]:
         """Returns the last hello of every known consumer."""

@@ -156,8 +156,13 @@ class Store(Protocol):
         """Decides what waited for a time; says whether anything became whole."""
         ...
 
-    async def changed(self) -> None:
-        """Waits until another collector may have made something whole."""
+    async def changed(self) -> list[str]:
+        """Waits for what another collector may have done: made something whole, or a seek.
+
+        Returns:
+            The consumers that were moved elsewhere since; of what was fetched before nothing holds.
+        """
+        ...
 
     async def consumers(self) -> list[pb.SubscribeHello]:
         """Returns the last hello of every known consumer."""

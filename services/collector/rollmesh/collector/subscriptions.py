@@ -56,13 +56,15 @@ class Stream:
 class Subscriptions:
     """All consumers of a collector."""
 
-    store: Store
-    """Set before the service is SERVING."""
-    tasks: asyncio.TaskGroup
-    """Owns the readers of the streams; set while the service runs."""
+    def __init__(self, store: Store, tasks: asyncio.TaskGroup) -> None:
+        """Begins without consumers; `restore` takes up those of the store.
 
-    def __init__(self) -> None:
-        """Begins without consumers."""
+        Args:
+            store: Open.
+            tasks: Owns the readers of the streams.
+        """
+        self.store = store
+        self.tasks = tasks
         self._known: dict[str, _Known] = {}
         self._streams: set[Stream] = set()
 
@@ -141,6 +143,17 @@ class Subscriptions:
             known.consumer.reset()
         self._end_of(name, f"consumer {name!r} was moved; subscribe again")
         return sought
+
+    async def moved(self, name: str) -> None:
+        """Ends the streams of a consumer that another collector moved; they begin anew."""
+        known = self._known.get(name)
+        if known is None:
+            return
+        async with known.paging:
+            known.consumer.reset()
+            with suppress(RollmeshError):  # the last stream to leave tries again
+                await self.store.release(name)
+        self._end_of(name, f"consumer {name!r} was moved; subscribe again")
 
     async def drop(self, name: str) -> bool:
         """Forgets a consumer; says whether it was known."""

@@ -25,7 +25,8 @@ async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> N
         await asyncio.sleep(tick_ms / 1000)
 
     async def listen() -> None:
-        await store.changed()
+        for name in await store.changed():
+            await subscriptions.moved(name)
         subscriptions.announce()
 
     async def retain() -> None:

@@ -76,6 +76,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.CloseSessionResponse:
         if request.outcome == types_pb2.SESSION_OUTCOME_UNSPECIFIED:
             raise InvalidFieldError("outcome", "is not set; say how the session ended")
+        if request.HasField("reward_timeout_ms") and not request.reward_timeout_ms:
+            raise InvalidFieldError("reward_timeout_ms", "is 0; give at least 1, or leave it out")
         ids = await self.gateway.close(request)
         return gateway_pb2.CloseSessionResponse(trajectory_ids=ids)
 

@@ -1,10 +1,12 @@
 """The one door to SQLite: a thread that runs work in group commits.
 
 Works that wait at the same time share one transaction and one fsync. A work that fails is rolled
-back alone; a commit that fails fails all of its works, and nothing of them is kept.
+back alone; a commit that fails fails all of its works, and nothing of them is kept. One process has
+a file at a time: a lock beside it ends with the process, however that ends.
 """
 
 import asyncio
+import fcntl
 import queue
 import sqlite3
 import threading
@@ -13,9 +15,15 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import IO, Any, TypeAlias, TypeVar
 
-from rollmesh.runtime.errors import RollmeshError, ShuttingDownError, StoreError, StoreFullError
+from rollmesh.runtime.errors import (
+    RollmeshError,
+    ShuttingDownError,
+    StoreError,
+    StoreFullError,
+    StoreInUseError,
+)
 
 _Result = TypeVar("_Result")
 Work: TypeAlias = Callable[[sqlite3.Connection], _Result]
@@ -49,6 +57,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         """Opens the file, creating it and its folder where missing.
 
         Raises:
+            StoreInUseError: Another process has it open.
             StoreError: It cannot be opened, or was written by another version.
         """
         self._thread.start()
@@ -86,20 +95,40 @@ class Database(AbstractAsyncContextManager["Database"]):
 
     def _serve(self) -> None:
         try:
-            connection = self._open()
-        except (sqlite3.Error, OSError) as error:
-            self._opened.set_exception(StoreError(f"{self._path}: {error}"))
+            lock = self._lock()
+        except (OSError, StoreError) as error:
+            self._refuse(error)
             return
-        except StoreError as error:
-            self._opened.set_exception(error)
-            return
-        self._opened.set_result(None)
-        while batch := self._next_batch():
-            _run_batch(connection, batch)
-        connection.close()
+        with lock:
+            try:
+                connection = self._open()
+            except (sqlite3.Error, OSError, StoreError) as error:
+                self._refuse(error)
+                return
+            self._opened.set_result(None)
+            while batch := self._next_batch():
+                _run_batch(connection, batch)
+            connection.close()
+
+    def _refuse(self, error: Exception) -> None:
+        typed = error if isinstance(error, StoreError) else StoreError(f"{self._path}: {error}")
+        self._opened.set_exception(typed)
+
+    def _lock(self) -> IO[bytes]:
+        """Returns what holds the lock until it is closed; children do not inherit it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lock = self._path.with_name(f"{self._path.name}.lock").open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise StoreInUseError(
+                f"{self._path}: another process that lives has it open; "
+                "stop that one, or name another data_dir"
+            ) from None
+        return lock
 
     def _open(self) -> sqlite3.Connection:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self._path, isolation_level=None)
         (found,) = connection.execute("PRAGMA user_version").fetchone()
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()

@@ -216,6 +216,13 @@ class StoreError(RollmeshError):
     reason = "STORE_FAILED"
 
 
+class StoreInUseError(StoreError):
+    """Another process that lives has the store open."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STORE_IN_USE"
+
+
 class StartingError(RollmeshError):
     """The service listens and cannot answer yet: it is reading its store."""
 

@@ -1,0 +1,234 @@
+"""Batches of whole conversation trees: every token once, several trees in one line."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.batches.errors import MissingLogprobsError, MissingRewardError
+from rollmesh.batches.heads import TreeHeads, tree_heads_of
+from rollmesh.batches.rows import Handling, LeftOut, sessions_of
+from rollmesh.client import Delivery, SessionResult, TrajectoryTree
+from rollmesh.client.trees import path_mask
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.v1 import types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBatch:
+    """B trees of together M nodes and T tokens, one tree after the other.
+
+    A token's context is its own path: `position_ids` count along it, `attention_mask` shows nothing
+    else, so no token sees another branch or another tree.
+    """
+
+    token_ids: NDArray[np.int64]
+    """int64 [T]."""
+    position_ids: NDArray[np.int64]
+    """int64 [T]: number of tokens before it on its path."""
+    node_index: NDArray[np.int64]
+    """int64 [T]: which node the token is of, 0 to M - 1."""
+    loss_mask: NDArray[np.bool_]
+    """bool [T]: whether the token is trained."""
+    logprobs: NDArray[np.float32]
+    """float32 [T]: under the policy that sampled; 0.0 where nothing was sampled."""
+    policy_versions: NDArray[np.int64]
+    """int64 [T]: version that sampled the token; -1 where nothing was sampled."""
+    rewards: NDArray[np.float32]
+    """float32 [T]: the reward of a turn at the last token of its node, where the turn is trained.
+    The session's reward is of no one token: it is in `heads.reward`."""
+    advantages: NDArray[np.float32]
+    """float32 [T]: zeros, for the trainer to fill; see `spread`."""
+    parents: NDArray[np.int64]
+    """int64 [M]: index of each node's parent, below its own; -1 for a root."""
+    turn_rewards: NDArray[np.float32]
+    """float32 [M]: reward of each node's turn alone; NaN where none was given."""
+    node_offsets: NDArray[np.int64]
+    """int64 [M + 1]: where the tokens of each node begin, and T."""
+    tree_offsets: NDArray[np.int64]
+    """int64 [B + 1]: where the tokens of each tree begin, and T."""
+    heads: TreeHeads
+    """One value per tree."""
+    left_out: tuple[LeftOut, ...]
+    """Sessions that are not in the batch, by their ids."""
+
+    def paths(self) -> list[NDArray[np.int64]]:
+        """Returns the tokens from a root to each leaf, tree by tree, oldest leaf first.
+
+        Returns:
+            Indices into what has a value per token, int64 [P] each: `token_ids[path]` is a
+            trajectory as `export="leaves"` gives it.
+        """
+        leaves = np.setdiff1d(np.arange(len(self.parents)), self.parents)
+        return [self._path(int(leaf)) for leaf in leaves]
+
+    def unpack(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """Cuts any [T, ...] into one [N, ...] per tree, in the order of `heads`."""
+        return np.split(values, self.tree_offsets[1:-1]) if len(self.heads) else []
+
+    def spread(self, values: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+        """Gives every trained token the value of its tree: `group_advantages(batch.heads)`, say.
+
+        Args:
+            values: float [B], one per tree.
+
+        Returns:
+            float32 [T]; 0.0 where nothing is trained.
+        """
+        per_token = np.repeat(values, np.diff(self.tree_offsets))
+        return np.where(self.loss_mask, per_token, 0).astype(np.float32)
+
+    def attention_mask(self) -> NDArray[np.bool_]:
+        """Returns which tokens each token sees: itself and those before it on its path.
+
+        Returns:
+            bool [T, T], row: the token that looks, column: what it sees. It is dense: T times T
+            bytes; kernels with block masks need only `node_index` and `parents`.
+        """
+        return path_mask(self.parents, self.node_index)
+
+    def _path(self, node: int) -> NDArray[np.int64]:
+        runs: list[NDArray[np.int64]] = []
+        while node >= 0:
+            runs.append(np.arange(self.node_offsets[node], self.node_offsets[node + 1]))
+            node = int(self.parents[node])
+        return np.concatenate(runs[::-1])
+
+
+def pack_trees(
+    sources: Iterable[SessionResult | Delivery],
+    *,
+    missing_reward: Handling = "refuse",
+    missing_logprobs: Handling = "refuse",
+    untrained: Literal["keep", "leave_out"] = "leave_out",
+) -> TreeBatch:
+    """Lays out the trees of sessions or deliveries one after the other, in their order.
+
+    Sessions whose place another attempt took are left out: SUPERSEDED. Sessions without a turn
+    have no tree.
+
+    Args:
+        sources: Sessions opened with `export="tree"`, or deliveries of them.
+        missing_reward: For sessions without any reward.
+        missing_logprobs: For trees with trained tokens that have no log-probability.
+        untrained: For trees of which no token is trained.
+
+    Raises:
+        MissingRewardError: Under "refuse"; names the session.
+        MissingLogprobsError: Under "refuse"; names the session.
+        InvalidFieldError: A session was not exported as a tree.
+    """
+    kept: list[tuple[SessionResult, TrajectoryTree]] = []
+    left_out: list[LeftOut] = []
+    for session, tree in _trees(sources):
+        name = session.session_id
+        if session.superseded:
+            left_out.append(_left(name, tree, "SUPERSEDED"))
+        elif untrained == "leave_out" and not tree.loss_mask.any():
+            left_out.append(_left(name, tree, "UNTRAINED"))
+        elif session.reward is None and not _rewarded(tree).any():
+            missing = MissingRewardError(name, name, kind="tree of session")
+            left_out.append(_refuse_or_leave(name, tree, missing, missing_reward))
+        elif _lacks_logprobs(tree):
+            unknown = MissingLogprobsError(name, kind="tree of session")
+            left_out.append(_refuse_or_leave(name, tree, unknown, missing_logprobs))
+        else:
+            kept.append((session, tree))
+    return _lay_out(kept, tuple(left_out))
+
+
+def _lay_out(
+    kept: list[tuple[SessionResult, TrajectoryTree]], left_out: tuple[LeftOut, ...]
+) -> TreeBatch:
+    trees = [tree for _, tree in kept]
+    rewards = [_token_rewards(tree) for tree in trees]
+    first_node = _offsets([len(tree.parents) for tree in trees])
+    tokens_of_nodes = [node.end - node.start for tree in trees for node in tree.nodes]
+    token_ids = _joined([tree.token_ids for tree in trees], np.int64)
+    totals = [
+        (session.reward or 0.0) + float(earned.sum(dtype=np.float64))
+        for (session, _), earned in zip(kept, rewards, strict=True)
+    ]
+    return TreeBatch(
+        token_ids=token_ids,
+        position_ids=_joined([tree.position_ids for tree in trees], np.int64),
+        node_index=_joined(
+            [tree.node_index + first for tree, first in zip(trees, first_node, strict=False)],
+            np.int64,
+        ),
+        loss_mask=_joined([tree.loss_mask for tree in trees], np.bool_),
+        logprobs=_joined([tree.logprobs for tree in trees], np.float32),
+        policy_versions=_joined([tree.policy_versions for tree in trees], np.int64),
+        rewards=_joined(rewards, np.float32),
+        advantages=np.zeros(len(token_ids), np.float32),
+        parents=_joined(
+            [
+                np.where(tree.parents < 0, -1, tree.parents + first)
+                for tree, first in zip(trees, first_node, strict=False)
+            ],
+            np.int64,
+        ),
+        turn_rewards=_joined([tree.turn_rewards for tree in trees], np.float32),
+        node_offsets=_offsets(tokens_of_nodes),
+        tree_offsets=_offsets([len(tree.token_ids) for tree in trees]),
+        heads=tree_heads_of(kept, totals),
+        left_out=left_out,
+    )
+
+
+def _trees(
+    sources: Iterable[SessionResult | Delivery],
+) -> Iterator[tuple[SessionResult, TrajectoryTree]]:
+    """Yields the sessions with a turn, and their trees."""
+    for session in sessions_of(sources):
+        if not session.turns:
+            continue
+        if session.tree is None:
+            raise InvalidFieldError(
+                "tree",
+                f"session {session.session_id} has turns and no tree; "
+                'open sessions with export="tree", or take rows_of',
+            )
+        yield session, session.tree
+
+
+def _left(session_id: str, tree: TrajectoryTree, reason: str) -> LeftOut:
+    return LeftOut(session_id, reason, int(tree.loss_mask.sum()))
+
+
+def _refuse_or_leave(
+    session_id: str, tree: TrajectoryTree, error: RollmeshError, handling: Handling
+) -> LeftOut:
+    if handling == "refuse":
+        raise error
+    return _left(session_id, tree, error.reason)
+
+
+def _rewarded(tree: TrajectoryTree) -> NDArray[np.bool_]:
+    """Returns bool [M]: the trained turns with a reward of their own."""
+    trained = np.array([node.trained for node in tree.nodes], np.bool_)
+    rewarded: NDArray[np.bool_] = trained & np.isfinite(tree.turn_rewards)
+    return rewarded
+
+
+def _token_rewards(tree: TrajectoryTree) -> NDArray[np.float32]:
+    rewards = np.zeros(len(tree.token_ids), np.float32)
+    for at in np.flatnonzero(_rewarded(tree)):
+        rewards[tree.nodes[at].end - 1] = tree.turn_rewards[at]
+    return rewards
+
+
+def _lacks_logprobs(tree: TrajectoryTree) -> bool:
+    missing = types_pb2.FIDELITY_REASON_MISSING_LOGPROBS
+    return any(node.trained and missing in node.reasons for node in tree.nodes)
+
+
+def _offsets(sizes: list[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _joined(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    joined: NDArray[Any] = np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)
+    return joined

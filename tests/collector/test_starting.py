@@ -1,0 +1,53 @@
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from rollmesh.collector.servicer import CollectorServicer
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import StartingError
+from rollmesh.runtime.interceptors import RpcInterceptor
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+from tests.collector.collectors import SESSION, TIMEOUT_S
+from tests.collector.records import record
+
+EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
+REWARDS = types_pb2.SessionRewards(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [
+        pytest.param("Ingest", pb.IngestRequest(session=record("a")), id="Ingest"),
+        pytest.param(
+            "SetRewards",
+            pb.SetRewardsRequest(session_id="a", rewards=REWARDS, request_id="r"),
+            id="SetRewards",
+        ),
+        pytest.param("Seek", pb.SeekRequest(consumer="c", position=EARLIEST), id="Seek"),
+        pytest.param("DropConsumer", pb.DropConsumerRequest(consumer="c"), id="DropConsumer"),
+        pytest.param("ListFiltered", pb.ListFilteredRequest(consumer="c"), id="ListFiltered"),
+        pytest.param("ListOpenGroups", pb.ListOpenGroupsRequest(), id="ListOpenGroups"),
+        pytest.param("GetStats", pb.GetStatsRequest(), id="GetStats"),
+        pytest.param("ReadSessions", pb.ReadSessionsRequest(), id="ReadSessions"),
+        pytest.param("Subscribe", None, id="Subscribe"),
+    ],
+)
+async def test_a_call_before_the_store_is_open_is_told_to_come_again(
+    method: str, request_: Any
+) -> None:
+    server = grpc.aio.server(interceptors=[RpcInterceptor()])
+    collector_pb2_grpc.add_CollectorServiceServicer_to_server(CollectorServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    hello = pb.SubscribeRequest(hello=pb.SubscribeHello(consumer="c", unit=SESSION))
+    try:
+        async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(TIMEOUT_S):
+            stub = collector_pb2_grpc.CollectorServiceStub(channel)
+            call = getattr(stub, method)(iter([hello]) if request_ is None else request_)
+            with pytest.raises(StartingError) as refused, typed_errors():
+                await (call if isinstance(call, grpc.aio.UnaryUnaryCall) else call.read())
+            assert refused.value.retry_delay_ms
+    finally:
+        await server.stop(0)
