@@ -34,7 +34,7 @@ _QUESTIONS = [task.question for step in range(_PLAN.steps) for task in _PLAN.tas
 _STALE, _MIXED = _QUESTIONS[1], _QUESTIONS[3]
 # The version of the policy that each waits for, before its first and before its second turn.
 _WAITS = {
-    **{question: (2, 0) for question in _QUESTIONS[5:]},
+    **dict.fromkeys(_QUESTIONS[5:], (2, 0)),
     _STALE: (0, _MAX_LAG + 1),
     _MIXED: (0, 1),
 }
