@@ -1,126 +1,27 @@
 """The SDK without async: the same client, run on an event loop in a thread of its own."""
 
-import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from rollmesh.client import client as async_client
 from rollmesh.client.client import MeshAddresses, Session
 from rollmesh.client.delivery import Subscription as AsyncSubscription
 from rollmesh.client.groups import GroupOutcome
+from rollmesh.client.loop_thread import LoopThread
 from rollmesh.client.rollout import Rollout as AsyncRollout, Samples, rollout, rollout_groups
 from rollmesh.client.summary import RolloutSummary
 from rollmesh.client.trajectories import Delivery
 from rollmesh.client.transcripts import Transcript
 from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2
 
-_Result = TypeVar("_Result")
-_END_S = 60.0
-
-
-class _LoopThread:
-    """An event loop that runs in a thread until it is closed."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="rollmesh-client", daemon=True
-        )
-        self._thread.start()
-
-    def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Calls a function on the loop, soon."""
-        self._loop.call_soon_threadsafe(function, *arguments)
-
-    def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        ended = threading.Event()
-
-        async def held() -> _Result:
-            try:
-                return await work
-            finally:
-                ended.set()
-
-        future = asyncio.run_coroutine_threadsafe(held(), self._loop)
-        try:
-            return future.result()
-        except BaseException:  # Ctrl-C here ends the work there, in order: sessions are closed
-            future.cancel()
-            ended.wait(_END_S)
-            raise
-
-    @contextmanager
-    def entered(self, scope: AbstractAsyncContextManager[_Result]) -> Iterator[_Result]:
-        """Holds an async context open on the loop, in one task from its entry to its exit."""
-        loop = self._loop
-        entry: asyncio.Future[_Result] = self.run(_future())
-        leave: asyncio.Future[BaseException | None] = self.run(_future())
-        holding = asyncio.run_coroutine_threadsafe(_hold(scope, entry, leave), loop)
-        try:
-            value = self.run(_await(entry))
-        except BaseException:
-            holding.cancel()
-            raise
-        try:
-            yield value
-        except BaseException as error:
-            loop.call_soon_threadsafe(leave.set_result, error)
-            self._end(holding.result, error)
-            raise
-        loop.call_soon_threadsafe(leave.set_result, None)
-        holding.result()
-
-    @staticmethod
-    def _end(result: Any, error: BaseException) -> None:
-        """Waits for the exit; the error that caused it is the caller's to raise again."""
-        try:
-            result()
-        except BaseException as raised:
-            if raised is not error:
-                raise
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
-
-
-async def _future() -> asyncio.Future[Any]:
-    return asyncio.get_running_loop().create_future()
-
-
-async def _await(future: asyncio.Future[_Result]) -> _Result:
-    return await future
-
-
-async def _hold(
-    scope: AbstractAsyncContextManager[_Result],
-    entry: asyncio.Future[_Result],
-    leave: asyncio.Future[BaseException | None],
-) -> None:
-    """Enters a context, waits to leave it, and leaves it, with an error where there is one."""
-    try:
-        value = await scope.__aenter__()
-    except Exception as error:  # noqa: BLE001 - the edge of the thread: the caller gets it
-        entry.set_exception(error)
-        return
-    entry.set_result(value)
-    cause = await leave
-    if cause is None:
-        await scope.__aexit__(None, None, None)
-    elif not await scope.__aexit__(type(cause), cause, cause.__traceback__):
-        raise cause
-
 
 class Subscription:
     """Deliveries of a consumer; see `rollmesh.client.Subscription`."""
 
-    def __init__(self, inner: AsyncSubscription, thread: _LoopThread) -> None:
+    def __init__(self, inner: AsyncSubscription, thread: LoopThread) -> None:
         """Made by `Client.subscribe`."""
         self._inner = inner
         self._thread = thread
@@ -149,7 +50,7 @@ class Subscription:
 class Rollout:
     """A running rollout: iterates over its groups; see `rollmesh.client.Rollout`."""
 
-    def __init__(self, inner: AsyncRollout, thread: _LoopThread) -> None:
+    def __init__(self, inner: AsyncRollout, thread: LoopThread) -> None:
         """Made by `Client.rollout_groups`."""
         self._inner = inner
         self._thread = thread
@@ -180,7 +81,7 @@ class Client(AbstractContextManager["Client"]):
     def __init__(self, addresses: MeshAddresses) -> None:
         """Takes the addresses and starts the thread; leaving the context ends it."""
         self._inner = async_client.Client(addresses)
-        self._thread = _LoopThread()
+        self._thread = LoopThread()
 
     def __exit__(
         self,
