@@ -5,7 +5,8 @@
 Both are the examples as they are, `examples.grpo_sync` and `examples.grpo_async`: the same policies
 to begin with (one for each seed, kept in the folder for the next run), the same questions, the same
 number of steps and of trained samples, a fresh mesh for each. They take turns, and every other
-seed begins with the other one. Making policies and starting meshes is not timed.
+seed begins with the other one. Making policies and starting meshes is not timed. All of it once
+with the examples' calculator, and once with tools that take time; figures of these end in `_tools`.
 
 The last line of the output is one JSON object.
 """
@@ -36,21 +37,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--tool-seconds", type=float, default=1.0, help="0: only the calculator")
     parser.add_argument("--folder", type=Path, default=Path("var/bench-async"))
     options = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder: Path = options.folder.absolute()
     print(f"{os.cpu_count()} cores, load average before the run {os.getloadavg()[0]:.1f}")
+    figures = _compare(folder, options.seeds, options.steps, 0.0)
+    if options.tool_seconds:
+        slow = _compare(folder, options.seeds, options.steps, options.tool_seconds)
+        figures |= {f"{name}_tools": value for name, value in slow.items()}
+        figures["tool_seconds"] = options.tool_seconds
+    print(json.dumps(figures))
+    return 0
+
+
+def _compare(folder: Path, seeds: int, steps: int, tool_s: float) -> dict[str, float]:
     runs: dict[str, list[Any]] = {name: [] for name in _LOOPS}
-    for seed in range(options.seeds):
+    for seed in range(seeds):
         policy = _policy(folder / f"policy-{seed}", seed)
+        plan = Plan(seed=seed, steps=steps, tool_s=tool_s)
         for name in sorted(_LOOPS, reverse=seed % 2 == 0):
-            run = _run(name, folder / name, policy, Plan(seed=seed, steps=options.steps))
-            runs[name].append(run)
+            runs[name].append(_run(name, folder / name, policy, plan))
     lags = sum((run.lags for run in runs["async"]), start=grpo_async.AsyncRun().lags)
     print(grpo_async.histogram(lags))
-    print(json.dumps(_figures(runs, max(lags))))
-    return 0
+    return _figures(runs, max(lags))
 
 
 def _policy(path: Path, seed: int) -> Path:
@@ -65,7 +76,8 @@ def _run(name: str, folder: Path, policy: Path, plan: Plan) -> Any:
     folder.mkdir(parents=True)
     run = asyncio.run(in_a_mesh(_LOOPS[name], folder, policy, plan))
     load = os.getloadavg()[0]
-    print(f"seed {plan.seed} {name}: {run.result()}, load average {load:.1f}", flush=True)
+    said = f"seed {plan.seed} {name}, tools of {plan.tool_s} s"
+    print(f"{said}: {run.result()}, load average {load:.1f}", flush=True)
     print("  reward", " ".join(f"{value:.2f}" for value in run.rewards), flush=True)
     return run
 

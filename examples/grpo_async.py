@@ -99,8 +99,8 @@ async def train(
 ) -> AsyncRun:
     """Trains while agents run; no trained token is more than `max_lag` versions old."""
     torch.set_num_threads(1)  # the engine has the other cores
-    trainer, run, started = plan.trainer(model), AsyncRun(), time.monotonic()
-    ahead = Ahead(plan, max_lag)
+    trainer, tool_times = plan.trainer(model), plan.tool_times()
+    run, ahead, started = AsyncRun(), Ahead(plan, max_lag), time.monotonic()
     options = SubscribeOptions(
         filter=collector_pb2.DeliveryFilter(max_policy_lag=max_lag), policy_version=0
     )
@@ -112,7 +112,7 @@ async def train(
         rollout_groups(
             client,
             ahead.tasks(plan),
-            runner=Agents(openai, run.audit),
+            runner=Agents(openai, run.audit, tool_times),
             n=plan.samples,
             concurrency=plan.concurrency,
             timeout_s=AGENT_TIMEOUT_S,

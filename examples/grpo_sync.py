@@ -30,7 +30,8 @@ from rollmesh.client import Client, Delivery, MeshAddresses, Subscription, rollo
 async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep) -> Run:
     """Trains on what the newest policy sampled, and on nothing else."""
     torch.set_num_threads(2)  # nothing else works while the trainer does
-    trainer, run, started = plan.trainer(model), Run(), time.monotonic()
+    trainer, tool_times = plan.trainer(model), plan.tool_times()
+    run, started = Run(), time.monotonic()
     async with (
         Client(addresses) as client,
         client.subscribe("trainer", unit="group", credits=plan.groups) as groups,
@@ -40,7 +41,7 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
             summary = await rollout(
                 client,
                 plan.tasks(step),
-                runner=Agents(openai, run.audit),
+                runner=Agents(openai, run.audit, tool_times),
                 n=plan.samples,
                 concurrency=plan.concurrency,
                 timeout_s=AGENT_TIMEOUT_S,

@@ -1,5 +1,6 @@
 """The demo's agent: written against the `openai` package and nothing else."""
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,8 @@ class Attempt:
     """Id of every answer it got."""
 
 
-async def ask(client: AsyncOpenAI, question: str) -> Attempt:
-    """Asks, runs the tools the model calls, and returns what came of it."""
+async def ask(client: AsyncOpenAI, question: str, tool_s: float = 0.0) -> Attempt:
+    """Asks, runs the tools the model calls, each for `tool_s`, and returns what came of it."""
     attempt = Attempt()
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM_PROMPT},
@@ -42,6 +43,7 @@ async def ask(client: AsyncOpenAI, question: str) -> Attempt:
             if call.type != "function":
                 continue
             attempt.calls.append((call.function.name, call.function.arguments))
+            await asyncio.sleep(tool_s)
             result = run_tool(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return attempt

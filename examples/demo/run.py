@@ -4,9 +4,10 @@ import argparse
 import asyncio
 import json
 import logging
+import random
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -40,10 +41,18 @@ class Plan:
     """Most sessions at once."""
     rate: float = 4e-4
     warm_up: int = 4
+    tool_s: float = 0.0
+    """Mean time of a session's tools, seconds: a calculator is quick, what agents use is not."""
 
     def tasks(self, step: int) -> list[Task]:
         """Returns the questions of a step."""
         return make_tasks(self.groups, self.seed * 100_000 + 1000 + step)
+
+    def tool_times(self) -> Iterator[float]:
+        """Yields how long the tools of each session take: mostly less than the mean, a few long."""
+        dice = random.Random(self.seed)
+        while True:
+            yield dice.expovariate(1 / self.tool_s) if self.tool_s else 0.0
 
     def trainer(self, model: Path) -> Trainer:
         """Loads the policy that is trained."""
@@ -88,11 +97,13 @@ class Agents:
 
     openai: AsyncOpenAI
     audit: Audit
+    tool_times: Iterator[float]
+    """How long the tools of each further session take, seconds."""
 
     async def __call__(self, task: Task, session: Session) -> float:
         """Runs one session; returns its reward."""
         client = self.openai.with_options(base_url=session.base_url, api_key=session.api_key)
-        attempt = await ask(client, task.question)
+        attempt = await ask(client, task.question, next(self.tool_times))
         self.audit.answered.update(attempt.answer_ids)
         return reward(task, attempt.calls, attempt.answer)
 
@@ -123,6 +134,7 @@ def run_alone(train: "Train[_Ran]", description: str | None, folder: str) -> _Ra
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--tool-seconds", type=float, default=0.0)
     parser.add_argument("--folder", type=Path, default=Path(folder))
     options = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -130,7 +142,7 @@ def run_alone(train: "Train[_Ran]", description: str | None, folder: str) -> _Ra
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     make_policy(work / "policy", seed=options.seed)
-    plan = Plan(seed=options.seed, steps=options.steps)
+    plan = Plan(seed=options.seed, steps=options.steps, tool_s=options.tool_seconds)
     run = asyncio.run(in_a_mesh(train, work, work / "policy", plan))
     print(json.dumps(run.result()))
     return run

@@ -48,7 +48,7 @@ class _Agents:
         self._version = 0
         self._changed = asyncio.Condition()
 
-    async def ask(self, client: AsyncOpenAI, question: str) -> Attempt:
+    async def ask(self, client: AsyncOpenAI, question: str, _tool_s: float) -> Attempt:
         attempt = Attempt()
         messages: list[Any] = [{"role": "user", "content": question}]
         for version in self._waits.get(question, (0, 0)):
