@@ -111,3 +111,21 @@ async def until_answered(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield event
         if isinstance(event, Answered):
             return
+
+
+async def test_a_retry_that_comes_while_the_turn_is_committed_is_known_as_one(
+    mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldJournal(monkeypatch, "insert_turn")
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    async with asyncio.timeout(30):
+        lost = asyncio.ensure_future(answered(mesh, opened.session_id))
+        await held.reached.wait()
+        lost.cancel()
+        retry = asyncio.ensure_future(answered(mesh, opened.session_id))
+        (turn,) = mesh.gateway.session(opened.session_id).in_flight.values()
+        while turn.joins < 2:  # noqa: ASYNC110 - the gateway tells nobody
+            await asyncio.sleep(0)
+        held.may_go.set()
+        done = await retry
+    assert list(done.reasons) == [types_pb2.FIDELITY_REASON_RETRY_REPLAY]

@@ -300,6 +300,8 @@ class Gateway:
         """Owns one turn: whatever happens becomes its end."""
         try:
             answered = await self._runner.run(session, turn)
+            if turn.joins > 1:  # here, for a retry may have come while the turn was committed
+                await self._mark_replayed(session, answered.node)
             metrics.committed(answered.node)
             turn.end(answered)
             if not turn.subscribers:

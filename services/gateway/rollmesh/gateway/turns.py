@@ -161,8 +161,6 @@ class TurnRunner:
             reasons.add(Fidelity.STOP_STRING)
         if prepared.constraint is not None:
             reasons.add(Fidelity.CONSTRAINED)
-        if turn.joins > 1:
-            reasons.add(Fidelity.RETRY_REPLAY)
         return prepared, generation.answer.message(), sample, frozenset(reasons)
 
     def _heed_template(self, match: Match, frame: Frame, units: list[Unit]) -> Match:
