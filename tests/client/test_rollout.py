@@ -15,6 +15,7 @@ from rollmesh.client import (
     Retries,
     SampleOutcome,
     Session,
+    progress,
     register_runner,
     rollout,
     rollout_groups,
@@ -140,7 +141,7 @@ async def test_no_more_sessions_are_open_than_allowed(client: Client) -> None:
         running -= 1
         return 0.0
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         summary = await rollout(client, range(4), runner=run, n=3, concurrency=3)
     assert (summary.counts, most) == ({"COMPLETED": 12}, 3)
 
@@ -154,7 +155,7 @@ async def test_cancelling_a_rollout_closes_what_is_open_as_aborted(
         started.set()
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         running = group.create_task(rollout(client, [None], runner=run, n=1))
         await started.wait()
         running.cancel()
@@ -499,9 +500,11 @@ async def test_a_session_that_opens_while_the_rollout_is_cancelled_is_closed(
 async def test_progress_is_a_line_where_it_is_asked_for_and_nobody_looks(
     client: Client,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     wanted: Any,
     lines: int,
 ) -> None:
+    monkeypatch.setattr(progress, "_LINE_MS", 3_600_000)  # no line but the last
     await rollout(client, ["p"], runner=length, n=2, progress=wanted)
     written = capsys.readouterr().err.splitlines()
     assert len(written) == lines
