@@ -56,10 +56,10 @@ async def test_a_session_that_nobody_uses_is_closed_with_what_it_has(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with scripted_mesh(tmp_path, tokenizer_dir) as mesh:
-        await mesh.restart("gateway", session_idle_ms=200)
         async with mesh.client() as client:
             session = await client.open_session(gateway_pb2.CreateSessionRequest())
             await mesh.openai(session).chat.completions.create(model="policy", messages=ASK)
+            await mesh.restart("gateway", session_idle_ms=200)  # it is used no more
             result = await delivered(client)
     assert (result.session_id, result.outcome) == (session.session_id, "ABORTED")
     assert result.metadata["closed_by"] == "idle"
