@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2
 
 _Result = TypeVar("_Result")
 _END_S = 60.0
+_LOOK_S = 0.2
 
 
 class _LoopThread:
@@ -37,21 +39,31 @@ class _LoopThread:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        ended = threading.Event()
+        """Runs work on the loop; Ctrl-C here ends it there, in order: sessions are closed."""
+        ended, begun = threading.Event(), list[asyncio.Task[_Result]]()
 
-        async def held() -> _Result:
-            try:
-                return await work
-            finally:
+        def begin() -> None:
+            begun.append(self._loop.create_task(work))
+            begun[0].add_done_callback(lambda _: ended.set())
+
+        def end() -> None:
+            if begun:
+                begun[0].cancel()
+            else:
+                work.close()
                 ended.set()
 
-        future = asyncio.run_coroutine_threadsafe(held(), self._loop)
         try:
-            return future.result()
-        except BaseException:  # Ctrl-C here ends the work there, in order: sessions are closed
-            future.cancel()
+            self.call(begin)
+            while not ended.wait(_LOOK_S):  # a signal that comes as a wait begins does not cut it
+                pass
+        except BaseException:
+            self.call(end)
             ended.wait(_END_S)
             raise
+        if begun[0].cancelled():
+            raise CancelledError
+        return begun[0].result()
 
     @contextmanager
     def entered(self, scope: AbstractAsyncContextManager[_Result]) -> Iterator[_Result]:
