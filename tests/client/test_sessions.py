@@ -193,7 +193,7 @@ async def test_a_block_that_ends_well_may_wait_for_its_rewards(
             if not ends_well:
                 raise ValueError("no")
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         (result,) = await asyncio.gather(asyncio.to_thread(work), return_exceptions=True)
     assert isinstance(result, ValueError) != ends_well
     (closed,) = gateway.closed

@@ -26,7 +26,7 @@ from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "f"}}]).encode()
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 PASSING = {"ENGINE_LOST", "ENGINE_DEAD", "GENERATION_ABORTED", "SHUTTING_DOWN", "REMOTE"}
 PASSING |= {"NO_ENGINE", "STORE_FAILED", "STARTING"}
 MODES = dict(zip(ExportMode, gateway_pb2.ExportMode.values()[1:], strict=True))

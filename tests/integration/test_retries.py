@@ -149,7 +149,7 @@ async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_as
         agent = mesh.openai(session)
         async with await ask(agent, stream=True) as stream:
             await anext(aiter(stream))  # and leaves in the middle
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (await turns(mesh, session.session_id)):
                 continue
         if comes_back:

@@ -214,7 +214,7 @@ async def test_comments_fill_the_silence_and_the_sdk_skips_them(gateway: Scripte
     seen = asyncio.Event()
     gateway.script = waiting(seen.wait, [], [text("late"), done("late")])
     body = {"messages": ASK, "model": "m", "stream": True}
-    async with asyncio.timeout(20), serving(gateway) as address:
+    async with asyncio.timeout(60), serving(gateway) as address:
         config = SidecarConfig(gateway=address, keep_alive_ms=50)
         async with sidecar_of(config) as url:
             base = f"{url}/sessions/{SESSION}/v1"
