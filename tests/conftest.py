@@ -10,9 +10,11 @@ from rollmesh.gateway.tokenizer import Tokenizer
 from tests.meshes import Mesh, scripted_mesh
 from tests.models import make_model_dir, make_tokenizer_dir
 
-settings.register_profile(
-    "default", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+# A change is judged by the same examples wherever it is tested. Others are looked for by hand:
+# `pytest --hypothesis-profile=search`, as often as one likes.
+_ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", _ANY_MACHINE, max_examples=600, derandomize=False)
+settings.register_profile("default", _ANY_MACHINE, max_examples=60, derandomize=True)
 settings.load_profile("default")
 
 

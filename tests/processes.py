@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -55,6 +56,18 @@ class ServiceProcess:
         with suppress(ProcessLookupError):
             self._process.terminate()
         return await self.exit_code()
+
+
+def reserved_port() -> socket.socket:
+    """Holds a free port of this machine until it is closed.
+
+    Who sets SO_REUSEADDR, as servers do, may listen there; nobody else is given it meanwhile, and
+    a client that asks there between two servers is refused and does not meet itself.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.client import Client, Limits, Session, rollout
+from rollmesh.client import Client, Session, rollout
 from rollmesh.client.runners.commands import CommandError, CommandRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
@@ -25,14 +26,14 @@ def python(code: str, *arguments: str, **settings: Any) -> CommandRunner:
 
 async def appears(path: Path) -> str:
     """Waits until a file has a whole line."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (path.exists() and path.read_text().endswith("\n")):  # noqa: ASYNC110 - a file
             await asyncio.sleep(0.01)
     return path.read_text().strip()
 
 
 async def gone(*pids: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 - the kernel's doing
             await asyncio.sleep(0.01)
 
@@ -123,9 +124,14 @@ for _ in range(2000):
     sys.stdout.write("x" * 10_000 + "\\n"); sys.stderr.write("y" * 10_000)
 print("0.25")
 """
-    before = psutil.Process().memory_info().rss
-    assert await python(code)(None, SESSION) == 0.25
-    assert psutil.Process().memory_info().rss - before < 15_000_000  # of 40 MB
+    runner = python(code)
+    tracemalloc.start()
+    try:
+        assert await runner(None, SESSION) == 0.25
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 15_000_000  # of 40 MB
 
 
 FAMILY = """
@@ -135,7 +141,7 @@ with open({path!r}, "w") as file:
     file.write(f"{{os.getpid()}} {{child.pid}}\\n")
 {then}
 """
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 
 
 def family(path: Path, then: str, child: str = DEAF, **settings: Any) -> CommandRunner:
@@ -153,36 +159,45 @@ async def test_a_process_outside_of_the_group_that_holds_the_output_is_not_waite
 ) -> None:
     path = tmp_path / "pids"
     then = "while os.getpgid(child.pid) == os.getpgid(0): time.sleep(0.01)\nprint('1.0')"
-    leaves = "import os, time; os.setsid(); time.sleep(600)"
-    async with asyncio.timeout(20):
+    leaves = "import os, signal; os.setsid(); signal.pause()"
+    async with asyncio.timeout(60):
         assert await family(path, then, child=leaves)(None, SESSION) == 1.0
     _, escaped = map(int, path.read_text().split())
     os.kill(escaped, signal.SIGKILL)
 
 
-async def test_an_agent_over_its_time_is_asked_to_end_then_killed_with_its_children(
-    gateway: ScriptedGateway, client: Client, tmp_path: Path
+async def test_an_agent_that_is_to_end_is_asked_first_then_killed_with_its_children(
+    tmp_path: Path,
 ) -> None:
-    path, asked = tmp_path / "pids", tmp_path / "asked"
+    path, listens, asked = (tmp_path / name for name in ("pids", "listens", "asked"))
     then = f"""
 def end(*_):
     with open({str(asked)!r}, "w") as file:
         file.write("asked\\n")
 signal.signal(signal.SIGTERM, end)
+with open({str(listens)!r}, "w") as file:
+    file.write("listens\\n")
 while True:
-    time.sleep(600)
+    signal.pause()
 """
-    summary = await rollout(
-        client,
-        [None],
-        runner=family(path, then, grace_s=600),
-        n=1,
-        timeout_s=4,
-        limits=Limits(grace_s=1),
-    )
-    assert (summary.counts, summary.errors) == ({"ABORTED": 1}, {"AgentTimeLimitError": 1})
-    assert asked.exists()
+    runner = family(path, then, grace_s=600)
+    running = asyncio.ensure_future(runner(None, SESSION))
+    await appears(listens)
+    running.cancel()
+    await appears(asked)
+    assert not running.done()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     await gone(*map(int, path.read_text().split()))
+
+
+async def test_an_agent_over_its_time_is_ended_and_its_session_aborted(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    runner = python("import signal; signal.pause()")
+    summary = await rollout(client, [None], runner=runner, n=1, timeout_s=0.1)
+    assert (summary.counts, summary.errors) == ({"ABORTED": 1}, {"AgentTimeLimitError": 1})
     assert gateway.closed[0].outcome == types_pb2.SESSION_OUTCOME_ABORTED
 
 
@@ -199,7 +214,7 @@ async def test_a_killed_agent_fails_its_own_session_alone_and_leaves_nothing(
     tmp_path: Path,
     choose: Callable[[list[int]], list[int]],
 ) -> None:
-    waits = family(tmp_path / "victim", "time.sleep(600)")
+    waits = family(tmp_path / "victim", "signal.pause()")
     quick = python("print('1.0')")
 
     async def run(sample: str, session: Session) -> Any:
@@ -219,7 +234,7 @@ async def test_a_killed_agent_fails_its_own_session_alone_and_leaves_nothing(
 async def test_a_cancelled_rollout_leaves_no_process_and_no_open_session(
     gateway: ScriptedGateway, client: Client, tmp_path: Path
 ) -> None:
-    runner = family(tmp_path / "pids", "time.sleep(600)")
+    runner = family(tmp_path / "pids", "signal.pause()")
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(rollout(client, [None], runner=runner, n=1))
         pids = (await appears(tmp_path / "pids")).split()

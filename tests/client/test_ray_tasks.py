@@ -2,7 +2,6 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import psutil
 import pytest
 import ray
 
-from rollmesh.client import Client, Limits, Rewards, Session, rollout
+from rollmesh.client import Client, Rewards, Session, rollout
 from rollmesh.client.runners.ray_tasks import RayRunner
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from tests.client.test_commands import appears
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
 SESSION = Session("5e55", "rmk-secret", "http://127.0.0.1:1/sessions/5e55/v1")
@@ -81,35 +80,38 @@ async def test_a_task_that_fails_and_one_whose_worker_is_killed_leave_the_others
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
-    ("deaf", "worker_lives"),
+    "deaf",
     [
-        pytest.param((), True, id="an agent that ends"),
-        pytest.param((KeyboardInterrupt,), False, id="one that goes on"),
+        pytest.param(False, id="an agent that ends"),
+        pytest.param(True, id="one that goes on"),
     ],
 )
-async def test_a_task_over_its_time_is_interrupted_and_its_worker_killed_where_that_is_not_enough(
-    gateway: ScriptedGateway,
-    client: Client,
+async def test_a_task_that_is_to_end_is_interrupted_and_its_worker_killed_where_it_goes_on(
     tmp_path: Path,
-    deaf: tuple[type[BaseException], ...],
-    worker_lives: bool,  # noqa: FBT001 - a parameter of the table
+    deaf: bool,  # noqa: FBT001 - a parameter of the table
 ) -> None:
-    path = tmp_path / "pid"
+    begun, interrupted = tmp_path / "begun", tmp_path / "interrupted"
 
     def agent(sample: Any) -> None:
-        path.write_text(str(os.getpid()))
+        begun.write_text(f"{os.getpid()}\n")
         while True:
-            with suppress(*deaf):
+            try:
                 time.sleep(0.01)  # Ray interrupts between two system calls
+            except KeyboardInterrupt:
+                interrupted.write_text("interrupted\n")
+                if not deaf:
+                    raise
 
-    limits = Limits(grace_s=2)
     async with asyncio.timeout(100):
-        summary = await rollout(
-            client, [None], runner=runner(agent), n=1, timeout_s=3, limits=limits
-        )
-        pid = int(path.read_text())
-        while not worker_lives and psutil.pid_exists(pid):  # noqa: ASYNC110 - Ray's doing
+        running = asyncio.ensure_future(runner(agent, grace_s=600)(None, SESSION))
+        pid = int(await appears(begun))
+        running.cancel()
+        await appears(interrupted)
+        if deaf:
+            assert not running.done()
+            running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        while deaf and psutil.pid_exists(pid):  # noqa: ASYNC110 - Ray's doing
             await asyncio.sleep(0.01)
-    assert psutil.pid_exists(pid) == worker_lives
-    assert summary.errors == {"AgentTimeLimitError": 1}
-    assert [closed.outcome for closed in gateway.closed] == [types_pb2.SESSION_OUTCOME_ABORTED]
+    assert psutil.pid_exists(pid) != deaf

@@ -2,7 +2,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ import pytest
 from rollmesh.client import Client, Limits, Retries, Session, rollout
 from rollmesh.client.runners.remote import RemoteAgentError, RemoteAgentLostError, RemoteRunner
 from rollmesh.v1 import types_pb2
+from tests.processes import reserved_port
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
 SESSION = Session("5e55", "rmk-secret", "http://127.0.0.1:1/sessions/5e55/v1")
@@ -25,9 +25,8 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self._reserved = reserved_port()
+        self.port = self._reserved.getsockname()[1]
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -46,6 +45,10 @@ class Server:
         if self._process is not None and self._process.returncode is None:
             os.kill(self._process.pid, signal.SIGKILL)
         await self.ended()
+
+    async def close(self) -> None:
+        await self.kill()
+        self._reserved.close()
 
     async def ended(self) -> None:
         if self._process is not None:
@@ -66,7 +69,7 @@ class Server:
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     server = Server(tmp_path)
     yield server
-    await server.kill()
+    await server.close()
 
 
 @asynccontextmanager
@@ -182,15 +185,15 @@ async def _error_of(work: Any) -> Exception | None:
     return None
 
 
-async def test_a_run_over_its_time_is_cancelled_on_the_server(
+async def test_a_run_that_is_to_end_is_cancelled_on_the_server(
     server: Server, gateway: ScriptedGateway, client: Client, tmp_path: Path
 ) -> None:
     await server.start()
-    async with running(server) as runner:
+    async with running(server) as runner, asyncio.TaskGroup() as tasks:
         sample = {"wait_for": str(tmp_path / "never")}
-        summary = await rollout(
-            client, [sample], runner=runner, n=1, timeout_s=1, limits=Limits(grace_s=10)
-        )
-    assert summary.errors == {"AgentTimeLimitError": 1}
+        limits = Limits(grace_s=60)
+        rolling = tasks.create_task(rollout(client, [sample], runner=runner, n=1, limits=limits))
+        await server.logged("began")
+        rolling.cancel()
     assert gateway.closed[0].outcome == types_pb2.SESSION_OUTCOME_ABORTED
     await server.logged("cancelled")

@@ -68,43 +68,52 @@ async def test_an_asynchronous_reward_function_runs_on_the_loop(client: Client) 
 
 
 async def test_no_more_threads_score_at_once_than_allowed() -> None:
-    release = threading.Event()
+    running, most, counting = 0, 0, threading.Lock()
+    two = threading.Barrier(2, timeout=60)
 
     def reward(episode: Any) -> float:
-        release.wait(20)
+        nonlocal running, most
+        with counting:
+            running += 1
+            most = max(most, running)
+        two.wait()  # passes only when two score at a time
+        with counting:
+            running -= 1
         return 1.0
 
-    def threads() -> int:
-        return sum(thread.name == "rollmesh-reward" for thread in threading.enumerate())
-
-    before = threads()
-    scorer, empty = Scorer(reward, timeout_s=20, threads=2), gateway_pb2.GetSessionResponse()
+    scorer, empty = Scorer(reward, timeout_s=60, threads=2), gateway_pb2.GetSessionResponse()
     episode = Episode("q", Session("s", "", ""), None, Transcript.from_proto(empty))
     async with asyncio.TaskGroup() as tasks:
         scores = [tasks.create_task(scorer(episode)) for _ in range(6)]
-        for _ in range(10):
-            await asyncio.sleep(0)  # each task has gone as far as it may
-        assert threads() - before == 2
-        release.set()
     assert [score.result() for score in scores] == [1.0] * 6
+    assert most == 2
+
+
+async def test_a_reward_function_that_hangs_in_its_thread_is_given_up(client: Client) -> None:
+    release = threading.Event()
+
+    def reward(episode: Any) -> float:
+        release.wait()
+        return 1.0
+
+    try:
+        outcome = await score(client, reward, limits=Limits(reward_s=0.05))
+    finally:
+        release.set()
+    assert (outcome.outcome, outcome.error_type) == ("FAILED", "RewardTimeLimitError")
 
 
 async def test_a_reward_function_over_its_time_fails_its_session_alone(
     gateway: ScriptedGateway, client: Client
 ) -> None:
-    release = threading.Event()
-
-    def reward(episode: Any) -> float:
+    async def reward(episode: Any) -> float:
         if episode.session.session_id == "5e550001":
-            release.wait(20)
-        return 1.0
+            await asyncio.Event().wait()
+        return 1.0  # in one step: no machine is too slow for it
 
-    try:
-        summary = await rollout(
-            client, ["q"], runner=answer, n=3, reward=reward, limits=Limits(reward_s=0.3)
-        )
-    finally:
-        release.set()
+    summary = await rollout(
+        client, ["q"], runner=answer, n=3, reward=reward, limits=Limits(reward_s=0.05)
+    )
     assert summary.counts == {"COMPLETED": 2, "FAILED": 1}
     assert summary.errors == {"RewardTimeLimitError": 1}
     outcomes = [closed.outcome for closed in gateway.closed]

@@ -134,10 +134,12 @@ async def test_the_sync_client_does_the_same_without_a_loop(
 
 
 INTERRUPTED = """
-import asyncio, sys
+import _thread, asyncio, sys
 from rollmesh.client import MeshAddresses, sync
 
 async def agent(prompt, session):
+    if sys.argv[2] == "unseen":
+        _thread.interrupt_main()
     print("begun", flush=True)
     await asyncio.Event().wait()
 
@@ -150,7 +152,14 @@ with sync.Client(addresses) as client:
 """
 
 
-async def test_ctrl_c_in_the_sync_client_closes_its_sessions_first() -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("signal", id="a signal"),
+        pytest.param("unseen", id="one that came before the wait and did not cut it"),
+    ],
+)
+async def test_ctrl_c_in_the_sync_client_closes_its_sessions_first(how: str) -> None:
     gateway = ScriptedGateway()
     close = gateway.CloseSession
 
@@ -161,11 +170,12 @@ async def test_ctrl_c_in_the_sync_client_closes_its_sessions_first() -> None:
     gateway.CloseSession = slow  # type: ignore[method-assign]
     async with asyncio.timeout(60), serving(gateway) as address:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", INTERRUPTED, address, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", INTERRUPTED, address, how, stdout=asyncio.subprocess.PIPE
         )
         assert process.stdout is not None
         assert await process.stdout.readline() == b"begun\n"
-        process.send_signal(signal.SIGINT)
+        if how == "signal":
+            process.send_signal(signal.SIGINT)
         output, _ = await process.communicate()
         assert (process.returncode, output) == (0, b"interrupted\n")
         assert [closed.outcome for closed in gateway.closed] == [ABORTED]
@@ -183,7 +193,7 @@ async def test_a_block_that_ends_well_may_wait_for_its_rewards(
             if not ends_well:
                 raise ValueError("no")
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         (result,) = await asyncio.gather(asyncio.to_thread(work), return_exceptions=True)
     assert isinstance(result, ValueError) != ends_well
     (closed,) = gateway.closed

@@ -21,7 +21,7 @@ async def collector(tmp_path: Path) -> AsyncIterator[str]:
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             line = (await process.stdout.readline()).decode()
         yield f"127.0.0.1:{json.loads(line.removeprefix('READY '))['port']}"
     finally:
@@ -53,6 +53,6 @@ async def test_the_sync_client_reads_a_group_and_acknowledges_it(collector: str)
             rewards = [session.reward for session in delivery.sessions]
             return rewards, [consumer.acknowledged for consumer in consumers]
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         rewards, acknowledged = await asyncio.to_thread(work)
     assert (rewards, acknowledged) == ([0.0, 1.0], [1])

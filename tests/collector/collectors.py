@@ -13,7 +13,7 @@ from rollmesh.runtime.serving import Bound, serve
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.collector.records import record
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 SESSION = collector_pb2.DELIVERY_UNIT_SESSION
 GROUP = collector_pb2.DELIVERY_UNIT_GROUP
 

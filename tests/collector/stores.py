@@ -14,8 +14,10 @@ from rollmesh.collector.sqlite_store import SqliteStore
 from rollmesh.collector.store import Loaded, Retention, Settlement, Store, Unit
 from rollmesh.runtime.database import Database
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from tests.collector.records import record
 
 KEEP = Retention(settled_ms=10**12, max_bytes=2**30)
+MAIN_ONLY = pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN])
 
 
 @asynccontextmanager
@@ -98,3 +100,14 @@ class Reader:
 async def fill(store: Store, sessions: Sequence[types_pb2.SessionRecord], now_ms: int = 0) -> None:
     for session in sessions:
         assert not await store.ingest(session, now_ms)
+
+
+def group(name: str, *samples: int, size: int = 3) -> list[types_pb2.SessionRecord]:
+    return [record(f"{name}{at}", name, at, size) for at in samples]
+
+
+def auxiliary(session_id: str, **options: Any) -> types_pb2.SessionRecord:
+    """A session whose only trajectory is not of the main lineage."""
+    made = record(session_id, **options)
+    made.trajectories[0].lineage = types_pb2.LINEAGE_AUXILIARY
+    return made

@@ -22,7 +22,7 @@ async def ingest(collector: ServiceProcess, session: types_pb2.SessionRecord) ->
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
         with typed_errors():
             response = await stub.Ingest(
-                collector_pb2.IngestRequest(session=session), timeout=20, wait_for_ready=True
+                collector_pb2.IngestRequest(session=session), timeout=60, wait_for_ready=True
             )
     return response.duplicate
 
@@ -30,7 +30,7 @@ async def ingest(collector: ServiceProcess, session: types_pb2.SessionRecord) ->
 async def stats(collector: ServiceProcess) -> collector_pb2.GetStatsResponse:
     async with open_channel(collector.address) as channel:
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
-        return await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=20)
+        return await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=60)
 
 
 def subscribe(
@@ -40,7 +40,7 @@ def subscribe(
 
 
 async def take(subscription: Subscription, count: int) -> list[str]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return [(await anext(subscription)).delivery_id for _ in range(count)]
 
 
@@ -114,7 +114,7 @@ async def test_a_group_is_delivered_when_its_last_sample_is_in(collector: Servic
         await ingest(collector, record("alone"))
         assert await take(groups, 1) == ["alone"]
         await ingest(collector, record("s1", "g", 1, 3))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             delivery = await anext(groups)
     assert delivery.delivery_id == "g"
     assert [session.sample_index for session in delivery.sessions] == [0, 1, 2]
@@ -132,7 +132,7 @@ async def test_names_get_everything_and_streams_of_a_name_share(collector: Servi
         Subscription(collector.address, **settings) as left,  # type: ignore[arg-type]
         Subscription(collector.address, **settings) as right,  # type: ignore[arg-type]
     ):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             first = [await left._ready.get() for _ in range(4)]  # noqa: SLF001 - no new credits
             second = [await right._ready.get() for _ in range(4)]  # noqa: SLF001
     got = {delivery.delivery_id for delivery in (*first, *second)}  # type: ignore[union-attr]
@@ -155,10 +155,10 @@ async def test_what_was_not_acknowledged_comes_again_to_the_successor(
 ) -> None:
     for at in range(3):
         await ingest(collector, record(f"s{at}"))
-    async with subscribe(collector) as first, asyncio.timeout(20):
+    async with subscribe(collector) as first, asyncio.timeout(60):
         deliveries = [await anext(first) for _ in range(3)]
         await first.acknowledge(deliveries[1])
-    async with subscribe(collector) as second, asyncio.timeout(20):
+    async with subscribe(collector) as second, asyncio.timeout(60):
         again = [await anext(second) for _ in range(2)]
     assert [(d.delivery_id, d.attempt) for d in again] == [("s0", 2), ("s2", 2)]
 
@@ -169,7 +169,7 @@ async def test_a_lease_that_runs_out_is_given_to_another_stream(collector: Servi
         Subscription(collector.address, consumer="t", unit="session", lease_ms=200) as slow,
         Subscription(collector.address, consumer="t", unit="session", lease_ms=200) as other,
     ):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             done, pending = await asyncio.wait(
                 [asyncio.ensure_future(anext(one)) for one in (slow, other)]
             )
@@ -201,14 +201,14 @@ async def test_consumers_resume_at_a_restarted_collector(tmp_path: Path) -> None
         for at in range(4):
             await ingest(first, record(f"s{at}"))
         async with subscribe(first) as subscription:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 held = [await anext(subscription) for _ in range(2)]
                 await subscription.acknowledge(held[0])
             await first.kill()
             async with running("collector", tmp_path, port=first.port, **flags) as second:
                 await ingest(second, record("s4"))
                 assert await take(subscription, 3) == ["s2", "s3", "s4"]  # s1 is held: not again
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await subscription.acknowledge(held[1])
     async with (
         running("collector", tmp_path, port=0, **flags) as third,
@@ -238,7 +238,7 @@ async def test_a_trainer_killed_before_its_ack_leaves_all_to_its_successor(
         sys.executable, str(script), collector.address, stdout=asyncio.subprocess.PIPE
     )
     assert trainer.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await trainer.stdout.readline() == b"HOLDS\n"
     trainer.kill()
     await trainer.wait()

@@ -1,14 +1,16 @@
 """Several collectors over one Redis; Redis away, full, or careless."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from redis import exceptions
 
 from rollmesh.client.delivery import Subscription
-from rollmesh.collector.redis_client import connected
+from rollmesh.collector.redis_client import RedisClient, connected
 from rollmesh.collector.redis_store import RedisStore
 from rollmesh.collector.store import Settlement
 from rollmesh.collector.subscriptions import Subscriptions
@@ -234,6 +236,35 @@ async def test_a_redis_that_may_lose_writes_is_refused(
         with pytest.raises(ConfigError, match=said):
             async with connected(server.url):
                 pass
+
+
+@pytest.mark.parametrize(
+    "error", [None, exceptions.ConnectionError("gone")], ids=["answers", "fails"]
+)
+async def test_a_cancellation_that_the_redis_package_swallows_is_one_all_the_same(
+    error: Exception | None,
+) -> None:
+    begun = asyncio.Event()
+
+    class Swallowing:
+        """As `asyncio.wait_for` where a cancellation comes with the result."""
+
+        def __init__(self) -> None:
+            self.response_callbacks: dict[str, Any] = {}
+
+        async def execute_command(self, *_: Any) -> str:
+            begun.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            if error is not None:
+                raise error
+            return "PONG"
+
+    running = asyncio.ensure_future(RedisClient(Swallowing()).run("PING"))
+    await begun.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
 
 
 async def test_an_address_that_is_none_is_refused() -> None:

@@ -1,44 +1,25 @@
 """What every store does, against the real ones."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollmesh.collector.store import Settlement, Store
+from rollmesh.collector.store import Store
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
-from tests.collector.records import record, trajectory
-from tests.collector.redis_server import redis_server
-from tests.collector.stores import Reader, fill, redis_store, sqlite_store
+from rollmesh.v1 import collector_pb2 as pb
+from tests.collector.collectors import GROUP
+from tests.collector.records import record
+from tests.collector.stores import (
+    MAIN_ONLY,
+    Reader,
+    auxiliary,
+    fill,
+    group,
+)
 
-GROUP = pb.DELIVERY_UNIT_GROUP
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
 LATEST = pb.Position(end=pb.LOG_END_LATEST)
-MAIN_ONLY = pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN])
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    if request.param == "sqlite":
-        async with sqlite_store(tmp_path) as store:
-            yield store
-    else:
-        async with redis_server(tmp_path) as server, redis_store(server.url) as store:
-            yield store
-
-
-def group(name: str, *samples: int, size: int = 3) -> list[types_pb2.SessionRecord]:
-    return [record(f"{name}{at}", name, at, size) for at in samples]
-
-
-def auxiliary(session_id: str, **options: Any) -> types_pb2.SessionRecord:
-    """A session whose only trajectory is not of the main lineage."""
-    made = record(session_id, **options)
-    made.trajectories[0].lineage = types_pb2.LINEAGE_AUXILIARY
-    return made
 
 
 async def test_a_session_comes_back_as_it_was_and_a_repeat_changes_nothing(store: Store) -> None:
@@ -280,79 +261,6 @@ async def test_a_seek_of_an_unknown_consumer_is_refused(store: Store) -> None:
         await store.filtered("nobody", 1, "")
 
 
-async def test_what_a_filter_drops_is_settled_and_listed(store: Store) -> None:
-    await fill(store, [auxiliary("a"), record("b")])
-    reader = await Reader.open(store, filter=MAIN_ONLY)
-    first, second = await reader.fetch()
-    loaded = await reader.load(first)
-    assert loaded is not None
-    assert (loaded.attempt, loaded.sessions) == (0, [])
-    verdict = loaded.verdict
-    settlement = Settlement("a", verdict.reason, verdict.removed)
-    assert await store.settle("c", [settlement], 7) == ["a"]
-    assert await store.settle("c", [settlement], 8) == []
-    await reader.restart()
-    assert await reader.fetch() == [second]
-    (entry,), _ = await store.filtered("c", 10, "")
-    assert (entry.delivery_id, entry.reason, entry.unix_ms) == (
-        "a",
-        pb.FILTER_REASON_NOTHING_LEFT,
-        7,
-    )
-    assert [(part.session_id, part.count) for part in entry.removed] == [("a", 1)]
-    standing = await store.standing("c")
-    assert (standing.acknowledged, standing.open) == (0, 1)
-    assert {count.reason: (count.units, count.trajectories) for count in standing.filtered} == {
-        pb.FILTER_REASON_NOTHING_LEFT: (1, 0),
-        pb.FILTER_REASON_LINEAGE: (0, 1),
-    }
-
-
-async def test_what_a_filter_takes_out_of_a_delivery_is_listed_once(store: Store) -> None:
-    mixed = record("a")
-    other = trajectory("a")
-    other.trajectory_id, other.lineage = "a-2", types_pb2.LINEAGE_AUXILIARY
-    mixed.trajectories.append(other)
-    await fill(store, [mixed])
-    reader = await Reader.open(store, filter=MAIN_ONLY)
-    for _ in range(2):
-        (unit,) = await reader.fetch()
-        loaded = await reader.load(unit)
-        assert loaded is not None
-        assert [one.trajectory_id for one in loaded.sessions[0].trajectories] == ["a-1"]
-        assert loaded.sessions[0] == record("a")
-        await reader.restart()
-    (entry,), _ = await store.filtered("c", 10, "")
-    assert entry.reason == pb.FILTER_REASON_UNSPECIFIED
-    assert [(part.reason, part.count) for part in entry.removed] == [(pb.FILTER_REASON_LINEAGE, 1)]
-
-
-async def test_what_became_stale_before_its_redelivery_is_dropped_then(store: Store) -> None:
-    await fill(store, [record("a")])
-    reader = await Reader.open(store, filter=pb.DeliveryFilter(max_policy_lag=1), policy_version=0)
-    (unit,) = await reader.fetch()
-    first = await reader.load(unit, version=1)
-    second = await reader.load(unit, version=2)
-    assert first is not None
-    assert second is not None
-    assert first.verdict.delivers
-    assert second.verdict.reason == pb.FILTER_REASON_NOTHING_LEFT
-
-
-async def test_filtered_entries_come_in_pages(store: Store) -> None:
-    await fill(store, [record(f"s{at}", "g", 0, 1) for at in range(6)])
-    await Reader.open(store, unit=GROUP)
-    seen: list[str] = []
-    token = ""
-    for size in (2, 2, 1):
-        entries, token = await store.filtered("c", 2, token)
-        assert len(entries) == size
-        seen += [entry.session_id for entry in entries]
-    assert (seen, token) == ([f"s{at}" for at in range(1, 6)], "")
-    with pytest.raises(InvalidFieldError, match="page_token"):
-        await store.filtered("c", 2, "x")
-
-
 async def test_open_groups_are_listed_in_pages(store: Store) -> None:
     await fill(store, [*group("g", 0, 2), *group("h", 1), *group("i", 0, 1, 2)], now_ms=5)
     first, token = await store.open_groups(1, "")
@@ -378,79 +286,6 @@ async def test_a_superseded_session_goes_out_alone_and_is_no_part_of_its_group(
     assert await groups.settle("g") == ["g"]
     assert (await store.counts()).open_groups == 0
     assert await store.retain(10**13) == 3
-
-
-def pending(session_id: str, **options: Any) -> types_pb2.SessionRecord:
-    made = record(session_id, **options)
-    made.ClearField("reward")
-    made.reward_timeout_ms = 50
-    return made
-
-
-async def test_a_session_waits_for_its_rewards(store: Store) -> None:
-    await fill(store, [pending("a"), record("b")])
-    reader = await Reader.open(store)
-    assert await reader.ids() == ["b"]
-    assert (await store.counts()).waiting_for_rewards == 1
-    rewards = types_pb2.SessionRewards(
-        reward=0.5, trajectory_rewards={"a-1": 2.0}, turn_rewards={2: 3.0}
-    )
-    assert not await store.set_rewards("a", rewards, "r1", 1)
-    (unit,) = await reader.fetch()
-    loaded = await reader.load(unit)
-    assert loaded is not None
-    (session,) = loaded.sessions
-    (one,) = session.trajectories
-    assert (session.reward, one.reward, one.segments[1].reward) == (0.5, 2.0, 3.0)
-    assert one.token_ids_u32le == trajectory("a").token_ids_u32le
-    assert not await store.tick(1000)
-    counts = await store.counts()
-    assert (counts.waiting_for_rewards, counts.reward_timeouts) == (0, 0)
-
-
-async def test_a_session_whose_rewards_do_not_come_goes_out_without(store: Store) -> None:
-    await fill(store, [pending("g0", group="g", size=2), record("g1", "g", 1, 2)], now_ms=100)
-    reader = await Reader.open(store, unit=GROUP)
-    assert not await store.tick(149)
-    assert await reader.fetch() == []
-    assert await store.tick(150)
-    assert await reader.take() == [("g", 1, ["g0", "g1"])]
-    assert not (await store.session("g0", arrays=False)).HasField("reward")
-    assert (await store.counts()).reward_timeouts == 1
-
-
-async def test_rewards_set_twice_by_one_request_are_set_once(store: Store) -> None:
-    await fill(store, [record("a")])
-    for request_id, reward, repeat in (("r1", 1.0, False), ("r2", 2.0, False), ("r1", 1.0, True)):
-        rewards = types_pb2.SessionRewards(reward=reward)
-        assert await store.set_rewards("a", rewards, request_id, 0) == repeat
-    assert (await store.session("a", arrays=False)).reward == 2.0
-
-
-@pytest.mark.parametrize(
-    ("rewards", "field"),
-    [
-        pytest.param({"trajectory_rewards": {"x": 1.0}}, "trajectory_rewards[x]", id="trajectory"),
-        pytest.param({"turn_rewards": {7: 1.0}}, "turn_rewards[7]", id="turn"),
-        pytest.param({"turn_rewards": {1: 1.0}}, "turn_rewards[1]", id="a turn not sampled"),
-        pytest.param({"reward": float("nan")}, "reward", id="not a number"),
-        pytest.param(
-            {"trajectory_rewards": {"a-1": float("inf")}}, "trajectory_rewards[a-1]", id="infinite"
-        ),
-    ],
-)
-async def test_rewards_that_do_not_fit_name_their_field_and_change_nothing(
-    store: Store, rewards: dict[str, Any], field: str
-) -> None:
-    await fill(store, [pending("a")])
-    with pytest.raises(InvalidFieldError) as caught:
-        await store.set_rewards("a", types_pb2.SessionRewards(**rewards), "r", 0)
-    assert caught.value.field == f"rewards.{field}"
-    assert (await store.counts()).waiting_for_rewards == 1
-    good = types_pb2.SessionRewards(reward=1.0)
-    assert not await store.set_rewards("a", good, "r", 0)  # the refused one is not remembered
-    with pytest.raises(SessionUnknownError):
-        await store.set_rewards("b", good, "r", 0)
 
 
 async def test_a_dropped_consumer_is_forgotten(store: Store) -> None:

@@ -86,7 +86,7 @@ class Engine:
         return info
 
     async def until(self, holds: Callable[[engine_pb2.GetInfoResponse], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not holds(await self.info()):  # each look is a round trip
                 continue
 

@@ -27,7 +27,7 @@ from rollmesh.runtime.errors import EngineDeadError
 from rollmesh.runtime.serving import Bound, ServerConfig, Service, serve
 from rollmesh.v1 import gateway_pb2_grpc
 
-_WAIT_S = 20
+_WAIT_S = 60
 
 
 @dataclass(eq=False)

@@ -1,15 +1,13 @@
 """Every format of tool calls and reasoning: the same answer however its text is cut."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import trl
 from hypothesis import given, strategies as st
 
 from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat, detect
+from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat
 from rollmesh.gateway.messages import Frame
 from rollmesh.gateway.pieces import (
     ArgumentsPiece,
@@ -19,10 +17,7 @@ from rollmesh.gateway.pieces import (
     TextPiece,
     ToolParser,
 )
-from rollmesh.gateway.reasoning import ReasoningSplitter
-from rollmesh.gateway.tagged_calls import typed
 
-TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -333,104 +328,3 @@ def test_arguments_leave_while_they_are_sampled() -> None:
 def test_kimis_calls_keep_the_id_that_was_sampled() -> None:
     _, pieces = parse("kimi_k2", [kimi("f", 3, "{}")])
     assert pieces[0] == CallStart(0, "f", "functions.f:3")
-
-
-@pytest.mark.parametrize(
-    ("text", "schema", "value"),
-    [
-        ("4", {"type": "integer"}, 4),
-        ("4", {"type": "string"}, "4"),
-        ("4", {}, "4"),
-        ("4", None, "4"),
-        ("4.0", {"type": "integer"}, 4.0),
-        ("4.5", {"type": "integer"}, "4.5"),
-        ("four", {"type": "number"}, "four"),
-        ("True", {"type": "boolean"}, True),
-        ("None", {"type": ["integer", "null"]}, None),
-        ("True", {"type": ["object", "null"]}, "True"),
-        ("None", {"type": "boolean"}, "None"),
-        ("7", {"anyOf": [{"type": "null"}, {"type": "integer"}]}, 7),
-        ("[1]", {"type": "array"}, [1]),
-        ('{"a": 1}', {"type": "object"}, {"a": 1}),
-        ("2", {"enum": [1, 2]}, 2),
-        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
-    ],
-)
-def test_values_are_read_as_the_schema_says(text: str, schema: object, value: object) -> None:
-    assert typed(text, schema) == value
-
-
-THOUGHTS = [
-    ("<think>\nHm.\n</think>\n\nYes.", False, ("Hm.", "Yes.")),
-    ("Hm.\n\nWell. </think>Yes.", True, ("Hm.\n\nWell.", "Yes.")),
-    ("  <think>a</think>", False, ("a", "")),
-    ("<think></think>\n\nYes.", False, ("", "Yes.")),
-    ("<think>cut in the mid", False, ("cut in the mid", "")),
-    ("Yes. <think>not at the start</think>", False, ("", "Yes. <think>not at the start</think>")),
-    ("<thin", False, ("", "<thin")),
-    (" Yes.", False, ("", " Yes.")),
-    ("", True, ("", "")),
-]
-
-
-@pytest.mark.parametrize(("text", "inside", "expected"), THOUGHTS)
-def test_reasoning_is_the_same_however_it_is_cut(
-    *, text: str, inside: bool, expected: tuple[str, str]
-) -> None:
-    for parts in [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]:
-        splitter = ReasoningSplitter(inside=inside)
-        both = [splitter.feed(part) for part in parts] + [splitter.finish()]
-        assert ("".join(a for a, _ in both), "".join(b for _, b in both)) == expected, parts
-        assert splitter.reasoning == expected[0]
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("qwen2_5", AnswerFormat("hermes", reasoning=False)),
-        ("qwen3", AnswerFormat("hermes", reasoning=True)),
-        ("qwen3_5_think", AnswerFormat("qwen3_coder", reasoning=True)),
-        ("glm4moe", AnswerFormat("glm45", reasoning=True)),
-        ("deepseekv3", AnswerFormat("deepseek_v3", reasoning=True)),
-        ("llama3_1", AnswerFormat("llama3_json", reasoning=False)),
-        ("phi3", AnswerFormat("hermes", reasoning=False)),
-        ("gptoss", AnswerFormat(HARMONY, reasoning=False)),
-    ],
-)
-def test_a_template_shows_its_format(template: str, expected: AnswerFormat) -> None:
-    assert detect((TEMPLATES / f"{template}.jinja").read_text()) == expected
-
-
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("You should only return [func_name1(params_name1=params_value1)]", "pythonic"),
-        ("{{ '<|python_start|>' + call + '<|python_end|>' }}", "llama4_pythonic"),
-    ],
-)
-def test_a_template_of_python_calls_shows_its_format(source: str, name: str) -> None:
-    assert detect(source) == AnswerFormat(name, reasoning=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "ids"),
-    [
-        (
-            "kimi_k2",
-            kimi("f", 0, '{"n": 1}') + kimi("g", 1, "{}"),
-            ["functions.f:0", "functions.g:1"],
-        ),
-        ("mistral", '[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"n": 1}', ["abc123def"]),
-        (
-            "mistral",
-            '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}, "id": "abc123def"}]',
-            ["abc123def"],
-        ),
-        ("hermes", '<tool_call>\n{"id": "1", "name": "f", "arguments": {}}\n</tool_call>', [""]),
-    ],
-)
-def test_an_id_that_was_sampled_is_the_calls_id(name: str, text: str, ids: list[str]) -> None:
-    parser = AnswerFormat(name, reasoning=False).parser(FRAME)
-    assert parser is not None
-    pieces = [*parser.feed(text), *parser.finish()]
-    assert [piece.id for piece in pieces if isinstance(piece, CallStart)] == ids

@@ -26,7 +26,7 @@ from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "f"}}]).encode()
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 PASSING = {"ENGINE_LOST", "ENGINE_DEAD", "GENERATION_ABORTED", "SHUTTING_DOWN", "REMOTE"}
 PASSING |= {"NO_ENGINE", "STORE_FAILED", "STARTING"}
 MODES = dict(zip(ExportMode, gateway_pb2.ExportMode.values()[1:], strict=True))
@@ -283,7 +283,7 @@ async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
     assert delivered.turns == len(rows.nodes)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @given(seed=st.integers(0, 2**32), rounds=st.integers(2, 8))
 @settings(max_examples=30)
 def test_whatever_happens_every_sampled_token_is_trained_once_or_excused(

@@ -19,7 +19,7 @@ async def test_a_call_before_the_sessions_are_rebuilt_is_told_to_come_again() ->
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):
+        async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(60):
             stub = gateway_pb2_grpc.GatewayServiceStub(channel)
             with pytest.raises(StartingError) as refused, typed_errors():
                 await stub.CreateSession(gateway_pb2.CreateSessionRequest())

@@ -112,6 +112,7 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
     assert checked >= 2
 
 
+@pytest.mark.timeout(400)
 def test_the_table_in_the_docs_is_what_the_code_finds() -> None:
     path = Path(__file__).parents[2] / "docs" / "templates.md"
     assert path.read_text() == families.document()

@@ -26,7 +26,7 @@ async def open_once(mesh: Mesh) -> None:
     async with open_channel(mesh.processes["gateway"].address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         with typed_errors():
-            await stub.CreateSession(gateway_pb2.CreateSessionRequest(), timeout=20)
+            await stub.CreateSession(gateway_pb2.CreateSessionRequest(), timeout=60)
 
 
 async def delivered(client: Client, count: int) -> list[str]:

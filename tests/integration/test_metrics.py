@@ -37,6 +37,9 @@ async def test_one_session_is_seen_at_every_service(tmp_path: Path, tokenizer_di
                 async with asyncio.timeout(60):
                     delivery = await anext(deliveries)
                 await deliveries.acknowledge(delivery)
+            async with asyncio.timeout(60):  # what is given back is on its way
+                while any(one.leases for one in (await client.replicas()).replicas):
+                    continue
         seen: dict[str, float] = {}
         for service in SERVICES:
             seen |= await samples(mesh, service)

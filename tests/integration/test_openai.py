@@ -31,7 +31,10 @@ RULES = [
     ("broken", '<tool_call>\n{"name": "calculator", "arguments": {"a": 6, "b": \n</tool_call>'),
     ("garbage", "<tool_call>not json</tool_call>"),
     ("stop here", "one two three four"),
+    ("at length", "The answer is 42. " * 80),
 ]
+SLOW = 20
+"""Tokens per second; what is said at length then takes longer than any test."""
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
 
 async def delivered(client: Client, consumer: str = "test") -> SessionResult:
     """The next session that the collector delivers."""
-    async with client.subscribe(consumer, unit="session") as sessions, asyncio.timeout(30):
+    async with client.subscribe(consumer, unit="session") as sessions, asyncio.timeout(60):
         delivery = await anext(sessions)
         await sessions.acknowledge(delivery)
     return delivery.sessions[0]
@@ -153,11 +156,11 @@ async def test_usage_comes_when_it_is_asked_for(mesh: Mesh) -> None:
 
 async def test_tokens_leave_as_they_are_sampled(tmp_path: Path, tokenizer_dir: Path) -> None:
     async with (
-        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=20) as mesh,
+        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW) as mesh,
         mesh.client() as client,
         client.session() as session,
     ):
-        stream = await ask(mesh.openai(session), user("plain"), stream=True)
+        stream = await ask(mesh.openai(session), user("at length"), stream=True)
         async for chunk in stream:
             if chunk.choices[0].delta.content:
                 break
@@ -238,11 +241,12 @@ async def test_an_overloaded_mesh_says_when_to_come_back(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with scripted_mesh(
-        tmp_path, tokenizer_dir, RULES, tokens_per_second=5, lease_capacity=1
+        tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW, lease_capacity=1
     ) as mesh:
         await mesh.restart("gateway", lease_timeout_ms=300)
         async with mesh.client() as client, client.session() as one, client.session() as two:
-            stream = await ask(mesh.openai(one), user("plain"), stream=True)
+            stream = await ask(mesh.openai(one), user("at length"), stream=True)
+            await anext(aiter(stream))  # it has its lease
             with pytest.raises(openai.RateLimitError) as caught:
                 await ask(mesh.openai(two), user("plain"))
             assert int(caught.value.response.headers["retry-after"]) >= 1
@@ -252,15 +256,15 @@ async def test_an_overloaded_mesh_says_when_to_come_back(
 async def test_a_client_that_leaves_frees_the_engine_and_commits_nothing(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=20) as mesh:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW) as mesh:
         async with mesh.client() as client:
             async with client.session() as session:
-                stream = await ask(mesh.openai(session), user("plain"), stream=True)
+                stream = await ask(mesh.openai(session), user("at length"), stream=True)
                 async for chunk in stream:
                     if chunk.choices[0].delta.content:
                         break
                 await stream.close()
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while any(r.leases for r in (await client.replicas()).replicas):
                         continue
             result = await delivered(client)
@@ -292,18 +296,18 @@ async def test_a_close_ends_what_is_still_being_sampled(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with (
-        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=5) as mesh,
+        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW) as mesh,
         mesh.client() as client,
     ):
         async with client.session() as session:
-            stream = await ask(mesh.openai(session), user("plain"), stream=True)
+            stream = await ask(mesh.openai(session), user("at length"), stream=True)
             await anext(aiter(stream))
             await client.close_session(session)
         with pytest.raises(openai.APIError):
             async for _ in stream:
                 pass
         result = await delivered(client)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while any(r.leases for r in (await client.replicas()).replicas):
                 continue
     assert (result.turns, result.trajectories) == (0, ())

@@ -100,8 +100,20 @@ async def test_a_retry_over_another_way_gets_the_same_answer(
         assert (await delivered(client)).turns == 1
 
 
-async def test_a_retry_of_a_stream_that_still_flows_gets_all_of_it(
-    tmp_path: Path, tokenizer_dir: Path
+@pytest.mark.parametrize(
+    ("first", "again", "breaks"),
+    [
+        pytest.param({}, RETRY, False, id="that still flows"),
+        pytest.param(key("one"), key("one"), True, id="that broke"),
+    ],
+)
+async def test_retries_of_a_stream_get_all_of_it_from_one_sample(
+    tmp_path: Path,
+    tokenizer_dir: Path,
+    *,
+    first: dict[str, str],
+    again: dict[str, str],
+    breaks: bool,
 ) -> None:
     async with (
         scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=20) as mesh,
@@ -109,30 +121,16 @@ async def test_a_retry_of_a_stream_that_still_flows_gets_all_of_it(
     ):
         async with client.session() as session:
             agent = mesh.openai(session)
-            stream = await ask(agent, stream=True)
+            stream = await ask(agent, stream=True, extra_headers=first)
             await anext(aiter(stream))
+            if breaks:
+                await stream.close()  # the generation is aborted
             async with asyncio.TaskGroup() as group:
-                second = group.create_task(streamed(agent, extra_headers=RETRY))
-                whole = group.create_task(ask(agent, extra_headers=RETRY))
+                second = group.create_task(streamed(agent, extra_headers=again))
+                whole = group.create_task(ask(agent, extra_headers=again))
             assert second.result() == RULES[0][1]
             assert whole.result().choices[0].message.content == RULES[0][1]
             await stream.close()
-        assert (await delivered(client)).turns == 1
-
-
-async def test_a_retry_of_a_stream_that_broke_is_answered_whole_and_once(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    async with (
-        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=20) as mesh,
-        mesh.client() as client,
-    ):
-        async with client.session() as session:
-            agent = mesh.openai(session)
-            stream = await ask(agent, stream=True, extra_headers=key("one"))
-            await anext(aiter(stream))
-            await stream.close()  # the generation is aborted
-            assert await streamed(agent, extra_headers=key("one")) == RULES[0][1]
         assert (await delivered(client)).turns == 1
 
 
@@ -149,7 +147,7 @@ async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_as
         agent = mesh.openai(session)
         async with await ask(agent, stream=True) as stream:
             await anext(aiter(stream))  # and leaves in the middle
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (await turns(mesh, session.session_id)):
                 continue
         if comes_back:

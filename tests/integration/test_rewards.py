@@ -219,7 +219,7 @@ async def test_agents_of_a_server_that_is_killed_are_tried_again_through_the_mes
         RemoteRunner(url=server.url, token="open", poll_s=5) as runner,  # noqa: S106 - the test server's
         contextlib.AsyncExitStack() as stack,
     ):
-        stack.push_async_callback(server.kill)
+        stack.push_async_callback(server.close)
         async with asyncio.TaskGroup() as tasks:
             retries = Retries(tries=3, delay_s=0.01)
             work = rollout(client, [sample], runner=runner, n=2, retries=retries)

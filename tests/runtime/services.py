@@ -21,7 +21,7 @@ Script: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
 
 NAME = "rollmesh.test.ScriptedService"
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
-_WAIT_S = 20
+_WAIT_S = 60
 
 
 async def echo(request: bytes, context: Context) -> bytes:

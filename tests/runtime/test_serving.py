@@ -35,7 +35,7 @@ def health_of(channel: grpc.aio.Channel) -> Any:
 
 async def status_of(channel: grpc.aio.Channel, name: str) -> object:
     request = health_pb2.HealthCheckRequest(service=name)
-    return (await health_of(channel).Check(request, timeout=10)).status
+    return (await health_of(channel).Check(request, timeout=60)).status
 
 
 @asynccontextmanager
@@ -176,7 +176,7 @@ async def test_a_failure_ends_the_service_and_is_returned() -> None:
 
 
 def metrics_at(port: int | None) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         return str(answer.read().decode())
 
 
@@ -211,6 +211,7 @@ async def test_a_call_that_its_client_gave_up_is_cancelled_in_the_handler(ended:
         return b""
 
     async with served(ScriptedService(script)) as (channel, _):
+        await channel.channel_ready()  # what follows has all of its time
         timeout = 2 if ended == "deadline" else None
         call = begin(channel, kind="unary_unary", timeout=timeout)
         await arrived.wait()

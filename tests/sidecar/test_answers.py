@@ -109,7 +109,7 @@ async def test_each_delta_leaves_before_the_gateway_sends_the_next(
     gateway.script = script
     released[0].set()
     pieces: list[str] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
         async for chunk in stream:
             if chunk.choices[0].delta.content:
@@ -194,7 +194,7 @@ async def test_n_choices_are_n_samples_with_their_own_index_and_seed(
         yield done(content)
 
     gateway.script = script
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         answer: Any = await client.chat.completions.create(
             model="m", messages=ASK, n=3, seed=7, stream=stream
         )
@@ -214,7 +214,7 @@ async def test_comments_fill_the_silence_and_the_sdk_skips_them(gateway: Scripte
     seen = asyncio.Event()
     gateway.script = waiting(seen.wait, [], [text("late"), done("late")])
     body = {"messages": ASK, "model": "m", "stream": True}
-    async with asyncio.timeout(20), serving(gateway) as address:
+    async with asyncio.timeout(60), serving(gateway) as address:
         config = SidecarConfig(gateway=address, keep_alive_ms=50)
         async with sidecar_of(config) as url:
             base = f"{url}/sessions/{SESSION}/v1"

@@ -151,15 +151,38 @@ async def test_the_sdks_retries_carry_their_count(
     assert first == second
 
 
+class Hasty(httpx2.AsyncHTTPTransport):
+    """Times out as soon as the gateway has the request, however long that takes."""
+
+    def __init__(self, reached: asyncio.Event) -> None:
+        super().__init__()
+        self._reached = reached
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        asking = asyncio.ensure_future(super().handle_async_request(request))
+        await self._reached.wait()
+        self._reached.clear()
+        asking.cancel()
+        await asyncio.wait([asking])
+        raise httpx2.ReadTimeout("as the test wants it", request=request)
+
+
 async def test_a_client_timeout_ends_the_call_and_the_retry_says_so(
     gateway: ScriptedGateway, client: AsyncOpenAI
 ) -> None:
-    gateway.script = waiting(asyncio.Event().wait, [], [])
-    hasty = client.with_options(max_retries=1, timeout=0.3)
-    with pytest.raises(openai.APITimeoutError):
-        await hasty.chat.completions.create(model="m", messages=ASK)
+    reached = asyncio.Event()
+
+    async def until() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    gateway.script = waiting(until, [], [])
+    async with httpx2.AsyncClient(transport=Hasty(reached)) as http:
+        hasty = client.with_options(max_retries=1, http_client=http)
+        with pytest.raises(openai.APITimeoutError):
+            await hasty.chat.completions.create(model="m", messages=ASK)
     assert [request.retry_count for request in gateway.requests] == [0, 1]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await gateway.cancelled.wait()
 
 
@@ -183,11 +206,11 @@ async def test_a_client_that_leaves_cancels_the_gateways_call_at_once(
 
     gateway.script = waiting(until, before, [])
     path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
-    async with asyncio.timeout(10), httpx2.AsyncClient() as http, asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), httpx2.AsyncClient() as http, asyncio.TaskGroup() as group:
         asked = group.create_task(http.post(path, json={"messages": ASK, **body}))
         await reached.wait()
         asked.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await gateway.cancelled.wait()
 
 

@@ -55,7 +55,7 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
         )
         sessions: dict[tuple[str, int], SessionResult] = {}
         async with client.subscribe("audit", unit="session") as deliveries:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while len(sessions) < _SESSIONS:
                     (session,) = (await anext(deliveries)).sessions
                     sessions[session.group_id, session.sample_index] = session

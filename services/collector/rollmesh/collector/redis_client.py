@@ -1,5 +1,6 @@
 """A connection to Redis that gives typed errors, and its check for durability."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -121,6 +122,23 @@ def text(value: Any) -> str:
 
 @contextmanager
 def _typed() -> Iterator[None]:
+    """Gives typed errors, and the cancellations that redis swallows.
+
+    It sends under `asyncio.wait_for`, which loses one in Python 3.11 where it comes as the sending
+    ends: who was cancelled would go on, and a collector that stops would wait for it for ever.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    try:
+        with _read_errors():
+            yield
+    finally:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
+@contextmanager
+def _read_errors() -> Iterator[None]:
     try:
         yield
     except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError) as e:

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeAlias, TypeVar
@@ -95,24 +95,16 @@ class Database(AbstractAsyncContextManager["Database"]):
 
     def _serve(self) -> None:
         try:
-            lock = self._lock()
-        except (OSError, StoreError) as error:
-            self._refuse(error)
-            return
-        with lock:
-            try:
-                connection = self._open()
-            except (sqlite3.Error, OSError, StoreError) as error:
-                self._refuse(error)
-                return
-            self._opened.set_result(None)
-            while batch := self._next_batch():
-                _run_batch(connection, batch)
-            connection.close()
-
-    def _refuse(self, error: Exception) -> None:
-        typed = error if isinstance(error, StoreError) else StoreError(f"{self._path}: {error}")
-        self._opened.set_exception(typed)
+            with self._lock(), closing(self._open()) as connection:
+                self._opened.set_result(None)
+                while batch := self._next_batch():
+                    _run_batch(connection, batch)
+        except (sqlite3.Error, OSError, StoreError) as error:
+            if self._opened.done():
+                raise
+            # Told once the lock is free: who hears of it may try again at once.
+            typed = error if isinstance(error, StoreError) else StoreError(f"{self._path}: {error}")
+            self._opened.set_exception(typed)
 
     def _lock(self) -> IO[bytes]:
         """Returns what holds the lock until it is closed; children do not inherit it."""
@@ -130,10 +122,17 @@ class Database(AbstractAsyncContextManager["Database"]):
 
     def _open(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, isolation_level=None)
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
         (found,) = connection.execute("PRAGMA user_version").fetchone()
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables and found != self._version:
-            connection.close()
             raise StoreError(
                 f"{self._path}: has schema version {found}, this is for {self._version}; "
                 "run the release that wrote it until it is empty, or name another data_dir"
@@ -143,7 +142,6 @@ class Database(AbstractAsyncContextManager["Database"]):
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.executescript(self._schema)
-        return connection
 
     def _next_batch(self) -> list[tuple[Work[Any], Future[Any]]]:
         """Waits for work; returns all that waits, nothing once the database is to close."""
