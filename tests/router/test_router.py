@@ -143,7 +143,7 @@ async def test_a_full_mesh_is_busy_and_an_empty_one_has_no_engine(router: Servic
             await until_registered(membership)
             async with leases.lease(session_id="s", deadline_ms=20_000):
                 with pytest.raises(EnginesBusyError) as caught:
-                    async with leases.lease(session_id="t", deadline_ms=300):
+                    async with leases.lease(session_id="t", deadline_ms=3000):
                         pass
             assert caught.value.retry_delay_ms
             async with leases.lease(session_id="t", deadline_ms=20_000) as grant:
