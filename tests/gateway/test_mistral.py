@@ -48,6 +48,8 @@ CONVERSATIONS = (
     (ASK, SAYS_AND_CALLS, GOT),
     (SYSTEM, ASK, CALLED, GOT, SAID, ASK),
     (SYSTEM, ASK, CALLED, GOT, CALLED, GOT),
+    (SAID, ASK),
+    (SYSTEM, SAID, ASK, SAID, ASK),
 )
 
 
@@ -98,7 +100,12 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
             try:
                 pieces = [ids.tolist() for ids in continuation.pieces(units, 0, frame)]
             except TemplateRenderError as error:
-                assert "does not print tools" in str(error) or name.endswith("v2")  # noqa: PT017
+                greets = bool(tools) and "assistant after" in str(error)
+                assert (  # noqa: PT017
+                    "does not print tools" in str(error)
+                    or name.endswith("v2")
+                    or (greets and name == "tekken_v13.json")
+                )
                 continue
             pieces.append(continuation.glue(units, frame).tolist())
             answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
