@@ -195,6 +195,12 @@ may not behind a system message. A conversation that ends with an assistant mess
 answer behind that one, where the template has it so: what stands there is ended, not gone on with
 (`continue_final_message` is refused with a 400).
 
+"Strips earlier answers" is no rewriting of all: only an answer that was sampled with blanks at an
+end, which the template takes off, is concerned. Its tokens stay too, blanks included, and the turn
+behind it carries `TEMPLATE_REWRITE`, because the context is not what the template would print;
+other turns of the session stay exact. Which blanks those are is probed. An echo without the blanks
+is a `LENIENT_ECHO` beside.
+
 Where answers have no end of their own (GLM), the model stops at the header of the next turn and so
 samples it. That token stays, trained as it was sampled, and what follows does not print it again.
 When another turn follows than the one whose header was sampled (a tool result behind `<|user|>`),

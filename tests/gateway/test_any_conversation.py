@@ -110,6 +110,24 @@ def test_pieces_are_the_render_or_a_refusal(
         assert np.concatenate(pieces).tolist() == ids
 
 
+blanks = st.text(" \t\n\r\u00a0\u2003\u2028", max_size=3)
+
+
+@pytest.mark.parametrize("name", families.names())
+@given(before=blanks, after=blanks)
+@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_the_contract_says_which_answers_lose_blanks(name: str, before: str, after: str) -> None:
+    family, continuation = loaded(name)
+
+    def earlier(said: str) -> str:
+        messages = (Message("user", "q"), Message("assistant", said), Message("user", "r"))
+        return family.template.render(messages, FRAMES[0])
+
+    said = f"{before}here7zq{after}"
+    as_it_was = earlier("here7zq").replace("here7zq", said)
+    assert continuation.contract.stripped.changes(said) == (earlier(said) != as_it_was)
+
+
 def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_printed() -> None:
     family, continuation = loaded("lfm2")
     messages = (Message("system", ""), Message("user", "q"))

@@ -137,7 +137,8 @@ class Continuation:
         Returns:
             The index of the first such node, always a sampled one; None where there is none.
         """
-        findings = self._of(frame).contract.findings & REWRITING
+        contract = self._of(frame).contract
+        findings = contract.findings & REWRITING
         asked = any(unit[0].role == "user" for unit in fresh)
         for at, node in enumerate(path):
             if node.sample is None:
@@ -150,6 +151,7 @@ class Continuation:
                 or (Finding.MOVES_SYSTEM in findings and asked and path[0].unit[0].role == "system")
                 or (Finding.CALLS_OTHERWISE in findings and message.tool_calls)
                 or (Finding.DROPS_REASONING in findings and message.reasoning and asked)
+                or contract.stripped.changes(message.content)
                 or self._ends_otherwise(node, following[0].role)
             ):
                 return at

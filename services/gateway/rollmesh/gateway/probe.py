@@ -13,7 +13,7 @@ from enum import Enum, auto
 import numpy as np
 
 from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.contract import REWRITING, Contract, Finding, Kind
+from rollmesh.gateway.contract import BLANKS, REWRITING, Contract, Finding, Kind, Stripped
 from rollmesh.gateway.cutter import CALL, Cutter, Place, TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit, units_of
 from rollmesh.gateway.reasoning import OPEN
@@ -132,6 +132,9 @@ class _Probe:
         self._all(_ENDING)
         self._all(_THINKING)
         self._find_greetings()
+        stripped = self._stripped()
+        if stripped != Stripped():
+            findings.add(Finding.STRIPS_ANSWERS)
         if self._prints_call_ids():
             findings.add(Finding.PRINTS_CALL_IDS)
         if _DATE.search(self._template.source):
@@ -151,6 +154,7 @@ class _Probe:
             | {f"{last}, answer": why for last, why in self._cutter.refused_glue.items()},
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
+            stripped,
             {role: self._tokenizer.shown(one) for role, one in self._cutter.headers.items()},
         )
 
@@ -351,6 +355,15 @@ class _Probe:
             if _THOUGHT.reasoning in last or thinks:
                 kept.add(_THOUGHT.reasoning in earlier)
         return False in kept
+
+    def _stripped(self) -> Stripped:
+        def earlier(said: str) -> str:
+            return self._render((_USER, Message("assistant", said), _USER), self._bare)
+
+        plain = earlier("Here.")
+        leading = (blank for blank in BLANKS if earlier(f"{blank}Here.") == plain)
+        trailing = (blank for blank in BLANKS if earlier(f"Here.{blank}") == plain)
+        return Stripped("".join(leading), "".join(trailing))
 
     def _prints_call_ids(self) -> bool:
         other = ToolCall("other9zq1", CALL.name, CALL.arguments)
