@@ -16,6 +16,7 @@ from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.forced import FORCED_FORMATS, Calls, Wanted, constraint_of
 from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat
 from rollmesh.gateway.messages import Frame
+from rollmesh.gateway.reasoning import MISTRAL_TAGS, TAGS
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.models import CORPUS
 
@@ -266,14 +267,18 @@ def test_a_value_in_tags_holds_no_tag_that_would_end_it(
 @pytest.mark.parametrize(
     "wanted", [REQUIRED, Wanted(Calls.NONE, json_schema=b"")], ids=["calls", "JSON"]
 )
-def test_reasoning_is_free(compiler: Compiler, wanted: Wanted, *, inside: bool) -> None:
-    tag = tag_of(wanted, AnswerFormat("hermes", reasoning=True), inside=inside)
+@pytest.mark.parametrize("tags", [TAGS, MISTRAL_TAGS], ids=["think", "mistral"])
+def test_reasoning_is_free(
+    compiler: Compiler, wanted: Wanted, tags: tuple[str, str], *, inside: bool
+) -> None:
+    form = AnswerFormat("hermes", reasoning=True, reasoning_tags=tags)
+    tag = tag_of(wanted, form, inside=inside)
     answer = WRITTEN["hermes"] if wanted is REQUIRED else '{"a": [1, 2]}'
-    thought = "Let me see: <tool_call> {\n</think>\n\n"
+    thought = f"Let me see: <tool_call> {{\n{tags[1]}\n\n"
     assert compiler.accepts(tag, thought + answer) is inside
-    assert compiler.accepts(tag, f"<think>\n{thought}{answer}")
+    assert compiler.accepts(tag, f"{tags[0]}\n{thought}{answer}")
     assert compiler.accepts(tag, answer) is not inside
-    assert not compiler.accepts(tag, f"<think>{thought}no")
+    assert not compiler.accepts(tag, f"{tags[0]}{thought}no")
 
 
 def test_harmony_thinks_in_its_channel(compiler: Compiler) -> None:

@@ -26,7 +26,6 @@ from rollmesh.gateway.contract import REWRITING, Finding
 from rollmesh.gateway.cutter import TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
 from rollmesh.gateway.probe import Probed, probe
-from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer
 from rollmesh.gateway.tree import Node, Tree
@@ -120,9 +119,9 @@ class Continuation:
             raise TemplateRenderError("a system message alone: it is printed with the user turn")
         return self._tokenizer.encode(cutter.glue(place(units, len(units))))
 
-    def opens_reasoning(self, units: Sequence[Unit], frame: Frame) -> bool:
-        """Says whether the generation prompt behind `units` has opened the reasoning."""
-        return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(OPEN)
+    def opens_reasoning(self, units: Sequence[Unit], frame: Frame, tag: str) -> bool:
+        """Says whether the generation prompt behind `units` has opened the reasoning with `tag`."""
+        return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(tag)
 
     def first_rewritten(
         self, path: Sequence[Node], fresh: Sequence[Unit], frame: Frame

@@ -15,7 +15,6 @@ from typing import Any
 from rollmesh.gateway import harmony, object_formats
 from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat, tool_schemas
 from rollmesh.gateway.messages import Frame
-from rollmesh.gateway.reasoning import CLOSE, OPEN
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2
 
@@ -221,7 +220,9 @@ def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
         return [{"type": "optional", "content": thought}]
     if not format_.reasoning:
         return []
-    thought = _sequence(_free("" if inside else OPEN, CLOSE), {"type": "regex", "pattern": "\n*"})
+    opening, closing = format_.reasoning_tags
+    free = _free("" if inside else opening, closing)
+    thought = _sequence(free, {"type": "regex", "pattern": "\n*"})
     return [thought if inside else {"type": "optional", "content": thought}]
 
 
