@@ -216,7 +216,8 @@ def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
     """Returns what stands in front of the answer: free text up to the mark that ends it."""
     if format_.tools == HARMONY:
         begin, end, behind = _ANALYSIS
-        thought = _sequence(_free(begin, end), _text(behind))
+        others = [mark for mark in harmony.MARKS if mark != end]
+        thought = _sequence(_free(begin, end, others), _text(behind))
         return [{"type": "optional", "content": thought}]
     if not format_.reasoning:
         return []
@@ -226,8 +227,9 @@ def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
     return [thought if inside else {"type": "optional", "content": thought}]
 
 
-def _free(begin: str, end: str) -> _Format:
-    return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
+def _free(begin: str, end: str, excluded: Iterable[str] = ()) -> _Format:
+    text = {"type": "any_text", "excludes": list(excluded)}
+    return {"type": "tag", "begin": begin, "content": text, "end": end}
 
 
 def _schema(schema: Any, excluded: tuple[str, ...]) -> _Format:
