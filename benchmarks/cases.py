@@ -17,12 +17,14 @@ _TURN_TOKENS = 235  # with the reply
 # Context in tokens, sessions at a time, sessions, turns that are timed.
 CONTEXTS = (
     (2_000, 1, 2, 16),
+    (2_000, 16, 16, 10),
     (2_000, 64, 64, 6),
     (8_000, 1, 2, 16),
     (8_000, 16, 16, 10),
     (8_000, 64, 64, 4),
     (40_000, 1, 2, 12),
     (40_000, 16, 16, 6),
+    (40_000, 64, 64, 2),
 )
 _CPU_SESSIONS = 16
 _HEAVY, _HEAVY_TOKENS = 8, 100_000

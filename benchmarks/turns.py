@@ -10,9 +10,10 @@ figure means. In the base case a session has 16 turns; a turn sends about 3.5 KB
 all that was said before and gets a short fixed reply, not streamed; CPU time is that of 64 sessions
 at a time, with all that is done after the last answer, such as delivery to the collector.
 
-The last line of the output is one JSON object.
+`--rounds` makes it longer or shorter. The last line of the output is one JSON object.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -39,24 +40,24 @@ from benchmarks.systems import (
 )
 from benchmarks.workload import Shape
 
-_ROUNDS = 3
 _ALONE_SESSIONS = 4
 _TOGETHER_SESSIONS = 64
-_TOTAL_TIMEOUT_S = 420
+_START_TIMEOUT_S = 120
+_ROUND_TIMEOUT_S = 140
 _DIGITS = 3
 
 Base = dict[tuple[str, int], list[Measured]]
 
 
-async def main() -> None:
-    """Measures and prints."""
+async def main(count: int) -> None:
+    """Measures so many rounds of every case, and prints."""
     started, before = time.monotonic(), os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load average before the run {before:.1f}")
-    async with asyncio.timeout(_TOTAL_TIMEOUT_S):
+    async with asyncio.timeout(_START_TIMEOUT_S + count * _ROUND_TIMEOUT_S):
         with tempfile.TemporaryDirectory(prefix="bench-turns-") as name:
             folder = Path(name)
             try:
-                base, figures = await _measure_all(folder)
+                base, figures = await _measure_all(folder, count)
             except BaseException:
                 print(logs(folder), file=sys.stderr)
                 raise
@@ -66,23 +67,23 @@ async def main() -> None:
     print(json.dumps(summary))
 
 
-async def _measure_all(folder: Path) -> tuple[Base, dict[str, float]]:
+async def _measure_all(folder: Path, count: int) -> tuple[Base, dict[str, float]]:
     model = make_model(folder)
     async with running_mesh(folder) as mesh, running_peer(folder, model) as peer:
         systems: dict[str, System] = {"ours": mesh, "peer": peer}
         for system in systems.values():
             sessions = _TOGETHER_SESSIONS // 4
             await measure(system, Shape(), sessions, sessions, seed=0)
-        rounds = [await cases.memory(mesh, _ROUNDS)]
+        rounds = [await cases.memory(mesh, count)]
         _show("memory", rounds[0])
         async with running_litellm(folder, model) as litellm:
             await measure(litellm, Shape(), 16, 16, seed=0)
-            base = await _measure_base({**systems, "litellm": litellm})
-        for seed in range(1, _ROUNDS + 1):
+            base = await _measure_base({**systems, "litellm": litellm}, count)
+        for seed in range(1, count + 1):
             rounds += await _measure_cases(systems, model, seed)
     async with running_timed_mesh(folder) as (timed, engine):
         await cases.first_bytes(timed, engine, seed=0)
-        for seed in range(1, _ROUNDS + 1):
+        for seed in range(1, count + 1):
             rounds.append(await cases.first_bytes(timed, engine, seed))
             _show("first byte", rounds[-1])
     names = {name: None for figures in rounds for name in figures}
@@ -102,10 +103,10 @@ async def _measure_cases(
     return rounds
 
 
-async def _measure_base(systems: dict[str, System]) -> Base:
+async def _measure_base(systems: dict[str, System], count: int) -> Base:
     """Returns what was measured by system and number of sessions at a time."""
     rounds: Base = {}
-    for seed in range(1, _ROUNDS + 1):
+    for seed in range(1, count + 1):
         for concurrent, sessions in ((1, _ALONE_SESSIONS), (64, _TOGETHER_SESSIONS)):
             for name in _order(systems, seed):
                 found = await measure(systems[name], Shape(), sessions, concurrent, seed)
@@ -163,4 +164,6 @@ def _base_summary(rounds: Base) -> dict[str, object]:
 if __name__ == "__main__":
     if not (PEER.exists() and LITELLM.exists()):
         sys.exit("benchmarks.turns: .venv-peer is missing; run `make bench-turns`, which makes it")
-    asyncio.run(main())
+    parser = argparse.ArgumentParser(prog="benchmarks.turns")
+    parser.add_argument("--rounds", type=int, default=3)
+    asyncio.run(main(parser.parse_args().rounds))

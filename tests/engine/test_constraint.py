@@ -149,6 +149,11 @@ def deep(levels: int) -> object:
         pytest.param(tag(deep(200)), "nested deeper", id="deep"),
         pytest.param("[" * 100_000, "not JSON|nested", id="deeper than the parser"),
         pytest.param(tag({"enum": ["x" * 200_000]}), "larger than", id="large"),
+        pytest.param(
+            tag({"properties": {f"p{at}": {"type": "string"} for at in range(300)}}),
+            "300 optional properties",
+            id="wide",
+        ),
     ],
 )
 async def test_rubbish_is_refused_with_its_field_and_harms_nobody(
@@ -169,7 +174,11 @@ async def test_rubbish_is_refused_with_its_field_and_harms_nobody(
             {"type": "object", "properties": {"next": {"$ref": "#"}}}, id="recursive object"
         ),
         pytest.param(
-            {"properties": {f"p{at}": {"type": "string"} for at in range(1000)}}, id="wide"
+            {
+                "properties": {f"p{at}": {"type": "string"} for at in range(1000)},
+                "required": [f"p{at}" for at in range(750)],
+            },
+            id="wide",
         ),
         pytest.param({"type": "string", "minLength": 100_000}, id="longer than the context"),
     ],

@@ -172,7 +172,7 @@ def document() -> str:
 _HEAD = """\
 # Chat templates
 
-When a gateway starts it probes the model's chat template over some forty conversations, with and
+When a gateway starts it probes the model's chat template over some fifty conversations, with and
 without tools, and compares the pieces it would give the engine with the template's own render, as
 text and as token ids. What it found is in `GetGatewayInfo` and in the report of `rollmesh
 template check MODEL_DIR`.
@@ -190,6 +190,16 @@ on from what the template prints instead, on a new branch. "Whole" counts the pr
 where that is the template's whole render; "behind the last answer" those where only the new part
 is. An order of roles in the last column ("no assistant, tool") is refused with a 400 when a
 request needs it; a template that cannot be continued at all is refused when the gateway starts.
+"No start, assistant" says that an agent may not greet first, "no first system, assistant" that it
+may not behind a system message. A conversation that ends with an assistant message gets another
+answer behind that one, where the template has it so: what stands there is ended, not gone on with
+(`continue_final_message` is refused with a 400).
+
+"Strips earlier answers" is no rewriting of all: only an answer that was sampled with blanks at an
+end, which the template takes off, is concerned. Its tokens stay too, blanks included, and the turn
+behind it carries `TEMPLATE_REWRITE`, because the context is not what the template would print;
+other turns of the session stay exact. Which blanks those are is probed. An echo without the blanks
+is a `LENIENT_ECHO` beside.
 
 Where answers have no end of their own (GLM), the model stops at the header of the next turn and so
 samples it. That token stays, trained as it was sampled, and what follows does not print it again.

@@ -34,13 +34,19 @@ arguments = st.sampled_from(['{"a": "x"}', "{}", '{"b": [1, {"c": 2}]}'])
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
-    """Up to twelve messages in the orders that agents send, results with their calls."""
+    """Up to thirteen messages in the orders that agents send, results with their calls.
+
+    The agent may begin, with a greeting, and the last answer may be one to answer behind.
+    """
     messages: list[Message] = []
     if draw(st.booleans()):
         messages.append(Message("system", draw(texts)))
         if not draw(st.integers(0, 9)):
             return tuple(messages)
-    messages.append(Message("user", draw(texts)))
+    if not draw(st.integers(0, 3)):
+        messages.append(Message("assistant", draw(texts)))
+    if not messages or messages[-1].role == "system" or draw(st.integers(0, 5)):
+        messages.append(Message("user", draw(texts)))
     while len(messages) < 12 and draw(st.integers(0, 5)):
         kind = draw(st.sampled_from(["answer", "answer", "calls", "calls", "user", "system"]))
         if kind == "calls":
@@ -57,6 +63,8 @@ def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
                 messages.append(Message("user", draw(texts)))
         else:
             messages.append(Message("user" if kind == "user" else "system", draw(texts)))
+    if messages[-1].role != "assistant" and not draw(st.integers(0, 2)):
+        messages.append(Message("assistant", draw(texts)))
     return tuple(messages)
 
 
@@ -80,7 +88,7 @@ def node_by_node(
 
 @pytest.mark.parametrize("name", families.names())
 @given(messages=conversations(), frame=st.sampled_from(FRAMES), data=st.data())
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_pieces_are_the_render_or_a_refusal(
     name: str, messages: tuple[Message, ...], frame: Frame, data: st.DataObject
 ) -> None:
@@ -100,6 +108,24 @@ def test_pieces_are_the_render_or_a_refusal(
         assert ids[-len(behind) :] == behind
     else:
         assert np.concatenate(pieces).tolist() == ids
+
+
+blanks = st.text(" \t\n\r\u00a0\u2003\u2028", max_size=3)
+
+
+@pytest.mark.parametrize("name", families.names())
+@given(before=blanks, after=blanks)
+@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_the_contract_says_which_answers_lose_blanks(name: str, before: str, after: str) -> None:
+    family, continuation = loaded(name)
+
+    def earlier(said: str) -> str:
+        messages = (Message("user", "q"), Message("assistant", said), Message("user", "r"))
+        return family.template.render(messages, FRAMES[0])
+
+    said = f"{before}here7zq{after}"
+    as_it_was = earlier("here7zq").replace("here7zq", said)
+    assert continuation.contract.stripped.changes(said) == (earlier(said) != as_it_was)
 
 
 def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_printed() -> None:

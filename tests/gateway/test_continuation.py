@@ -9,7 +9,7 @@ from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.cutter import TemplateRefusedError
 from rollmesh.gateway.messages import Frame, Message, ToolCall, units_of
-from rollmesh.gateway.template import ChatTemplate, load_template
+from rollmesh.gateway.template import ChatTemplate, TemplateRenderError, load_template
 from rollmesh.gateway.tokenizer import Tokenizer
 
 TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
@@ -131,3 +131,54 @@ def test_options_are_probed_before_they_are_used(tokenizer_dir: Path, tokenizer:
     continuation = Continuation(ChatTemplate(source, {}), tokenizer)
     with pytest.raises(TemplateRefusedError):
         continuation.pieces([(Message("user", "q"),)], 0, make_frame(b"", b'{"count": true}'))
+
+
+CHATML = (
+    "{{% for m in messages %}}{{% set greets = loop.first and m.role == 'assistant' %}}"
+    "{}<|im_start|>{{{{ m.role }}}}\n{{{{ {} }}}}<|im_end|>\n{{% endfor %}}"
+    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+)
+PRINTS = "m.content"
+
+
+@pytest.mark.parametrize(
+    ("before", "content", "says"),
+    [
+        pytest.param("", PRINTS, "", id="printed as any answer"),
+        pytest.param(
+            "{% if greets %}{{ raise_exception('ask first') }}{% endif %}",
+            PRINTS,
+            "ask first",
+            id="refused by the template",
+        ),
+        pytest.param("{% if greets %}{% continue %}{% endif %}", PRINTS, "does not end", id="left"),
+        pytest.param(
+            "",
+            "m.content | upper if greets and messages | length > 2 else m.content",
+            "what follows changes",
+            id="printed otherwise later",
+        ),
+        pytest.param(
+            "",
+            "m.content ~ loop.index if loop.index == 2 and messages[0].role == 'assistant'"
+            " else m.content",
+            "further before",
+            id="changes the question behind it",
+        ),
+    ],
+)
+def test_a_greeting_is_the_templates_render_or_is_refused(
+    tokenizer: Tokenizer, before: str, content: str, says: str
+) -> None:
+    template = ChatTemplate(CHATML.format(before, content), {})
+    continuation = Continuation(template, tokenizer)
+    why = continuation.contract.refused.get("start, assistant", "")
+    assert says in why
+    assert bool(why) == bool(says)
+    messages = (Message("assistant", "hi"), Message("user", "q"), Message("assistant", "a"))
+    if says:
+        with pytest.raises(TemplateRenderError, match=says):
+            joined(continuation, messages, Frame())
+        return
+    full = template.render(messages, Frame(), generation_prompt=True)
+    assert joined(continuation, messages, Frame()).tolist() == tokenizer.encode(full).tolist()

@@ -3,6 +3,7 @@ what our parsers read as the wanted calls, and nothing else is let through."""
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.forced import FORCED_FORMATS, Calls, Wanted, constraint_of
 from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat
 from rollmesh.gateway.messages import Frame
+from rollmesh.gateway.reasoning import MISTRAL_TAGS, TAGS, ReasoningSplitter
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.models import CORPUS
 
@@ -97,6 +99,11 @@ class Compiler:
         matcher = self.matcher(tag)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return all(matcher.accept_token(id_) for id_ in ids) and matcher.accept_token(self.stop)
+
+    def spells(self, tag: str, text: str) -> bool:
+        """Says whether an answer is let through letter by letter, marks too."""
+        matcher = self.matcher(tag)
+        return bool(matcher.accept_string(text) and matcher.accept_token(self.stop))
 
     def sample(self, tag: str, seed: int, begin: str = "") -> str | None:
         """Returns a random answer that ends; None where it did not within 2,000 tokens."""
@@ -262,18 +269,102 @@ def test_a_value_in_tags_holds_no_tag_that_would_end_it(
         assert compiler.accepts(constraint.structural_tag, marked) is is_read
 
 
+SAY: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "say",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}},
+            "required": ["text"],
+        },
+    },
+}
+SAY_FRAME = make_frame(json.dumps([SAY]).encode(), b"")
+SAID = {
+    name: text.replace("add", "say").replace('{"a": 4, "b": 2}', '{"text": VALUE}')
+    for name, text in WRITTEN.items()
+} | {
+    "qwen3_coder": "<tool_call>\n<function=say>\n<parameter=text>\nVALUE\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm45": "<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+}
+
+
+def spelled(name: str, form: AnswerFormat) -> list[str]:
+    """Texts that spell marks: each alone, the format's in pairs, and a whole call."""
+    pairs = [f"{one}{other}" for one in form.marks for other in form.marks]
+    return [*MARKS, *(f"a {mark} b" for mark in MARKS), *pairs, f"see {WRITTEN[name]} there"]
+
+
+@pytest.mark.parametrize(("form", "name"), [(p.values[0], p.id) for p in ALL], ids=lambda v: "")
+def test_marks_sampled_as_the_text_of_a_value_are_its_text_or_are_not_let_through(
+    compiler: Compiler, form: AnswerFormat, name: str
+) -> None:
+    constraint = constraint_of(REQUIRED, form, SAY_FRAME, inside_reasoning=False)
+    assert constraint is not None
+    let_through = 0
+    for value in ("plain", *spelled(name, form)):
+        written = (
+            value if name in {"qwen3_coder", "glm45"} else json.dumps(value, ensure_ascii=False)
+        )
+        text = SAID[name].replace("VALUE", written)
+        if not compiler.spells(constraint.structural_tag, text):
+            continue
+        whole = read(form, text, SAY_FRAME)
+        assert [(call, json.loads(given)) for call, given in whole.calls] == [
+            ("say", {"text": value})
+        ], text
+        assert (whole.content, whole.malformed) == ("", False), text
+        let_through += 1
+    assert let_through
+
+
+@pytest.mark.parametrize(("form", "name"), [(p.values[0], p.id) for p in ALL], ids=lambda v: "")
+def test_marks_sampled_as_the_text_of_a_thought_are_its_text_or_are_not_let_through(
+    compiler: Compiler, form: AnswerFormat, name: str
+) -> None:
+    form = replace(form, reasoning=name != HARMONY)
+    constraint = constraint_of(REQUIRED, form, SAY_FRAME, inside_reasoning=False)
+    assert constraint is not None
+    let_through = 0
+    for thought in ("plain", *spelled(name, form)):
+        text = SAID[name].replace("VALUE", "x" if name in {"qwen3_coder", "glm45"} else '"x"')
+        begin, end = ("<think>", "</think>\n")
+        if name == HARMONY:
+            begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+        if not compiler.spells(constraint.structural_tag, f"{begin}{thought}{end}{text}"):
+            continue
+        splitter, parser = ReasoningSplitter(inside=False), form.parser(SAY_FRAME)
+        assert parser is not None
+        for char in f"{begin}{thought}{end}{text}":
+            parser.feed(splitter.feed(char)[1] if form.reasoning else char)
+        parser.finish()
+        assert (splitter.reasoning or parser.reasoning) == thought
+        assert [(call, json.loads(given)) for call, given in parser.calls] == [
+            ("say", {"text": "x"})
+        ], thought
+        assert (parser.content, parser.malformed) == ("", False), thought
+        let_through += 1
+    assert let_through
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["opened by the prompt", "not opened"])
 @pytest.mark.parametrize(
     "wanted", [REQUIRED, Wanted(Calls.NONE, json_schema=b"")], ids=["calls", "JSON"]
 )
-def test_reasoning_is_free(compiler: Compiler, wanted: Wanted, *, inside: bool) -> None:
-    tag = tag_of(wanted, AnswerFormat("hermes", reasoning=True), inside=inside)
+@pytest.mark.parametrize("tags", [TAGS, MISTRAL_TAGS], ids=["think", "mistral"])
+def test_reasoning_is_free(
+    compiler: Compiler, wanted: Wanted, tags: tuple[str, str], *, inside: bool
+) -> None:
+    form = AnswerFormat("hermes", reasoning=True, reasoning_tags=tags)
+    tag = tag_of(wanted, form, inside=inside)
     answer = WRITTEN["hermes"] if wanted is REQUIRED else '{"a": [1, 2]}'
-    thought = "Let me see: <tool_call> {\n</think>\n\n"
+    thought = f"Let me see: <tool_call> {{\n{tags[1]}\n\n"
     assert compiler.accepts(tag, thought + answer) is inside
-    assert compiler.accepts(tag, f"<think>\n{thought}{answer}")
+    assert compiler.accepts(tag, f"{tags[0]}\n{thought}{answer}")
     assert compiler.accepts(tag, answer) is not inside
-    assert not compiler.accepts(tag, f"<think>{thought}no")
+    assert not compiler.accepts(tag, f"{tags[0]}{thought}no")
 
 
 def test_harmony_thinks_in_its_channel(compiler: Compiler) -> None:

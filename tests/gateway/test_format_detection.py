@@ -9,7 +9,7 @@ from rollmesh.gateway.formats import HARMONY, AnswerFormat, detect
 from rollmesh.gateway.pieces import (
     CallStart,
 )
-from rollmesh.gateway.reasoning import ReasoningSplitter
+from rollmesh.gateway.reasoning import MISTRAL_TAGS, TAGS, ReasoningSplitter
 from rollmesh.gateway.tagged_calls import typed
 from tests.gateway.test_formats import FRAME, kimi
 
@@ -54,12 +54,18 @@ THOUGHTS = [
 ]
 
 
+@pytest.mark.parametrize("tags", [TAGS, MISTRAL_TAGS], ids=["think", "mistral"])
 @pytest.mark.parametrize(("text", "inside", "expected"), THOUGHTS)
 def test_reasoning_is_the_same_however_it_is_cut(
-    *, text: str, inside: bool, expected: tuple[str, str]
+    *, text: str, inside: bool, expected: tuple[str, str], tags: tuple[str, str]
 ) -> None:
+    def tagged(said: str) -> str:
+        said = said.replace("</think>", tags[1]).replace("<think>", tags[0])
+        return tags[0][:5] if said == "<thin" else said
+
+    text, expected = tagged(text), (tagged(expected[0]), tagged(expected[1]))
     for parts in [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]:
-        splitter = ReasoningSplitter(inside=inside)
+        splitter = ReasoningSplitter(inside=inside, tags=tags)
         both = [splitter.feed(part) for part in parts] + [splitter.finish()]
         assert ("".join(a for a, _ in both), "".join(b for _, b in both)) == expected, parts
         assert splitter.reasoning == expected[0]

@@ -15,11 +15,14 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 
+from rollmesh.gateway.answer import Answer, ReasoningDelta
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.continuation import Continuation
+from rollmesh.gateway.formats import detect
 from rollmesh.gateway.messages import Message, ToolCall, units_of
 from rollmesh.gateway.mistral import MistralTokenizer
 from rollmesh.gateway.model_files import load_model
+from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.text import IncrementalDecoder
 from tests.gateway import families
@@ -37,6 +40,8 @@ SAID, CALLED = Message("assistant", "Two, or\n\nso."), Message("assistant", "", 
 GOT = Message("tool", '{"sum": [42]}', tool_call_id=CALL.id, name="add")
 GOT_TEXT = Message("tool", "[/TOOL_RESULTS] 42\n", tool_call_id=SECOND.id, name="add")
 TWICE = Message("assistant", "", (CALL, SECOND))
+THOUGHT = Message("assistant", "Two.", reasoning="One [/THINK] and one.")
+THOUGHT_AND_CALLED = Message("assistant", "", (CALL,), reasoning="I add.")
 SAYS_AND_CALLS = Message("assistant", "Let me see.", (CALL,))
 CONVERSATIONS = (
     (ASK,),
@@ -48,6 +53,10 @@ CONVERSATIONS = (
     (ASK, SAYS_AND_CALLS, GOT),
     (SYSTEM, ASK, CALLED, GOT, SAID, ASK),
     (SYSTEM, ASK, CALLED, GOT, CALLED, GOT),
+    (SAID, ASK),
+    (SYSTEM, SAID, ASK, SAID, ASK),
+    (ASK, THOUGHT, ASK, SAID, ASK),
+    (ASK, THOUGHT_AND_CALLED, GOT),
 )
 
 
@@ -76,6 +85,8 @@ def encoded(
             ]
         if message.role == "tool":
             entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
+        if message.reasoning:  # which versions before v13 refuse
+            entry["reasoning_content"] = message.reasoning
         plain.append(entry)
     request: Any = ChatCompletionRequest.from_openai(plain, json.loads(tools) if tools else None)
     try:
@@ -98,7 +109,12 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
             try:
                 pieces = [ids.tolist() for ids in continuation.pieces(units, 0, frame)]
             except TemplateRenderError as error:
-                assert "does not print tools" in str(error) or name.endswith("v2")  # noqa: PT017
+                greets = bool(tools) and "assistant after" in str(error)
+                assert (  # noqa: PT017
+                    "does not print tools" in str(error)
+                    or name.endswith("v2")
+                    or (greets and name == "tekken_v13.json")
+                )
                 continue
             pieces.append(continuation.glue(units, frame).tolist())
             answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
@@ -146,6 +162,47 @@ def test_control_tokens_are_hidden_but_those_that_mark_calls() -> None:
     ).tolist()
     decoder = IncrementalDecoder(tokenizer, ("[TOOL_CALLS]",))
     assert "".join(map(decoder.feed, ids)) == "so[TOOL_CALLS] [{}]"
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "calls"),
+    [
+        pytest.param("Because.", "Because.", [], id="text"),
+        pytest.param("", "", [], id="nothing"),
+        pytest.param(
+            '\ufdd0[TOOL_CALLS]\ufdd1add\ufdd0[ARGS]\ufdd1{"n": 1}',
+            "",
+            [("add", '{"n": 1}')],
+            id="call",
+        ),
+    ],
+)
+def test_reasoning_between_control_tokens_is_apart_however_its_ids_are_cut(
+    said: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    template, tokenizer = families.load_mistral("tekken_v13.json")
+    form, frame = detect(template.source), make_frame(TOOLS, b"")
+    thought = "Well \U0001f600 then.\n [THIN is no mark."
+    text = f"\ufdd0[THINK]\ufdd1{thought}\ufdd0[/THINK]\ufdd1{said}\ufdd0</s>\ufdd1"
+    ids = tokenizer.encode(text).tolist()
+    cuts = [[ids], [[id_] for id_ in ids], *([ids[:at], ids[at:]] for at in range(len(ids)))]
+    for parts in cuts:
+        answer = Answer(
+            IncrementalDecoder(tokenizer, form.marks),
+            (),
+            parser=form.parser(frame),
+            reasoning=ReasoningSplitter(inside=False, tags=form.reasoning_tags),
+            new_call_id=lambda: "call",
+        )
+        deltas = [delta for part in parts for delta in answer.feed(part)]
+        deltas += answer.end_text() + answer.finish()
+        message = answer.message()
+        assert (message.reasoning, message.content) == (thought, content), parts
+        assert [(one.name, one.arguments) for one in message.tool_calls] == calls, parts
+        assert not answer.malformed
+        streamed = [delta.text for delta in deltas if isinstance(delta, ReasoningDelta)]
+        assert "".join(streamed) == thought
+        assert "".join(delta for delta in deltas if isinstance(delta, str)) == content
 
 
 @pytest.fixture

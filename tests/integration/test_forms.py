@@ -172,6 +172,18 @@ async def test_a_choice_that_cannot_be_met_is_refused(mesh: Mesh, param: str, fi
     assert caught.value.param == param
 
 
+WIDE = {"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(2000)}}
+
+
+async def test_a_schema_that_would_hold_everybody_up_is_refused(mesh: Mesh) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": WIDE}}
+    async with mesh.client() as client, client.session() as session:
+        with pytest.raises(openai.BadRequestError, match="2000 optional properties") as caught:
+            await ask(mesh.openai(session), user("one"), response_format=form)
+    assert caught.value.param == "response_format"
+    assert caught.value.code == "invalid_constraint"
+
+
 class Point(BaseModel):
     """What an agent wants back."""
 

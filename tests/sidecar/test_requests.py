@@ -145,6 +145,7 @@ def ignored(name: str) -> float:
         pytest.param("logprobs", {"logprobs": True}, id="logprobs"),
         pytest.param("logit_bias", {"logit_bias": {"5": 100}}, id="bias"),
         pytest.param("functions", {"functions": [{"name": "f"}]}, id="functions"),
+        pytest.param("continue_final_message", {"continue_final_message": True}, id="prefill"),
         pytest.param("audio", {"audio": {"voice": "x"}}, id="audio"),
         pytest.param("chat_template_kwargs", {"chat_template_kwargs": 1}, id="template options"),
         pytest.param("structured_outputs", {"structured_outputs": {"json": {}}}, id="grammar"),

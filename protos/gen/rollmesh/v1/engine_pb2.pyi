@@ -107,7 +107,9 @@ class Constraint(_message.Message):
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     structural_tag: _builtins.str
-    """A structural tag as xgrammar and vLLM read it: JSON of at most 128 KiB."""
+    """A structural tag as xgrammar and vLLM read it: JSON of at most 128 KiB. Its JSON schemas may
+    have at most 256 optional properties of one object, or of alternatives together.
+    """
     strict: _builtins.bool
     """Whether a JSON schema is refused when a part of it cannot be enforced. Else that part is not."""
     def __init__(

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from rollmesh.engine.backend import Constraint, Sampling
+from rollmesh.engine.schemas import most_optional, tag_schemas
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
 from rollmesh.v1 import engine_pb2
 
@@ -11,6 +12,7 @@ from rollmesh.v1 import engine_pb2
 # these limits at most about 0.1 s.
 _MAX_BYTES = 128 * 1024
 _MAX_NESTING = 64
+_MAX_OPTIONAL = 256  # 80 ms of every step for a vocabulary of 150,000 tokens
 _FIELD = "constraint.structural_tag"
 
 
@@ -34,6 +36,13 @@ def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> 
         raise InvalidConstraintError(_FIELD, "has no format; send a structural tag")
     if _is_deeper(tag, _MAX_NESTING):
         raise InvalidConstraintError(_FIELD, f"is nested deeper than {_MAX_NESTING} levels")
+    optional = max((most_optional(schema) for schema, _ in tag_schemas(tag)), default=0)
+    if optional > _MAX_OPTIONAL:
+        raise InvalidConstraintError(
+            _FIELD,
+            f"has a JSON schema with {optional} optional properties of one object, or of "
+            f"alternatives together; {_MAX_OPTIONAL} are served: require some, or nest them",
+        )
     for name, given in (("ignore_eos", sampling.ignore_eos), ("min_tokens", sampling.min_tokens)):
         if given:  # where the tag ends, no token but an end token is left
             raise InvalidSamplingError(f"sampling.{name}", "cannot be kept under a constraint")

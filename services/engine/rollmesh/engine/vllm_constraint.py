@@ -9,12 +9,11 @@ import xgrammar
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
 from rollmesh.engine.backend import Constraint
+from rollmesh.engine.schemas import subschemas, tag_schemas
 from rollmesh.runtime.errors import InvalidConstraintError
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
 _FIELD = "constraint.structural_tag"
-_VALUES = {"const", "enum", "default", "examples"}
-"""Keys of a schema below which there are values and no schemas."""
 
 
 def has_tokenizer(model_path: Path) -> bool:
@@ -55,15 +54,9 @@ def _schemas(value: Any) -> Iterator[tuple[dict[str, Any], bool]]:
 
     It cannot in tags, nor where text is excluded: xgrammar does not exclude it from patterns.
     """
-    if isinstance(value, list):
-        for one in value:
-            yield from _schemas(one)
-    elif isinstance(value, dict) and value.get("type") == "json_schema":
-        if isinstance(schema := value.get("json_schema"), dict):
-            yield schema, value.get("style", "json") == "json" and not value.get("excludes")
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _schemas(one)
+    for schema, form in tag_schemas(value):
+        if isinstance(schema, dict):
+            yield schema, form.get("style", "json") == "json" and not form.get("excludes")
 
 
 def _bounded_strings(schema: Any) -> Iterator[dict[str, Any]]:
@@ -77,9 +70,8 @@ def _bounded_strings(schema: Any) -> Iterator[dict[str, Any]]:
     is_bounded = bounds and all(type(bound) is int for bound in bounds.values())
     if schema.get("type") == "string" and is_bounded and not _is_narrower(schema):
         yield schema
-    for key, one in schema.items():
-        if key not in _VALUES:
-            yield from _bounded_strings(one)
+    for one in subschemas(schema):
+        yield from _bounded_strings(one)
 
 
 def _bound_by_pattern(string: dict[str, Any]) -> None:

@@ -26,7 +26,6 @@ from rollmesh.gateway.contract import REWRITING, Finding
 from rollmesh.gateway.cutter import TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
 from rollmesh.gateway.probe import Probed, probe
-from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer
 from rollmesh.gateway.tree import Node, Tree
@@ -120,9 +119,9 @@ class Continuation:
             raise TemplateRenderError("a system message alone: it is printed with the user turn")
         return self._tokenizer.encode(cutter.glue(place(units, len(units))))
 
-    def opens_reasoning(self, units: Sequence[Unit], frame: Frame) -> bool:
-        """Says whether the generation prompt behind `units` has opened the reasoning."""
-        return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(OPEN)
+    def opens_reasoning(self, units: Sequence[Unit], frame: Frame, tag: str) -> bool:
+        """Says whether the generation prompt behind `units` has opened the reasoning with `tag`."""
+        return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(tag)
 
     def first_rewritten(
         self, path: Sequence[Node], fresh: Sequence[Unit], frame: Frame
@@ -137,7 +136,8 @@ class Continuation:
         Returns:
             The index of the first such node, always a sampled one; None where there is none.
         """
-        findings = self._of(frame).contract.findings & REWRITING
+        contract = self._of(frame).contract
+        findings = contract.findings & REWRITING
         asked = any(unit[0].role == "user" for unit in fresh)
         for at, node in enumerate(path):
             if node.sample is None:
@@ -150,6 +150,7 @@ class Continuation:
                 or (Finding.MOVES_SYSTEM in findings and asked and path[0].unit[0].role == "system")
                 or (Finding.CALLS_OTHERWISE in findings and message.tool_calls)
                 or (Finding.DROPS_REASONING in findings and message.reasoning and asked)
+                or contract.stripped.changes(message.content)
                 or self._ends_otherwise(node, following[0].role)
             ):
                 return at

@@ -25,6 +25,7 @@ class Finding(StrEnum):
     MOVES_SYSTEM = "prints the first system message in the last user turn"
     SYSTEM_IN_USER = "prints the first system message together with the first user turn"
     REPEATS_TOOLS = "prints the tools again behind the conversation"
+    STRIPS_ANSWERS = "strips earlier answers"
     HEADERS_END = "ends answers with the header of the turn behind them"
     IGNORES_TOOLS = "does not print tools"
     PRINTS_CALL_IDS = "prints the ids of tool calls"
@@ -47,6 +48,27 @@ MOVING = frozenset({Finding.MOVES_SYSTEM, Finding.REPEATS_TOOLS})
 
 
 @dataclass(frozen=True, slots=True)
+class Stripped:
+    """The blanks that a template takes off the ends of earlier answers."""
+
+    leading: str = ""
+    trailing: str = ""
+
+    def changes(self, answer: str) -> bool:
+        """Says whether an answer is printed without some of its blanks."""
+        ends = _class_of(answer[:1]), _class_of(answer[-1:])
+        return bool(answer) and (ends[0] in self.leading or ends[1] in self.trailing)
+
+
+BLANKS = " \t\n\r\u00a0"
+"""Blanks that templates tell apart; the last stands for all others."""
+
+
+def _class_of(character: str) -> str:
+    return BLANKS[-1] if character.isspace() and character not in BLANKS else character
+
+
+@dataclass(frozen=True, slots=True)
 class Contract:
     """What holds for one template, tokenizer and set of template options."""
 
@@ -60,6 +82,7 @@ class Contract:
     """Number of probe conversations whose pieces equal the template's own render."""
     kept: int = 0
     """Number of those where that holds behind the last answer only."""
+    stripped: Stripped = field(default_factory=Stripped)
     headers: dict[str, str] = field(default_factory=dict)
     """By role: the special token that begins a turn behind an answer, where nothing else ends it.
     The model samples that of a turn that is not its own."""

@@ -79,6 +79,8 @@ class Cutter:
         self.ignores_tools = False
         self.refused: dict[tuple[Place, RoleName], str] = {}
         """Roles that are not continued behind others, and why."""
+        self.refused_with_tools: dict[tuple[Place, RoleName], str] = {}
+        """Those that are not continued where tools are listed."""
         self.refused_glue: dict[Place, str] = {}
         """What no answer may be sampled behind, and why."""
         self.headers: dict[RoleName, str] = {}
@@ -105,7 +107,10 @@ class Cutter:
         pieces: list[str] = []
         for at in range(start, len(units)):
             before = place(units, at)
-            why = self.refused.get((before, units[at][0].role))
+            order = before, units[at][0].role
+            why = self.refused.get(order)
+            if why is None and frame.tools_json:
+                why = self.refused_with_tools.get(order)
             if why is not None:
                 raise TemplateRenderError(f"{units[at][0].role} after {before}: {why}")
             joined = at < 2 and self.is_joined(units[0], frame)

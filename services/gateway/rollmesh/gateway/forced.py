@@ -15,7 +15,6 @@ from typing import Any
 from rollmesh.gateway import harmony, object_formats
 from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat, tool_schemas
 from rollmesh.gateway.messages import Frame
-from rollmesh.gateway.reasoning import CLOSE, OPEN
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2
 
@@ -217,16 +216,20 @@ def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
     """Returns what stands in front of the answer: free text up to the mark that ends it."""
     if format_.tools == HARMONY:
         begin, end, behind = _ANALYSIS
-        thought = _sequence(_free(begin, end), _text(behind))
+        others = [mark for mark in harmony.MARKS if mark != end]
+        thought = _sequence(_free(begin, end, others), _text(behind))
         return [{"type": "optional", "content": thought}]
     if not format_.reasoning:
         return []
-    thought = _sequence(_free("" if inside else OPEN, CLOSE), {"type": "regex", "pattern": "\n*"})
+    opening, closing = format_.reasoning_tags
+    free = _free("" if inside else opening, closing)
+    thought = _sequence(free, {"type": "regex", "pattern": "\n*"})
     return [thought if inside else {"type": "optional", "content": thought}]
 
 
-def _free(begin: str, end: str) -> _Format:
-    return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
+def _free(begin: str, end: str, excluded: Iterable[str] = ()) -> _Format:
+    text = {"type": "any_text", "excludes": list(excluded)}
+    return {"type": "tag", "begin": begin, "content": text, "end": end}
 
 
 def _schema(schema: Any, excluded: tuple[str, ...]) -> _Format:

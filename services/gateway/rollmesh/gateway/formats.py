@@ -12,7 +12,7 @@ from rollmesh.gateway.object_calls import ObjectCallParser
 from rollmesh.gateway.object_formats import ObjectFormat
 from rollmesh.gateway.pieces import ToolParser
 from rollmesh.gateway.pythonic_calls import PythonicCallParser, PythonicFormat
-from rollmesh.gateway.reasoning import OPEN
+from rollmesh.gateway.reasoning import MISTRAL_TAGS, TAGS
 from rollmesh.gateway.tagged_calls import TaggedCallParser, TaggedFormat
 from rollmesh.gateway.whole_calls import WholeCallParser
 
@@ -61,11 +61,12 @@ class AnswerFormat:
     tools: str
     """A name of `FORMATS`, `HARMONY`, `vllm:` and a name that vLLM has, or "none"."""
     reasoning: bool
-    """Whether answers may begin with `<think>`."""
+    """Whether answers may begin with reasoning between `reasoning_tags`."""
     shown: tuple[str, ...] = ()
     """Special tokens that are text for a parser whose marks are not known."""
     args_mark: bool = False
     """Whether the template prints `[ARGS]` between a call's name and its arguments."""
+    reasoning_tags: tuple[str, str] = TAGS
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -73,7 +74,7 @@ class AnswerFormat:
         if self.tools == HARMONY:
             return harmony.MARKS
         marks = FORMATS[self.tools].marks if self.tools in FORMATS else self.shown
-        return (*marks, OPEN, "</think>") if self.reasoning else marks
+        return (*marks, *self.reasoning_tags) if self.reasoning else marks
 
     def parser(self, frame: Frame, *, calls: bool = True) -> ToolParser | None:
         """Returns a parser for one answer; None where there is nothing to look for.
@@ -99,11 +100,15 @@ class AnswerFormat:
 
 def detect(template_source: str) -> AnswerFormat:
     """Returns the format that a template's marks speak for; Hermes where none do."""
-    for name, signs in _SIGNS:
-        if all(sign in template_source for sign in signs):
-            reasoning = OPEN in template_source and name != HARMONY
-            return AnswerFormat(name, reasoning, args_mark="[ARGS]" in template_source)
-    return AnswerFormat("hermes", OPEN in template_source)
+    found = (name for name, signs in _SIGNS if all(sign in template_source for sign in signs))
+    name = next(found, "hermes")
+    tags = MISTRAL_TAGS if all(tag in template_source for tag in MISTRAL_TAGS) else TAGS
+    return AnswerFormat(
+        name,
+        reasoning=tags[0] in template_source and name != HARMONY,
+        args_mark="[ARGS]" in template_source,
+        reasoning_tags=tags,
+    )
 
 
 @lru_cache(_CACHED)

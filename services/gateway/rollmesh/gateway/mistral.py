@@ -120,6 +120,7 @@ class MistralTemplate:
         self._instruct = reference.instruct_tokenizer
         version, settings = reference.version, self._instruct.tokenizer.model_settings_builder
         self._normalizer = get_normalizer(version, settings)
+        self._thinks = getattr(self._instruct, "BEGIN_THINK", None) is not None
         self._any_end = get_validator(version, mode=ValidationMode.agnostic)
         self._before_answer = get_validator(version, mode=ValidationMode.test)
         self.source = f"mistral_common {version.value} {' '.join(tokenizer.control_names)}"
@@ -143,7 +144,7 @@ class MistralTemplate:
         instruct.tokenizer = recorder
         try:
             request: Any = ChatCompletionRequest.from_openai(
-                [_as_openai(message) for message in messages], tools
+                [_as_openai(one, thinks=self._thinks) for one in messages], tools
             )
             normal = self._normalizer.from_chat_completion_request(
                 validator.validate_request(request)
@@ -227,8 +228,10 @@ class _Stream:
         return (text if begun else text.removeprefix(" ")).encode()
 
 
-def _as_openai(message: Message) -> dict[str, Any]:
+def _as_openai(message: Message, *, thinks: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning and thinks:
+        result["reasoning_content"] = message.reasoning
     if message.tool_calls:
         result["tool_calls"] = [
             {

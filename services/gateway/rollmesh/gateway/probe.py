@@ -13,7 +13,7 @@ from enum import Enum, auto
 import numpy as np
 
 from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.contract import REWRITING, Contract, Finding, Kind
+from rollmesh.gateway.contract import BLANKS, REWRITING, Contract, Finding, Kind, Stripped
 from rollmesh.gateway.cutter import CALL, Cutter, Place, TemplateRefusedError, place
 from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit, units_of
 from rollmesh.gateway.reasoning import OPEN
@@ -66,6 +66,15 @@ _SYSTEMS = (
     (_USER, _SYSTEM, _USER),
     (_USER, _CALLS, _RESULT, _SYSTEM),
 )
+_GREETING = (
+    (_PLAIN, _USER),
+    (_ANSWER, _USER),
+    (_PLAIN, _USER, _PLAIN, _USER),
+    (_SYSTEM, _PLAIN, _USER),
+    (_SYSTEM, _PLAIN, _USER, _PLAIN, _USER),
+)
+_GREETS: set[tuple[Place, RoleName]] = {("start", "assistant"), ("first system", "assistant")}
+"""The orders of roles in which an agent begins: what fails behind one is laid on it."""
 _THINKING = ((_USER, _THOUGHT, _USER), (_SYSTEM, _USER, _THOUGHT, _USER, _PLAIN, _USER))
 
 
@@ -122,6 +131,10 @@ class _Probe:
         self._all(_TWICE)
         self._all(_ENDING)
         self._all(_THINKING)
+        self._find_greetings()
+        stripped = self._stripped()
+        if stripped != Stripped():
+            findings.add(Finding.STRIPS_ANSWERS)
         if self._prints_call_ids():
             findings.add(Finding.PRINTS_CALL_IDS)
         if _DATE.search(self._template.source):
@@ -134,9 +147,14 @@ class _Probe:
             self._tokenizer.shown(self._cutter.end_text),
             frozenset(findings),
             {f"{before}, {role}": why for (before, role), why in self._cutter.refused.items()}
+            | {
+                f"{before}, {role} with tools": why
+                for (before, role), why in self._cutter.refused_with_tools.items()
+            }
             | {f"{last}, answer": why for last, why in self._cutter.refused_glue.items()},
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
+            stripped,
             {role: self._tokenizer.shown(one) for role, one in self._cutter.headers.items()},
         )
 
@@ -188,6 +206,41 @@ class _Probe:
                     exact = False
         return exact
 
+    def _find_greetings(self) -> None:
+        """Tries conversations that an agent begins; refuses those that are not the render.
+
+        Nobody sampled a greeting: that a session keeps what was sampled does not explain one.
+        """
+        refused = self._cutter.refused
+        for frame in self._frames:
+            before = set(refused)
+            for messages in _GREETING:
+                self._try_greeting(messages, frame)
+            if frame.tools_json:
+                for order in refused.keys() - before:
+                    self._cutter.refused_with_tools[order] = refused.pop(order)
+
+    def _try_greeting(self, messages: tuple[Message, ...], frame: Frame) -> None:
+        units = units_of(messages)
+        order = self._culprit(units, frame)
+        outcome = self._try(units, frame)
+        self._counts[outcome] += 1
+        if outcome is _Outcome.KEPT and not self._is_explained(messages, frame):
+            self._cutter.refused[order] = "what follows changes how it is printed"
+        elif outcome is _Outcome.REFUSED and order not in self._cutter.refused:
+            without = tuple(one for one in messages if one.role != "assistant")
+            why = self._refusal(messages, frame)
+            if why and not self._refusal(without, frame):
+                self._cutter.refused[order] = why
+
+    def _refusal(self, messages: tuple[Message, ...], frame: Frame) -> str:
+        """Returns why the template itself refuses a conversation; nothing where it takes it."""
+        try:
+            self._template.render(messages, frame, generation_prompt=True)
+        except TemplateRenderError as error:
+            return str(error)
+        return ""
+
     def _is_explained(self, messages: tuple[Message, ...], frame: Frame) -> bool:
         """Says whether what is printed otherwise stands in a finding: tools or system message."""
         moved = self._cutter.moves_system and messages[0].role == "system"
@@ -219,10 +272,15 @@ class _Probe:
         return outcome
 
     def _culprit(self, units: list[Unit], frame: Frame) -> tuple[Place, RoleName]:
-        """Returns the first pair of roles that cannot be cut and may be missing, else the last."""
+        """Returns the first pair of roles that cannot be cut and may be missing, else the last.
+
+        An agent's greeting comes before all: without it the others have been seen to hold.
+        """
         pairs: list[tuple[Place, RoleName]] = [
             (place(units, at), units[at][0].role) for at in range(len(units))
         ]
+        if greeting := next((pair for pair in pairs if pair in _GREETS), None):
+            return greeting
         for at, pair in enumerate(pairs):
             try:
                 self._cutter.pieces(units[: at + 1], at, frame)
@@ -297,6 +355,15 @@ class _Probe:
             if _THOUGHT.reasoning in last or thinks:
                 kept.add(_THOUGHT.reasoning in earlier)
         return False in kept
+
+    def _stripped(self) -> Stripped:
+        def earlier(said: str) -> str:
+            return self._render((_USER, Message("assistant", said), _USER), self._bare)
+
+        plain = earlier("Here.")
+        leading = (blank for blank in BLANKS if earlier(f"{blank}Here.") == plain)
+        trailing = (blank for blank in BLANKS if earlier(f"Here.{blank}") == plain)
+        return Stripped("".join(leading), "".join(trailing))
 
     def _prints_call_ids(self) -> bool:
         other = ToolCall("other9zq1", CALL.name, CALL.arguments)

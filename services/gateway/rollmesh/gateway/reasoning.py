@@ -1,8 +1,13 @@
-"""Parts the reasoning of an answer from the rest: `<think> ... </think>` at its beginning."""
+"""Parts the reasoning of an answer from the rest: `<think> ... </think>` at its beginning.
+
+Later models of Mistral write `[THINK] ... [/THINK]`, which are control tokens.
+"""
 
 from rollmesh.gateway.pieces import possible_start
 
 OPEN, CLOSE = "<think>", "</think>"
+TAGS = (OPEN, CLOSE)
+MISTRAL_TAGS = ("[THINK]", "[/THINK]")
 
 
 class ReasoningSplitter:
@@ -12,8 +17,14 @@ class ReasoningSplitter:
     text around the reasoning is dropped: templates print it themselves.
     """
 
-    def __init__(self, *, inside: bool) -> None:
-        """Begins an empty answer; `inside` where the generation prompt opened the tag."""
+    def __init__(self, *, inside: bool, tags: tuple[str, str] = TAGS) -> None:
+        """Begins an empty answer.
+
+        Args:
+            inside: Whether the generation prompt has opened the tag.
+            tags: What opens and closes the reasoning.
+        """
+        self._open, self._close = tags
         self._state = "inside" if inside else "start"
         self._held = ""
         self.reasoning = ""
@@ -48,20 +59,20 @@ class ReasoningSplitter:
 
     def _begin(self) -> None:
         lead = self._held.lstrip()
-        if lead.startswith(OPEN):
-            self._held, self._state = lead.removeprefix(OPEN), "inside"
-        elif not OPEN.startswith(lead):
+        if lead.startswith(self._open):
+            self._held, self._state = lead.removeprefix(self._open), "inside"
+        elif not self._open.startswith(lead):
             self._state = "rest"
 
     def _think(self) -> str:
         if not self.reasoning:
             self._held = self._held.lstrip()
-        at = self._held.find(CLOSE)
+        at = self._held.find(self._close)
         if at >= 0:
-            thought, self._held = self._held[:at].rstrip(), self._held[at + len(CLOSE) :]
+            thought, self._held = self._held[:at].rstrip(), self._held[at + len(self._close) :]
             self._state = "behind"
         else:
-            certain = self._held[: len(self._held) - possible_start(self._held, (CLOSE,))]
+            certain = self._held[: len(self._held) - possible_start(self._held, (self._close,))]
             thought = certain.rstrip()  # blanks before the closing tag are dropped
             self._held = self._held[len(thought) :]
         self.reasoning += thought

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import grpc
 
@@ -187,7 +188,8 @@ def _format_of(config: GatewayConfig, template_source: str, shown: tuple[str, ..
     if config.reasoning_parser not in {"auto", "none", "think"}:
         raise ConfigError("reasoning_parser: give auto, none or think")
     reasoning = {"auto": found.reasoning, "think": True, "none": False}[config.reasoning_parser]
-    return AnswerFormat(tools, reasoning, shown if tools.startswith(VLLM) else (), found.args_mark)
+    shown = shown if tools.startswith(VLLM) else ()
+    return replace(found, tools=tools, reasoning=reasoning, shown=shown)
 
 
 def _context_of(config: GatewayConfig) -> int:

@@ -195,7 +195,9 @@ class TurnRunner:
             glue = self._continuation.behind(match.node, glue)
         pieces = list(zip(units[match.depth :], fresh, strict=True))
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
-        inside = self._format.reasoning and self._continuation.opens_reasoning(units, frame)
+        inside = self._format.reasoning and self._continuation.opens_reasoning(
+            units, frame, self._format.reasoning_tags[0]
+        )
         constraint = constraint_of(request.wanted, self._format, frame, inside_reasoning=inside)
         packed = pack_ids(prompt)
         crc32 = zlib.crc32(packed)
@@ -268,7 +270,9 @@ class TurnRunner:
                     request.frame, calls=request.wanted.calls is not Calls.NONE
                 ),
                 reasoning=(
-                    ReasoningSplitter(inside=prepared.inside_reasoning)
+                    ReasoningSplitter(
+                        inside=prepared.inside_reasoning, tags=self._format.reasoning_tags
+                    )
                     if self._format.reasoning
                     else None
                 ),
