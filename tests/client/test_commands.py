@@ -250,3 +250,45 @@ async def test_turn_rewards_of_a_command_reach_the_close(
     await rollout(client, [None], runner=python(f"print({json.dumps(result)!r})"), n=1)
     rewards = gateway.closed[0].rewards
     assert (rewards.reward, dict(rewards.turn_rewards)) == (1.0, {3: 0.5, 4: 0.25})
+
+
+RUNNER = """
+import asyncio, sys
+from rollmesh.client import Session
+from rollmesh.client.runners.commands import CommandRunner
+
+runner = CommandRunner(argv=[sys.executable, "-c", *sys.argv[1:]])
+session = Session("5e55", "rmk-secret", "http://127.0.0.1:1/sessions/5e55/v1")
+
+async def main():
+    await CommandRunner(argv=["true"])(None, session)  # one that ended well is forgotten
+    await asyncio.gather(runner(None, session), runner(None, session))
+
+asyncio.run(main())
+"""
+AGENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open(f"{sys.argv[1]}/{os.getpid()}", "w") as file:
+    print(os.getpid(), child.pid, file=file)
+time.sleep(600)
+"""
+
+
+async def test_agents_and_what_they_started_die_with_a_runner_that_is_killed(
+    tmp_path: Path,
+) -> None:
+    runner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RUNNER, AGENT, str(tmp_path)
+    )
+    async with asyncio.timeout(60):
+        while len(list(tmp_path.iterdir())) < 2:  # noqa: ASYNC110 - files
+            await asyncio.sleep(0.01)
+    lines = [await appears(path) for path in tmp_path.iterdir()]
+    pids = [int(pid) for line in lines for pid in line.split()]
+    reapers = [one for one in psutil.Process(runner.pid).children() if "-I" in one.cmdline()]
+    assert len(reapers) == 1
+    assert all(_runs(pid) for pid in pids)
+    runner.send_signal(signal.SIGKILL)
+    await runner.wait()
+    await gone(*pids, reapers[0].pid)

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from safetensors import numpy as safetensors_numpy
 
-from rollmesh.client import Client, WeightsPushError
+from rollmesh.client import Client, Transfer, WeightsPushError
 from rollmesh.client.tensors import CHUNK_BYTES, file_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -163,6 +163,20 @@ async def test_a_checkpoint_is_named_and_not_sent() -> None:
     assert router.chunks == []
 
 
+async def test_a_transfer_is_described_and_not_sent() -> None:
+    router = push_router()
+    async with pushing(router) as client:
+        await client.push_weights(Transfer("nccl", [{"names": ["a"]}, [{}, {}]]), 6, mode="abort")
+    assert router.header == engine_pb2.UpdateWeightsHeader(
+        policy_version=6,
+        pause_mode=engine_pb2.PAUSE_MODE_ABORT,
+        transfer=engine_pb2.WeightTransfer(
+            backend="nccl", update_json=['{"names": ["a"]}', "[{}, {}]"]
+        ),
+    )
+    assert router.chunks == []
+
+
 async def test_a_refused_push_is_typed() -> None:
     router = push_router()
     router.refusal = StaleVersionError("policy_version: 1 is not above 4")
@@ -188,6 +202,7 @@ async def test_a_push_refused_while_much_is_being_sent_is_one_of_our_errors() ->
         pytest.param({"w": [1.0]}, {}, id="a list"),
         pytest.param({"w": np.zeros(2, np.complex64)}, {}, id="complex"),
         pytest.param({"w": np.zeros(2)}, {"mode": "soon"}, id="pause mode"),
+        pytest.param(Transfer("nccl", [{"w": object()}]), {}, id="no JSON"),
     ],
 )
 async def test_what_cannot_be_pushed_is_named(tensors: Any, options: Any) -> None:

@@ -39,6 +39,7 @@ async def run_with(python: str | Path, script: str, folder: Path, /, **arguments
         "RAY_TMPDIR": str(folder),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        "VERL_USE_EXTERNAL_MODULES": "rollmesh.integrations.verl_weights",
     }
     process = await asyncio.create_subprocess_exec(
         python, _SCRIPTS / f"{script}.py", json.dumps(arguments),

@@ -12,7 +12,7 @@ from rollmesh.client.summary import RolloutSummary
 from rollmesh.client.trajectories import Delivery, SessionResult, Trajectory
 from rollmesh.client.transcripts import Transcript, TranscriptTurn
 from rollmesh.client.trees import TrajectoryTree
-from rollmesh.client.weights import WeightsPushError
+from rollmesh.client.weights import Transfer, WeightsPushError
 
 __all__ = [
     "AgentRunner",
@@ -37,6 +37,7 @@ __all__ = [
     "TrajectoryTree",
     "Transcript",
     "TranscriptTurn",
+    "Transfer",
     "WeightsPushError",
     "register_runner",
     "rollout",

@@ -17,7 +17,7 @@ from rollmesh.client.retries import retried
 from rollmesh.client.rewards import Rewards
 from rollmesh.client.supervision import shielded
 from rollmesh.client.transcripts import Transcript
-from rollmesh.client.weights import WeightsPushError, push_checkpoint, push_tensors
+from rollmesh.client.weights import Transfer, init_transfers, push_weights
 from rollmesh.runtime.channels import open_channel, request_metadata, typed_errors
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import (
@@ -323,7 +323,7 @@ class Client(AbstractAsyncContextManager["Client"]):
 
     async def push_weights(
         self,
-        weights: Mapping[str, Any] | Path,
+        weights: Mapping[str, Any] | Path | Transfer,
         policy_version: int,
         *,
         mode: Literal["keep", "abort", "wait"] = "keep",
@@ -332,8 +332,10 @@ class Client(AbstractAsyncContextManager["Client"]):
         """Gives all engines new weights; every token sampled from then on carries the version.
 
         Args:
-            weights: torch tensors or NumPy arrays by the checkpoint's names, or a directory of
-                safetensors files that every engine can read.
+            weights: torch tensors or NumPy arrays by the checkpoint's names, where no disk is
+                shared; a directory of safetensors files, where every engine can read it; or a
+                `Transfer`, where GPUs of trainer and engines share NCCL or a machine, after
+                `init_weight_transfer`. Late engines wait for the push after a `Transfer`.
             policy_version: Above the last one.
             mode: What happens to running requests; "keep" lets them go on with the new weights.
             allow_partial: Whether an engine that failed is told by its result only.
@@ -344,26 +346,39 @@ class Client(AbstractAsyncContextManager["Client"]):
         Raises:
             WeightsPushError: An engine did not take them.
         """
-        stub = router_pb2_grpc.RouterServiceStub(self._channel(self.addresses.router))
-        if isinstance(weights, Path):
-            results = await push_checkpoint(stub, weights, policy_version, mode)
-        else:
-            results = await push_tensors(stub, weights, policy_version, mode)
-        if not allow_partial and any(result.error_reason for result in results):
-            raise WeightsPushError(results)
-        return results
+        return await push_weights(
+            self._router(), weights, policy_version, mode=mode, allow_partial=allow_partial
+        )
+
+    async def init_weight_transfer(
+        self, backend: str, init_info: Mapping[str, Any], by_engine: Mapping[str, Any] | None = None
+    ) -> list[router_pb2.EngineResult]:
+        """Makes all engines join the trainer by a transfer backend; it joins in another thread.
+
+        Args:
+            backend: Name of the backend that the engines were started with: nccl, ipc.
+            init_info: What vLLM's `init_weight_transfer_engine` takes.
+            by_engine: Fields of `init_info` that differ, such as `rank_offset`, by engine id.
+
+        Raises:
+            WeightsPushError: An engine did not join.
+        """
+        return await init_transfers(self._router(), backend, init_info, by_engine or {})
 
     async def replicas(self) -> router_pb2.ListReplicasResponse:
         """Returns who is in the mesh."""
-        stub = router_pb2_grpc.RouterServiceStub(self._channel(self.addresses.router))
+        request = router_pb2.ListReplicasRequest()
         with typed_errors():
-            return await stub.ListReplicas(router_pb2.ListReplicasRequest(), timeout=_TIMEOUT_S)
+            return await self._router().ListReplicas(request, timeout=_TIMEOUT_S)
 
     async def stats(self) -> collector_pb2.GetStatsResponse:
         """Returns how much the collector holds."""
         request = collector_pb2.GetStatsRequest()
         with typed_errors():
             return await self._collector().GetStats(request, timeout=_TIMEOUT_S)
+
+    def _router(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
+        return router_pb2_grpc.RouterServiceStub(self._channel(self.addresses.router))
 
     def _collector(self) -> "collector_pb2_grpc.CollectorServiceAsyncStub":
         return collector_pb2_grpc.CollectorServiceStub(self._channel(self.addresses.collector))

@@ -45,9 +45,11 @@ def _lines(total: int | None) -> Iterator[Show]:
         _write(summary, total)
         last = (now, None)
 
-    yield show
-    if last[1] is not None:
-        _write(last[1], total)
+    try:
+        yield show
+    finally:
+        if last[1] is not None:
+            _write(last[1], total)
 
 
 def _write(summary: RolloutSummary, total: int | None) -> None:

@@ -15,6 +15,7 @@ from rollmesh.client.rollout import Rollout as AsyncRollout, Samples, rollout, r
 from rollmesh.client.summary import RolloutSummary
 from rollmesh.client.trajectories import Delivery
 from rollmesh.client.transcripts import Transcript
+from rollmesh.client.weights import Transfer
 from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2
 
 
@@ -130,10 +131,16 @@ class Client(AbstractContextManager["Client"]):
             yield Subscription(inner, self._thread)
 
     def push_weights(
-        self, weights: Mapping[str, Any] | Path, policy_version: int, **options: Any
+        self, weights: Mapping[str, Any] | Path | Transfer, policy_version: int, **options: Any
     ) -> list[router_pb2.EngineResult]:
         """Gives all engines new weights."""
         return self._thread.run(self._inner.push_weights(weights, policy_version, **options))
+
+    def init_weight_transfer(
+        self, backend: str, init_info: Mapping[str, Any], **options: Any
+    ) -> list[router_pb2.EngineResult]:
+        """Makes all engines join the trainer, which must join meanwhile in another thread."""
+        return self._thread.run(self._inner.init_weight_transfer(backend, init_info, **options))
 
     def replicas(self) -> router_pb2.ListReplicasResponse:
         """Returns who is in the mesh."""

@@ -1,7 +1,9 @@
 """Pushes weights through the router to all engines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,36 @@ class WeightsPushError(RollmeshError):
         self.results = results
 
 
-async def push_tensors(
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Weights that the trainer sends by a weight transfer backend of vLLM, while it is pushed."""
+
+    backend: str
+    """Name of the backend that the engines were started with: nccl, ipc."""
+    updates: Sequence[Any]
+    """The `update_info` of each call of vLLM's `update_weights`, in order: what JSON can say."""
+
+
+async def push_weights(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    weights: Mapping[str, Any] | Path | Transfer,
+    policy_version: int,
+    *,
+    mode: str,
+    allow_partial: bool,
+) -> list[router_pb2.EngineResult]:
+    """Pushes weights the way that their kind asks for; see `Client.push_weights`."""
+    match weights:
+        case Transfer():
+            results = await _push_transfer(stub, weights, policy_version, mode)
+        case Path():
+            results = await _push_checkpoint(stub, weights, policy_version, mode)
+        case _:
+            results = await _push_tensors(stub, weights, policy_version, mode)
+    return results if allow_partial else _checked(results)
+
+
+async def _push_tensors(
     stub: "router_pb2_grpc.RouterServiceAsyncStub",
     tensors: Mapping[str, Any],
     policy_version: int,
@@ -47,7 +78,7 @@ async def push_tensors(
     return await _push(stub, parts())
 
 
-async def push_checkpoint(
+async def _push_checkpoint(
     stub: "router_pb2_grpc.RouterServiceAsyncStub", directory: Path, policy_version: int, mode: str
 ) -> list[router_pb2.EngineResult]:
     """Names a directory that every engine can read."""
@@ -58,6 +89,59 @@ async def push_checkpoint(
         yield router_pb2.PushWeightsRequest(header=header)
 
     return await _push(stub, parts())
+
+
+async def _push_transfer(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    transfer: Transfer,
+    policy_version: int,
+    mode: str,
+) -> list[router_pb2.EngineResult]:
+    """Tells every engine what the trainer sends; returns when all have it, or have failed."""
+    header = _header(policy_version, mode)
+    header.transfer.backend = transfer.backend
+    header.transfer.update_json.extend(_json(update, "updates") for update in transfer.updates)
+
+    async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
+        yield router_pb2.PushWeightsRequest(header=header)
+
+    return await _push(stub, parts())
+
+
+async def init_transfers(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    backend: str,
+    init_info: Mapping[str, Any],
+    by_engine: Mapping[str, Mapping[str, Any]],
+) -> list[router_pb2.EngineResult]:
+    """Makes every engine join the trainer; see `Client.init_weight_transfer`."""
+    request = router_pb2.InitWeightTransfersRequest(
+        request=engine_pb2.InitWeightTransferRequest(
+            backend=backend, init_json=_json(dict(init_info), "init_info")
+        ),
+        engines=[
+            router_pb2.EngineTransferInit(
+                engine_id=engine_id, init_json=_json({**init_info, **own}, "by_engine")
+            )
+            for engine_id, own in by_engine.items()
+        ],
+    )
+    with typed_errors():
+        response = await stub.InitWeightTransfers(request, timeout=_TIMEOUT_S)
+    return _checked(list(response.results))
+
+
+def _checked(results: list[router_pb2.EngineResult]) -> list[router_pb2.EngineResult]:
+    if any(result.error_reason for result in results):
+        raise WeightsPushError(results)
+    return results
+
+
+def _json(value: Any, field: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError(field, f"cannot be sent as JSON: {error}") from error
 
 
 async def _push(

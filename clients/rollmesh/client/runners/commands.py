@@ -1,7 +1,8 @@
 """Agents as commands: one process for each session, with the base URL and key in its environment.
 
 The protocol is in docs/runners.md. Whatever happens, nothing of the command's process group is left
-when the runner is done; a process that leaves its group (setsid) is beyond reach.
+when the runner is done, or when its process was killed; a process that leaves its group (setsid) is
+beyond reach.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.client.client import Session
+from rollmesh.client.runners.reaper import Reaper
 from rollmesh.client.supervision import shielded
 from rollmesh.runtime.errors import InvalidFieldError
 
@@ -25,6 +27,7 @@ _MAX_RESULT_BYTES = 16 * 1024 * 1024
 _DRAIN_S = 2.0
 _REAP_S = 5.0
 _NAMES = ("session_id", "sample_file", "result_file")
+_REAPER = Reaper()
 
 
 class CommandError(Exception):
@@ -118,6 +121,7 @@ class CommandRunner:
     async def _until_ended(self, process: asyncio.subprocess.Process) -> None:
         """Waits for the process; kills what is left of its group, however it ends."""
         try:
+            _REAPER.watch(process.pid)
             try:
                 await process.wait()
             except asyncio.CancelledError:
@@ -128,6 +132,7 @@ class CommandRunner:
                 raise
         finally:
             _signal(process, signal.SIGKILL)
+            _REAPER.forget(process.pid)
             await shielded(process.wait(), _REAP_S)
 
 

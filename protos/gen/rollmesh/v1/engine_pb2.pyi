@@ -291,6 +291,7 @@ class GetInfoResponse(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     SLEEPING_FIELD_NUMBER: _builtins.int
+    WEIGHT_TRANSFER_BACKEND_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, unique in the mesh."""
     model: _builtins.str
@@ -311,6 +312,8 @@ class GetInfoResponse(_message.Message):
     """Whether sampling is paused."""
     sleeping: _builtins.bool
     """Whether the engine sleeps."""
+    weight_transfer_backend: _builtins.str
+    """Weight transfer backend the engine was started with, such as "nccl"; empty when none."""
     def __init__(
         self,
         *,
@@ -324,10 +327,11 @@ class GetInfoResponse(_message.Message):
         waiting: _builtins.int = ...,
         paused: _builtins.bool = ...,
         sleeping: _builtins.bool = ...,
+        weight_transfer_backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "engine_id", b"engine_id", "max_context_tokens", b"max_context_tokens", "model", b"model", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "sleeping", b"sleeping", "vocabulary_tokens", b"vocabulary_tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "engine_id", b"engine_id", "max_context_tokens", b"max_context_tokens", "model", b"model", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "sleeping", b"sleeping", "vocabulary_tokens", b"vocabulary_tokens", "waiting", b"waiting", "weight_transfer_backend", b"weight_transfer_backend"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,6 +450,7 @@ class UpdateWeightsHeader(_message.Message):
     PAUSE_MODE_FIELD_NUMBER: _builtins.int
     CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
     SAFETENSORS_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the new weights; above the present one."""
     pause_mode: Global___PauseMode.ValueType
@@ -454,6 +459,10 @@ class UpdateWeightsHeader(_message.Message):
     """A directory of safetensors files that the engine can read."""
     safetensors_bytes: _builtins.int
     """The size of the safetensors file that follows in chunks."""
+    @_builtins.property
+    def transfer(self) -> Global___WeightTransfer:
+        """What the trainer sends by a weight transfer backend, beside this call."""
+
     def __init__(
         self,
         *,
@@ -461,16 +470,88 @@ class UpdateWeightsHeader(_message.Message):
         pause_mode: Global___PauseMode.ValueType = ...,
         checkpoint_dir: _builtins.str = ...,
         safetensors_bytes: _builtins.int = ...,
+        transfer: Global___WeightTransfer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "safetensors_bytes", b"safetensors_bytes", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "safetensors_bytes", b"safetensors_bytes", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint_dir", "safetensors_bytes"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint_dir", "safetensors_bytes", "transfer"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
 Global___UpdateWeightsHeader: _TypeAlias = UpdateWeightsHeader  # noqa: Y015
+
+@_typing.final
+class WeightTransfer(_message.Message):
+    """Weights that come by a transfer backend of vLLM: only what describes them is in the message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKEND_FIELD_NUMBER: _builtins.int
+    UPDATE_JSON_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    """Name of the backend, as GetInfo says it."""
+    @_builtins.property
+    def update_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What each call of vLLM's update_weights takes as update_info: JSON, in order, at least one."""
+
+    def __init__(
+        self,
+        *,
+        backend: _builtins.str = ...,
+        update_json: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "update_json", b"update_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightTransfer: _TypeAlias = WeightTransfer  # noqa: Y015
+
+@_typing.final
+class InitWeightTransferRequest(_message.Message):
+    """Asks to join the trainer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKEND_FIELD_NUMBER: _builtins.int
+    INIT_JSON_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    """Name of the backend, as GetInfo says it."""
+    init_json: _builtins.str
+    """What vLLM's init_weight_transfer_engine takes as init_info: a JSON object."""
+    def __init__(
+        self,
+        *,
+        backend: _builtins.str = ...,
+        init_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "init_json", b"init_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InitWeightTransferRequest: _TypeAlias = InitWeightTransferRequest  # noqa: Y015
+
+@_typing.final
+class InitWeightTransferResponse(_message.Message):
+    """The trainer is joined."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InitWeightTransferResponse: _TypeAlias = InitWeightTransferResponse  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsResponse(_message.Message):

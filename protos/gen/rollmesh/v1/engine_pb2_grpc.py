@@ -65,6 +65,11 @@ class EngineServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.InitWeightTransfer = channel.unary_unary(
+                '/rollmesh.v1.EngineService/InitWeightTransfer',
+                request_serializer=rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferResponse.FromString,
+                _registered_method=True)
         self.Sleep = channel.unary_unary(
                 '/rollmesh.v1.EngineService/Sleep',
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
@@ -129,7 +134,18 @@ class EngineServiceServicer(object):
         """Replaces the weights. The first message is the header, the others carry bytes. Every token
         sampled after the update carries the new version, in running requests too. A failed update
         leaves the old weights and version in place.
-        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION).
+        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
+        WEIGHT_TRANSFER_FAILED: a transfer was refused, or broke off before anything was loaded).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def InitWeightTransfer(self, request, context):
+        """Joins the trainer by the weight transfer backend that the engine was started with; a former
+        trainer is left first. Nothing is sampled meanwhile, and running requests stay.
+        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD): it took longer
+        than the engine waits, and the engine restarts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -188,6 +204,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'InitWeightTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.InitWeightTransfer,
+                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferResponse.SerializeToString,
             ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
@@ -368,6 +389,33 @@ class EngineService(object):
             '/rollmesh.v1.EngineService/UpdateWeights',
             rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
             rollmesh_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InitWeightTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.EngineService/InitWeightTransfer',
+            rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferRequest.SerializeToString,
+            rollmesh_dot_v1_dot_engine__pb2.InitWeightTransferResponse.FromString,
             options,
             channel_credentials,
             insecure,

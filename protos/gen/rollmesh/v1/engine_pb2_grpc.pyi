@@ -52,7 +52,14 @@ class EngineServiceStub:
     """Replaces the weights. The first message is the header, the others carry bytes. Every token
     sampled after the update carries the new version, in running requests too. A failed update
     leaves the old weights and version in place.
-    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION).
+    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
+    WEIGHT_TRANSFER_FAILED: a transfer was refused, or broke off before anything was loaded).
+    """
+    InitWeightTransfer: _grpc.UnaryUnaryMultiCallable[_engine_pb2.InitWeightTransferRequest, _engine_pb2.InitWeightTransferResponse]
+    """Joins the trainer by the weight transfer backend that the engine was started with; a former
+    trainer is left first. Nothing is sampled meanwhile, and running requests stay.
+    Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD): it took longer
+    than the engine waits, and the engine restarts.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
     """Frees accelerator memory between rollout phases. Running requests are aborted."""
@@ -85,7 +92,14 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Replaces the weights. The first message is the header, the others carry bytes. Every token
     sampled after the update carries the new version, in running requests too. A failed update
     leaves the old weights and version in place.
-    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION).
+    Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
+    WEIGHT_TRANSFER_FAILED: a transfer was refused, or broke off before anything was loaded).
+    """
+    InitWeightTransfer: _aio.UnaryUnaryMultiCallable[_engine_pb2.InitWeightTransferRequest, _engine_pb2.InitWeightTransferResponse]  # type: ignore[assignment]
+    """Joins the trainer by the weight transfer backend that the engine was started with; a former
+    trainer is left first. Nothing is sampled meanwhile, and running requests stay.
+    Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD): it took longer
+    than the engine waits, and the engine restarts.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
     """Frees accelerator memory between rollout phases. Running requests are aborted."""
@@ -151,7 +165,20 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Replaces the weights. The first message is the header, the others carry bytes. Every token
         sampled after the update carries the new version, in running requests too. A failed update
         leaves the old weights and version in place.
-        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION).
+        Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
+        WEIGHT_TRANSFER_FAILED: a transfer was refused, or broke off before anything was loaded).
+        """
+
+    @_abc_1.abstractmethod
+    def InitWeightTransfer(
+        self,
+        request: _engine_pb2.InitWeightTransferRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.InitWeightTransferResponse, _abc.Awaitable[_engine_pb2.InitWeightTransferResponse]]:
+        """Joins the trainer by the weight transfer backend that the engine was started with; a former
+        trainer is left first. Nothing is sampled meanwhile, and running requests stay.
+        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD): it took longer
+        than the engine waits, and the engine restarts.
         """
 
     @_abc_1.abstractmethod

@@ -696,3 +696,87 @@ class PushWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushWeightsResponse: _TypeAlias = PushWeightsResponse  # noqa: Y015
+
+@_typing.final
+class InitWeightTransfersRequest(_message.Message):
+    """Asks all engines to join the trainer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model; empty means all."""
+    @_builtins.property
+    def request(self) -> _engine_pb2.InitWeightTransferRequest:
+        """What each engine is sent."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTransferInit]:
+        """Engines that are sent something else, such as their own offset of ranks. All must be known."""
+
+    def __init__(
+        self,
+        *,
+        request: _engine_pb2.InitWeightTransferRequest | None = ...,
+        engines: _abc.Iterable[Global___EngineTransferInit] | None = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "model", b"model", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InitWeightTransfersRequest: _TypeAlias = InitWeightTransfersRequest  # noqa: Y015
+
+@_typing.final
+class EngineTransferInit(_message.Message):
+    """What one engine is sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INIT_JSON_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """Id of the engine."""
+    init_json: _builtins.str
+    """As in InitWeightTransferRequest."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        init_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "init_json", b"init_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineTransferInit: _TypeAlias = EngineTransferInit  # noqa: Y015
+
+@_typing.final
+class InitWeightTransfersResponse(_message.Message):
+    """What came of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineResult]:
+        """One result per engine."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___EngineResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InitWeightTransfersResponse: _TypeAlias = InitWeightTransfersResponse  # noqa: Y015

@@ -65,6 +65,11 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsResponse.FromString,
                 _registered_method=True)
+        self.InitWeightTransfers = channel.unary_unary(
+                '/rollmesh.v1.RouterService/InitWeightTransfers',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -110,7 +115,15 @@ class RouterServiceServicer(object):
 
     def PushWeights(self, request_iterator, context):
         """Passes new weights to all engines of a model in parallel. The router keeps them and brings an
-        engine that missed the update, or comes later, up to date before it leases it again.
+        engine that missed the update, or comes later, up to date before it leases it again. What came
+        by a transfer backend it cannot keep: such an engine is left out until the next push.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def InitWeightTransfers(self, request, context):
+        """Makes all engines of a model join the trainer by a transfer backend, in parallel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,6 +161,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.PushWeights,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsResponse.SerializeToString,
+            ),
+            'InitWeightTransfers': grpc.unary_unary_rpc_method_handler(
+                    servicer.InitWeightTransfers,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -313,6 +331,33 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/PushWeights',
             rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.PushWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InitWeightTransfers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/InitWeightTransfers',
+            rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,8 +48,11 @@ class RouterServiceStub:
     """Resumes all engines of a model in parallel."""
     PushWeights: _grpc.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]
     """Passes new weights to all engines of a model in parallel. The router keeps them and brings an
-    engine that missed the update, or comes later, up to date before it leases it again.
+    engine that missed the update, or comes later, up to date before it leases it again. What came
+    by a transfer backend it cannot keep: such an engine is left out until the next push.
     """
+    InitWeightTransfers: _grpc.UnaryUnaryMultiCallable[_router_pb2.InitWeightTransfersRequest, _router_pb2.InitWeightTransfersResponse]
+    """Makes all engines of a model join the trainer by a transfer backend, in parallel."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -71,8 +74,11 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Resumes all engines of a model in parallel."""
     PushWeights: _aio.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]  # type: ignore[assignment]
     """Passes new weights to all engines of a model in parallel. The router keeps them and brings an
-    engine that missed the update, or comes later, up to date before it leases it again.
+    engine that missed the update, or comes later, up to date before it leases it again. What came
+    by a transfer backend it cannot keep: such an engine is left out until the next push.
     """
+    InitWeightTransfers: _aio.UnaryUnaryMultiCallable[_router_pb2.InitWeightTransfersRequest, _router_pb2.InitWeightTransfersResponse]  # type: ignore[assignment]
+    """Makes all engines of a model join the trainer by a transfer backend, in parallel."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Leases engines to gateways and passes control calls to all engines. Tokens never pass through."""
@@ -127,7 +133,16 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PushWeightsResponse, _abc.Awaitable[_router_pb2.PushWeightsResponse]]:
         """Passes new weights to all engines of a model in parallel. The router keeps them and brings an
-        engine that missed the update, or comes later, up to date before it leases it again.
+        engine that missed the update, or comes later, up to date before it leases it again. What came
+        by a transfer backend it cannot keep: such an engine is left out until the next push.
         """
+
+    @_abc_1.abstractmethod
+    def InitWeightTransfers(
+        self,
+        request: _router_pb2.InitWeightTransfersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.InitWeightTransfersResponse, _abc.Awaitable[_router_pb2.InitWeightTransfersResponse]]:
+        """Makes all engines of a model join the trainer by a transfer backend, in parallel."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

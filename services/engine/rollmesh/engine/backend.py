@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from rollmesh.runtime.arrays import Logprobs, TokenIds
 from rollmesh.runtime.errors import (
@@ -131,11 +131,22 @@ class Limits:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Weights that the trainer sends by the backend's transfer engine, beside the call."""
+
+    updates: tuple[Any, ...]
+    """What each call of vLLM's `update_weights` takes as `update_info`: an object, or a list of
+    objects by rank. At least one."""
+
+
 class Backend(Protocol):
     """One model replica."""
 
     name: str
     """Name of the backend."""
+    weight_transfer: str
+    """Name of vLLM's weight transfer backend; empty when there is none."""
     limits: Limits
     """Known once `start` has returned."""
     died: asyncio.Event
@@ -174,14 +185,27 @@ class Backend(Protocol):
         """Goes on sampling."""
         ...
 
-    async def update_weights(self, source: Path, policy_version: int, kind: PauseKind) -> int:
-        """Takes new weights from a safetensors file or a directory of such files.
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Joins the trainer by the transfer backend, as its `init_info` says.
+
+        Raises:
+            WeightTransferError: It did not come about.
+            EngineDeadError: It took too long.
+        """
+        ...
+
+    async def update_weights(
+        self, source: Path | Transfer, policy_version: int, kind: PauseKind
+    ) -> int:
+        """Takes new weights from a safetensors file, a directory of such files, or the trainer.
 
         Returns:
             How long nothing was sampled, milliseconds.
 
         Raises:
             InvalidWeightsError: They do not fit; the old ones stay in use.
+            WeightTransferError: The transfer broke off, and nothing of it was loaded.
+            EngineDeadError: They were loaded in part, or a transfer took too long.
         """
         ...
 

@@ -30,6 +30,10 @@ class EngineConfig(ServerConfig):
     """Whether to do without compiled graphs (vllm)."""
     gpu_memory_utilization: float = 0.9
     """Part of the accelerator's memory to use (vllm)."""
+    weight_transfer: str = ""
+    """Weight transfer backend, such as nccl or ipc (vllm); empty takes weights by calls alone."""
+    weight_transfer_timeout_ms: int = 300_000
+    """Longest wait for the trainer in a transfer, milliseconds; then the engine restarts (vllm)."""
     script: str = ""
     """JSON file with fixed replies (scripted)."""
     tokens_per_second: float = 0.0

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -27,11 +28,12 @@ from rollmesh.engine.backend import (
     Load,
     Output,
     PauseKind,
+    Transfer,
     VersionSpan,
 )
 from rollmesh.runtime import clock
 from rollmesh.runtime.arrays import TokenIds
-from rollmesh.runtime.errors import InvalidWeightsError
+from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class ScriptedConfig:
     """Requests sampled at a time; others wait."""
     script: Path | None = None
     """File with fixed replies."""
+    weight_transfer: str = ""
+    """Name of a transfer backend it is to act as if it had."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +91,9 @@ class ScriptedBackend:
         self.limits = Limits(
             config.vocabulary_tokens, config.max_context_tokens, frozenset({config.eos_id})
         )
+        self.weight_transfer = config.weight_transfer
         self.died = asyncio.Event()
+        self._joined = False
         self._policy_version = policy_version
         self._rules: list[tuple[TokenIds, TokenIds]] = []
         self._requests: dict[str, _Request] = {}
@@ -164,13 +170,24 @@ class ScriptedBackend:
         self._resumed.set()
         self._open.set()
 
-    async def update_weights(self, source: Path, policy_version: int, kind: PauseKind) -> int:
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Joins no one, but checks the rank that a group's member needs."""
+        if not isinstance(init_info.get("rank_offset"), int):
+            raise WeightTransferError("init_info: rank_offset is missing; give a number")
+        self._joined = True
+
+    async def update_weights(
+        self, source: Path | Transfer, policy_version: int, kind: PauseKind
+    ) -> int:
         """Reads the tensors' names, as a model would, and takes the version."""
         started = clock.monotonic_ms()
         was_paused = not self._resumed.is_set()
         await self.pause(kind)
         try:
-            await asyncio.to_thread(_read_names, source)
+            if isinstance(source, Path):
+                await asyncio.to_thread(_read_names, source)
+            elif not self._joined:
+                raise WeightTransferError("the trainer was not joined; call InitWeightTransfer")
             self._policy_version = policy_version
         finally:
             if not was_paused:

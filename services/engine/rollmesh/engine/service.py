@@ -96,6 +96,7 @@ def make_backend(config: EngineConfig) -> Backend:
             tokens_per_second=config.tokens_per_second,
             max_running=config.lease_capacity,
             script=Path(config.script) if config.script else None,
+            weight_transfer=config.weight_transfer,
         )
         return ScriptedBackend(scripted)
     if config.backend != "vllm":
@@ -111,5 +112,7 @@ def make_backend(config: EngineConfig) -> Backend:
             enforce_eager=config.enforce_eager,
             max_running=config.lease_capacity,
             gpu_memory_utilization=config.gpu_memory_utilization,
+            weight_transfer=config.weight_transfer,
+            weight_transfer_timeout_ms=config.weight_transfer_timeout_ms,
         )
     )

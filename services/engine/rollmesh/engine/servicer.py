@@ -6,7 +6,7 @@ import zlib
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollmesh.engine import metrics
 from rollmesh.engine.backend import (
@@ -21,6 +21,7 @@ from rollmesh.engine.backend import (
 )
 from rollmesh.engine.constraint import read_constraint
 from rollmesh.engine.sampling import read_sampling
+from rollmesh.engine.transfer import read_init, read_transfer
 from rollmesh.runtime import faults
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids
 from rollmesh.runtime.channels import drained_on_refusal
@@ -45,6 +46,7 @@ _PAUSES = {
     engine_pb2.PAUSE_MODE_WAIT: PauseKind.WAIT,
 }
 _MAX_ID_CHARS = 128
+_T = TypeVar("_T")
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -103,6 +105,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             waiting=load.waiting,
             paused=load.paused,
             sleeping=load.sleeping,
+            weight_transfer_backend=self._backend.weight_transfer,
         )
 
     async def Pause(
@@ -125,6 +128,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             if first is None or not first.HasField("header"):
                 raise InvalidFieldError("header", "is missing; send it in the first message")
             return await self._update_once(first.header, request_iterator)
+
+    async def InitWeightTransfer(
+        self, request: engine_pb2.InitWeightTransferRequest, context: Context
+    ) -> engine_pb2.InitWeightTransferResponse:
+        init_info = read_init(request, self._backend.weight_transfer)
+        async with self._updating:
+            await _to_the_end(self._backend.init_weight_transfer(init_info))
+        return engine_pb2.InitWeightTransferResponse()
 
     async def _update_once(
         self,
@@ -227,11 +238,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     return await _to_the_end(
                         self._backend.update_weights(path, header.policy_version, kind)
                     )
+            case "transfer":
+                transfer = read_transfer(header.transfer, self._backend.weight_transfer)
+                return await _to_the_end(
+                    self._backend.update_weights(transfer, header.policy_version, kind)
+                )
             case _:
                 raise InvalidFieldError("header.source", "is not set; name where weights come from")
 
 
-async def _to_the_end(work: Coroutine[Any, Any, int]) -> int:
+async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
     """Runs an update to its end even when the caller goes away, and only then says so.
 
     Cut in the middle it would leave the model paused, or new weights under the old version.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
@@ -30,6 +31,7 @@ from rollmesh.engine.backend import (
     Output,
     PauseKind,
     Sampling,
+    Transfer,
     VersionSpan,
 )
 from rollmesh.engine.vllm_constraint import compilable, has_tokenizer
@@ -39,6 +41,7 @@ from rollmesh.runtime.errors import (
     InvalidConstraintError,
     InvalidWeightsError,
     RollmeshError,
+    WeightTransferError,
 )
 from rollmesh.runtime.logs import fields
 
@@ -58,6 +61,8 @@ class VllmConfig:
     enforce_eager: bool = False
     max_running: int = 256
     gpu_memory_utilization: float = 0.9
+    weight_transfer: str = ""
+    weight_transfer_timeout_ms: int = 300_000
 
 
 class VllmBackend:
@@ -68,6 +73,7 @@ class VllmBackend:
     def __init__(self, config: VllmConfig, policy_version: int = 0) -> None:
         """Takes the settings and the version of the weights in `model_path`."""
         self._config = config
+        self.weight_transfer = config.weight_transfer
         self._policy_version = policy_version
         self._llm: Any = None
         self._paused = False
@@ -93,6 +99,9 @@ class VllmBackend:
             gpu_memory_utilization=config.gpu_memory_utilization,
             disable_log_stats=True,
             worker_extension_cls="rollmesh.engine.weights.WeightReceiver",
+            weight_transfer_config=(
+                WeightTransferConfig(config.weight_transfer) if config.weight_transfer else None
+            ),
             **_cpu_arguments(),
         )
         self._llm = AsyncLLM.from_engine_args(arguments)
@@ -172,21 +181,37 @@ class VllmBackend:
         await self._llm.resume_generation()
         self._paused = False
 
-    async def update_weights(self, source: Path, policy_version: int, kind: PauseKind) -> int:
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Joins the trainer; vLLM samples nothing while it waits for it.
+
+        Raises:
+            WeightTransferError: It did not come about.
+            EngineDeadError: It took too long.
+        """
+        async with self._control:
+            if problem := _first(await self._transfer_call("init_transfer", init_info)):
+                raise WeightTransferError(problem)
+
+    async def update_weights(
+        self, source: Path | Transfer, policy_version: int, kind: PauseKind
+    ) -> int:
         """Takes new weights between two steps; the KV cache of the old ones is dropped.
 
         Raises:
             InvalidWeightsError: They do not fit; the old ones stay in use.
+            WeightTransferError: The transfer broke off, and nothing of it was loaded.
+            EngineDeadError: They were loaded in part, or a transfer took too long.
         """
         async with self._control:
-            misfits = await self._llm.collective_rpc("check_weights", args=(str(source),))
-            if problem := next(filter(None, misfits), ""):
-                raise InvalidWeightsError("weights", problem)
+            await self._check(source)
             was_paused, started = self._paused, clock.monotonic_ms()
             await self._llm.pause_generation(mode=kind.name.lower(), clear_cache=True)
             try:
-                await self._llm.collective_rpc("load_checked_weights", args=(str(source),))
+                await self._load(source)
                 await self._llm.update_weight_version(str(policy_version))
+                self._policy_version = policy_version
+            except (WeightTransferError, EngineDeadError):
+                raise
             except Exception as error:
                 # Part of the new weights may be in: no version would be true. Start afresh.
                 self.died.set()
@@ -194,12 +219,44 @@ class VllmBackend:
                     "the weights were loaded in part; the engine is about to restart",
                     retry_delay_ms=5000,
                 ) from error
-            self._policy_version = policy_version
-            if not was_paused:
-                await self._llm.resume_generation()
+            finally:
+                if not was_paused and not self.died.is_set():
+                    await self._llm.resume_generation()
             took_ms = clock.monotonic_ms() - started
             _log.info("weights", extra=fields(policy_version=policy_version, paused_ms=took_ms))
             return took_ms
+
+    async def _check(self, source: Path | Transfer) -> None:
+        if isinstance(source, Transfer):
+            problem = _first(await self._transfer_call("check_transfer", list(source.updates)))
+        else:
+            problem = _first(await self._llm.collective_rpc("check_weights", args=(str(source),)))
+        if problem:
+            raise InvalidWeightsError("weights", problem)
+
+    async def _load(self, source: Path | Transfer) -> None:
+        if isinstance(source, Path):
+            await self._llm.collective_rpc("load_checked_weights", args=(str(source),))
+            return
+        problems = await self._transfer_call("load_transfer", list(source.updates))
+        if all(problems):
+            raise WeightTransferError(_first(problems))
+        if problem := _first(problems):  # some workers have the new weights
+            raise RollmeshError(problem)
+
+    async def _transfer_call(self, method: str, argument: object) -> list[str]:
+        """Calls the workers, which wait for the trainer; a trainer that never comes ends them."""
+        try:
+            async with asyncio.timeout(self._config.weight_transfer_timeout_ms / 1000):
+                problems: list[str] = await self._llm.collective_rpc(method, args=(argument,))
+                return problems
+        except TimeoutError as error:
+            self.died.set()
+            raise EngineDeadError(
+                "the trainer kept a transfer waiting for longer than weight_transfer_timeout_ms; "
+                "the engine is about to restart",
+                retry_delay_ms=5000,
+            ) from error
 
     async def sleep(self, level: int) -> None:
         """Frees accelerator memory; running requests are aborted."""
@@ -279,6 +336,10 @@ def _cpu_arguments() -> dict[str, Any]:
     environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return {"distributed_executor_backend": UniProcExecutor}
+
+
+def _first(problems: list[str]) -> str:
+    return next(filter(None, problems), "")
 
 
 def _chunks(completion: Any, max_chunk_tokens: int) -> Iterator[Chunk]:

@@ -4,10 +4,12 @@ vLLM mixes `WeightReceiver` into its worker (`worker_extension_cls`). Weights go
 runner's `reload_weights`, which restores the loaders that post-processing took away: calling
 `model.load_weights` on a running CPU model fails after parameters were replaced.
 Everything is checked against the checkpoint that the model was started from before a parameter is
-touched, because a failure inside vLLM would end the worker.
+touched, because a failure inside vLLM would end the worker. A transfer backend of vLLM loads by
+itself; of it the description is checked.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,12 @@ import safetensors
 
 _EMBEDDING, _TIED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CONVERTIBLE = {"F32", "F16", "BF16"}
+_HEADER_NAMES: Mapping[str, str] = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float64": "F64",
+}
 
 
 class WeightReceiver:
@@ -23,6 +31,8 @@ class WeightReceiver:
 
     model_runner: Any
     vllm_config: Any
+    weight_transfer_engine: Any
+    rank: int
 
     def check_weights(self, source: str) -> str:
         """Returns what is wrong with new weights; empty where they fit the running model."""
@@ -40,8 +50,108 @@ class WeightReceiver:
         if self.vllm_config.model_config.hf_text_config.tie_word_embeddings:
             _tie_again(self.model_runner.get_model())
 
+    def init_transfer(self, init_info: dict[str, Any]) -> str:
+        """Joins the trainer; returns why that failed, or nothing."""
+        engine = self.weight_transfer_engine
+        try:
+            typed = engine.parse_init_info(init_info)
+            engine.shutdown()  # a trainer that was joined before is gone, or comes anew
+            engine.init_transfer_engine(typed)
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def check_transfer(self, updates: list[Any]) -> str:
+        """Returns what is wrong with the description of a transfer; empty where it fits."""
+        engine = self.weight_transfer_engine
+        try:
+            infos = [engine.parse_update_info(self._own_part(update)) for update in updates]
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+            return f"{type(error).__name__}: {error}"
+        if not _loads_whole(engine):
+            return ""
+        return find_misfit(_announced(infos), self._own_headers())
+
+    def load_transfer(self, updates: list[Any]) -> str:
+        """Takes the weights that the trainer sends now.
+
+        Returns:
+            Why nothing was loaded: the old weights are in place. Empty when all is in.
+
+        Raises:
+            Exception: Anything, where a part may have been loaded.
+        """
+        worker: Any = self
+        model = self.model_runner.get_model()
+        with _watched(model) as loads:
+            worker.start_weight_update()
+            try:
+                for update in updates:
+                    worker.update_weights(update)
+            except Exception as error:
+                if loads or not _loads_whole(self.weight_transfer_engine):
+                    raise
+                _put_back(self.weight_transfer_engine)
+                return f"{type(error).__name__}: {error}"
+            worker.finish_weight_update()
+        if self.vllm_config.model_config.hf_text_config.tie_word_embeddings:
+            _tie_again(model)
+        return ""
+
+    def _own_part(self, update: Any) -> Any:
+        """Returns what is meant for this worker, as vLLM's own `update_weights` picks it."""
+        if not isinstance(update, list):
+            return update
+        parallel = self.vllm_config.parallel_config
+        return update[parallel.data_parallel_index * parallel.world_size + self.rank]
+
     def _own_headers(self) -> "dict[str, Header]":
         return read_headers(Path(self.vllm_config.model_config.model))
+
+
+def _loads_whole(engine: Any) -> bool:
+    """Says whether a backend takes a whole checkpoint, and all of it by the model's loader.
+
+    Others write into parameters themselves, in part even on purpose (sparse updates).
+    """
+    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine  # noqa: PLC0415 - workers
+
+    return isinstance(
+        engine, nccl_engine.NCCLWeightTransferEngine | ipc_engine.IPCWeightTransferEngine
+    )
+
+
+def _put_back(engine: Any) -> None:
+    """Ends an update that brought nothing: layers that were not loaded get their weights back."""
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415 - workers
+
+    with set_current_vllm_config(engine.vllm_config):
+        engine.finish_weight_update()
+
+
+def _announced(infos: Sequence[Any]) -> "dict[str, Header]":
+    """Returns what a transfer is going to bring, by name."""
+    return {
+        name: Header(_HEADER_NAMES.get(dtype) or dtype.upper(), tuple(shape))
+        for info in infos
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True)
+    }
+
+
+@contextmanager
+def _watched(model: Any) -> Iterator[list[bool]]:
+    """Yields a list that is empty until the model's loader is called."""
+    load_weights, loads = model.load_weights, list[bool]()
+
+    def watched(weights: Any) -> Any:
+        loads.append(True)
+        return load_weights(weights)
+
+    model.load_weights = watched
+    try:
+        yield loads
+    finally:
+        del model.load_weights
 
 
 def _tie_again(model: Any) -> None:

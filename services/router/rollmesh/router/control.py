@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 from rollmesh.router.leases import Engine, LeaseTable
@@ -14,6 +14,7 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1024 * 1024
+_REFUSALS = {"INVALID_FIELD", "INVALID_WEIGHTS", "WEIGHT_TRANSFER_FAILED"}
 
 
 class Control:
@@ -42,6 +43,42 @@ class Control:
             model, lambda stub: stub.Resume(request, timeout=self._timeout_s)
         )
 
+    async def init_transfers(
+        self,
+        request: engine_pb2.InitWeightTransferRequest,
+        by_engine: Mapping[str, str],
+        model: str,
+    ) -> list[router_pb2.EngineResult]:
+        """Makes the engines of a model join the trainer; one result each.
+
+        Raises:
+            InvalidFieldError: An engine that is to be sent something of its own is not there.
+        """
+        if missing := by_engine.keys() - {engine.engine_id for engine in self._of(model)}:
+            raise InvalidFieldError(
+                "engines.engine_id", f"{', '.join(sorted(missing))}: not there; list the replicas"
+            )
+        async with self._pushing:
+            return await asyncio.gather(
+                *(
+                    self._init_transfer(engine, request, by_engine.get(engine.engine_id))
+                    for engine in self._of(model)
+                )
+            )
+
+    async def _init_transfer(
+        self,
+        engine: Engine,
+        request: engine_pb2.InitWeightTransferRequest,
+        own_json: str | None,
+    ) -> router_pb2.EngineResult:
+        sent = engine_pb2.InitWeightTransferRequest(
+            backend=request.backend, init_json=own_json or request.init_json
+        )
+        return await _call_engine(
+            engine, lambda stub: stub.InitWeightTransfer(sent, timeout=self._timeout_s)
+        )
+
     async def push(
         self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]
     ) -> list[router_pb2.EngineResult]:
@@ -64,8 +101,8 @@ class Control:
                 await self._spool(header, chunks)
             engines = list(self._table.engines.values())
             results = await asyncio.gather(*(self._update(engine, header) for engine in engines))
-            if results and all(result.error_reason == "INVALID_WEIGHTS" for result in results):
-                return results  # bad weights: nobody has them, nobody is fenced
+            if results and all(result.error_reason in _REFUSALS for result in results):
+                return results  # nobody has them, nobody is fenced
             await asyncio.to_thread(self._header_path.write_bytes, header.SerializeToString())
             self._hold(header)
             return results
@@ -87,6 +124,8 @@ class Control:
                 header = self._last
                 if header is None or engine.policy_version >= header.policy_version:
                     return
+                if header.HasField("transfer"):
+                    return  # the trainer sends it no second time: the next push takes it in
                 result = await self._update(engine, header)
                 _log.info(
                     "brought up to date",
@@ -136,9 +175,12 @@ class Control:
         model: str,
         call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]],
     ) -> list[router_pb2.EngineResult]:
-        engines: Iterable[Engine] = self._table.engines.values()
-        chosen = [engine for engine in engines if not model or engine.model == model]
-        return await asyncio.gather(*(_call_engine(engine, call) for engine in chosen))
+        return await asyncio.gather(*(_call_engine(engine, call) for engine in self._of(model)))
+
+    def _of(self, model: str) -> list[Engine]:
+        """Returns the engines of a model; empty means all."""
+        engines = self._table.engines.values()
+        return [engine for engine in engines if not model or engine.model == model]
 
 
 async def _call_engine(

@@ -115,6 +115,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             policy_version=self._table.target_version, results=results
         )
 
+    async def InitWeightTransfers(
+        self, request: router_pb2.InitWeightTransfersRequest, context: Context
+    ) -> router_pb2.InitWeightTransfersResponse:
+        by_engine = {engine.engine_id: engine.init_json for engine in request.engines}
+        results = await self._control.init_transfers(request.request, by_engine, request.model)
+        return router_pb2.InitWeightTransfersResponse(results=results)
+
     def _acquire(
         self, stream_id: str, acquire: router_pb2.AcquireLease
     ) -> router_pb2.DispatchResponse:

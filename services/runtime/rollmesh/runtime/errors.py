@@ -126,6 +126,13 @@ class StaleVersionError(RollmeshError):
     reason = "STALE_VERSION"
 
 
+class WeightTransferError(RollmeshError):
+    """A transfer backend did not join the trainer or take its weights; the old ones stay."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "WEIGHT_TRANSFER_FAILED"
+
+
 class SessionUnknownError(RollmeshError):
     """No session has this id."""
 

@@ -1,0 +1,89 @@
+"""Kills what the commands of a runner left behind when the runner's process is gone.
+
+One small process for each process that runs commands, started with the first of them. It reads
+which process groups run from a pipe; the pipe's end, or another parent, means that the runner died,
+however it died. As a script it needs the standard library alone.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+from contextlib import suppress
+
+_LOOK_S = 1.0
+
+
+class Reaper:
+    """The runner's side: tells the process which groups run."""
+
+    def __init__(self) -> None:
+        """Starts nothing before there is a group."""
+        self._lock = threading.Lock()
+        self._groups: set[int] = set()
+        self._owner = -1
+        self._pipe = -1
+
+    def watch(self, group: int) -> None:
+        """Has a process group killed when this process dies."""
+        with self._lock:
+            self._groups.add(group)
+            self._tell(b"+%d\n" % group)
+
+    def forget(self, group: int) -> None:
+        """Says that a group has ended; its number may be another's soon."""
+        with self._lock:
+            self._groups.discard(group)
+            self._tell(b"-%d\n" % group)
+
+    def _tell(self, line: bytes) -> None:
+        if self._owner != os.getpid():  # the first, or we are a fork: the pipe is another's
+            self._start()
+            return
+        try:
+            os.write(self._pipe, line)
+        except BrokenPipeError:
+            os.close(self._pipe)
+            self._start()
+
+    def _start(self) -> None:
+        if self._owner not in {-1, os.getpid()}:
+            self._groups.clear()
+        self._owner = os.getpid()
+        reading, self._pipe = os.pipe()
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-I", "-S", __file__, str(self._owner)],
+                {},
+                file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)]
+                + [(os.POSIX_SPAWN_DUP2, null, number) for number in (1, 2)],
+                setsid=True,
+            )
+        finally:
+            os.close(reading)
+            os.close(null)
+        os.write(self._pipe, b"".join(b"+%d\n" % group for group in self._groups))
+
+
+def serve(runner: int) -> None:
+    """Follows the pipe until the runner is gone; kills the groups that are left."""
+    groups: set[int] = set()
+    text = b""
+    while os.getppid() == runner:
+        if not select.select([0], [], [], _LOOK_S)[0]:
+            continue
+        if not (data := os.read(0, 65_536)):
+            break
+        *lines, text = (text + data).split(b"\n")
+        for line in lines:
+            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        with suppress(OSError):  # it has ended
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,0 +1,103 @@
+"""vLLM's own trainer side of weight transfers, pointed at the mesh.
+
+vLLM's `WeightTransferTrainerFactory.trainer_init` takes a client with four methods that reach one
+engine; this one reaches all engines of a mesh:
+
+    sync = MeshWeightSync(client, "nccl")
+    info = NCCLTrainerInitInfo(address, port, world_size=1 + sync.ranks, rank=0)
+    source = ModuleSource(model)
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=sync, source=source)
+    ...
+    sync.policy_version = step
+    engine.send_weights()
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rollmesh.client.sync import Client
+from rollmesh.client.weights import Transfer
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import router_pb2
+
+
+class MeshWeightSync:
+    """What vLLM calls a `VLLMWeightSyncClient`; its calls may come from any thread."""
+
+    def __init__(
+        self,
+        client: Client,
+        backend: str,
+        *,
+        ranks_per_engine: int = 1,
+        mode: Literal["keep", "abort", "wait"] = "keep",
+    ) -> None:
+        """Takes the engines that are in the mesh now.
+
+        Args:
+            client: The SDK without async.
+            backend: Name of the backend that the engines were started with.
+            ranks_per_engine: Workers of one engine: its tensor times its pipeline parallel size.
+            mode: What happens to running requests during an update.
+        """
+        self._client = client
+        self._backend = backend
+        self._mode = mode
+        self._ranks_per_engine = ranks_per_engine
+        self._engines = sorted(
+            replica.hello.replica_id
+            for replica in client.replicas().replicas
+            if replica.hello.kind == router_pb2.REPLICA_KIND_ENGINE
+        )
+        self._updated = False
+        self.policy_version: int | None = None
+        """Version of the weights that are sent next; set it before each `send_weights`."""
+
+    @property
+    def ranks(self) -> int:
+        """Workers of all engines: what the trainer's `world_size` counts beside itself."""
+        return self._ranks_per_engine * len(self._engines)
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Makes all engines join; where ranks count, each engine's follow those of the last."""
+        by_engine = {}
+        if "rank_offset" in init_info:
+            first = int(init_info["rank_offset"])
+            by_engine = {
+                engine_id: {"rank_offset": first + place * self._ranks_per_engine}
+                for place, engine_id in enumerate(self._engines)
+            }
+        self._client.init_weight_transfer(self._backend, init_info, by_engine=by_engine)
+
+    def start_weight_update(self) -> None:
+        """Begins a push.
+
+        Raises:
+            InvalidFieldError: No version was set.
+        """
+        if self.policy_version is None:
+            raise InvalidFieldError("policy_version", "is not set; set it before send_weights")
+        self._updated = False
+
+    def update_weights(self, update_info: Any) -> None:
+        """Pushes; returns when all engines sample with the new weights.
+
+        Raises:
+            InvalidFieldError: It is the second of one push.
+            WeightsPushError: An engine did not take them.
+        """
+        if self.policy_version is None or self._updated:
+            raise InvalidFieldError("update_info", "comes in pieces; send it whole (packed=False)")
+        self._updated = True
+        transfer = Transfer(self._backend, [update_info])
+        self._client.push_weights(transfer, self.policy_version, mode=self._mode)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Ends a push: engines are done when `update_weights` returns.
+
+        Raises:
+            InvalidFieldError: vLLM names a version of its own.
+        """
+        if weight_version not in {None, str(self.policy_version)}:
+            raise InvalidFieldError("weight_version", "is not policy_version; leave it out")
+        self.policy_version = None

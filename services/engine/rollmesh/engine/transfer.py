@@ -1,0 +1,53 @@
+"""Reads what describes a transfer by a backend of vLLM; the weights go beside the call."""
+
+import json
+from typing import Any
+
+from rollmesh.engine.backend import Transfer
+from rollmesh.runtime.errors import InvalidFieldError, WeightTransferError
+from rollmesh.v1 import engine_pb2
+
+
+def read_init(request: engine_pb2.InitWeightTransferRequest, own_backend: str) -> dict[str, Any]:
+    """Returns the `init_info` of a request.
+
+    Raises:
+        WeightTransferError: The engine was not started with that backend.
+        InvalidFieldError: It is no JSON object.
+    """
+    _check_backend(request.backend, own_backend)
+    info = _parse(request.init_json, "init_json")
+    if not isinstance(info, dict):
+        raise InvalidFieldError("init_json", "is no object; give the fields of init_info")
+    return info
+
+
+def read_transfer(transfer: engine_pb2.WeightTransfer, own_backend: str) -> Transfer:
+    """Returns what the trainer is about to send.
+
+    Raises:
+        WeightTransferError: The engine was not started with that backend.
+        InvalidFieldError: Nothing is described, or a description is no JSON object or list.
+    """
+    _check_backend(transfer.backend, own_backend)
+    field = "header.transfer.update_json"
+    updates = tuple(_parse(text, field) for text in transfer.update_json)
+    if not updates or not all(isinstance(update, dict | list) for update in updates):
+        raise InvalidFieldError(field, "give at least one object or list of objects")
+    return Transfer(updates)
+
+
+def _check_backend(wanted: str, own: str) -> None:
+    if not own:
+        raise WeightTransferError(
+            f"backend: the engine has none, not {wanted!r}; start it with --weight-transfer"
+        )
+    if wanted != own:
+        raise WeightTransferError(f"backend: the engine has {own!r}, not {wanted!r}; name that")
+
+
+def _parse(text: str, field: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError(field, f"is no JSON: {error}") from error

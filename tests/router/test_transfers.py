@@ -1,0 +1,146 @@
+"""What the router does with weights that the trainer sends itself, by a transfer backend."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.client import Client, MeshAddresses, Transfer, WeightsPushError
+from rollmesh.client.sync import Client as SyncClient
+from rollmesh.integrations.vllm_transfer import MeshWeightSync
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import router_pb2
+from tests.processes import ServiceProcess, running
+
+UPDATE = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
+NCCL = Transfer("nccl", [UPDATE])
+TENSORS = {"w": np.zeros(1, np.float32)}
+
+
+class Mesh:
+    """A router and scripted engines that act as if they had a backend."""
+
+    def __init__(self, folder: Path, stack: AsyncExitStack, router: ServiceProcess) -> None:
+        self._folder, self._stack, self._router = folder, stack, router
+        self.addresses = MeshAddresses(
+            router=router.address, gateway="-", collector="-", sidecar="-"
+        )
+
+    async def add(self, engine_id: str, backend: str = "nccl") -> None:
+        await self._stack.enter_async_context(
+            running(
+                "engine",
+                self._folder,
+                backend="scripted",
+                engine_id=engine_id,
+                weight_transfer=backend,
+                router=self._router.address,
+            )
+        )
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with AsyncExitStack() as stack:
+        flags = {"port": 0, "data_dir": tmp_path / "router"}
+        router = await stack.enter_async_context(running("router", tmp_path, **flags))
+        yield Mesh(tmp_path, stack, router)
+
+
+async def replicas(client: Client, count: int) -> dict[str, router_pb2.Replica]:
+    async with asyncio.timeout(20):
+        while len(found := (await client.replicas()).replicas) < count:
+            continue
+    return {one.hello.replica_id: one for one in found}
+
+
+def said(results: list[router_pb2.EngineResult]) -> dict[str, str]:
+    return {result.engine_id: result.error_reason for result in results}
+
+
+async def test_each_engine_is_sent_what_is_its_own(mesh: Mesh) -> None:
+    await mesh.add("a")
+    await mesh.add("b")
+    async with Client(mesh.addresses) as client:
+        await replicas(client, 2)
+        with pytest.raises(WeightsPushError, match="rank_offset") as caught:
+            await client.init_weight_transfer("nccl", {}, {"b": {"rank_offset": 2}})
+        assert said(caught.value.results) == {"a": "WEIGHT_TRANSFER_FAILED", "b": ""}
+        with pytest.raises(InvalidFieldError, match="c: not there"):
+            await client.init_weight_transfer("nccl", {}, {"c": {"rank_offset": 2}})
+
+
+async def test_a_transfer_that_nobody_took_fences_nobody(mesh: Mesh) -> None:
+    await mesh.add("plain", backend="")
+    await mesh.add("late")
+    async with Client(mesh.addresses) as client:
+        await replicas(client, 2)
+        with pytest.raises(WeightsPushError) as caught:  # none, and not joined
+            await client.push_weights(NCCL, 1)
+        assert set(said(caught.value.results).values()) == {"WEIGHT_TRANSFER_FAILED"}
+        with pytest.raises(WeightsPushError, match="at least one object"):
+            await client.push_weights(Transfer("nccl", ["no object"]), 1)
+        assert not any(one.fenced for one in (await replicas(client, 2)).values())
+        await client.push_weights(TENSORS, 1)  # the version is still free
+
+
+async def test_who_missed_a_transfer_is_left_out_until_the_next_push(mesh: Mesh) -> None:
+    await mesh.add("a")
+    async with Client(mesh.addresses) as client:
+        await replicas(client, 1)
+        await client.init_weight_transfer("nccl", {"rank_offset": 1})
+        await mesh.add("b", backend="")
+        await replicas(client, 2)
+        results = await client.push_weights(NCCL, 1, allow_partial=True)
+        assert said(results) == {"a": "", "b": "WEIGHT_TRANSFER_FAILED"}
+        await mesh.add("c")  # comes later: the router has nothing to give it
+        found = await replicas(client, 3)
+        assert {name: one.fenced for name, one in found.items()} == {
+            "a": False,
+            "b": True,
+            "c": True,
+        }
+        await client.push_weights(TENSORS, 2)
+        assert not any(one.fenced for one in (await replicas(client, 3)).values())
+
+
+async def test_vllms_client_gives_every_engine_its_ranks_and_version(mesh: Mesh) -> None:
+    await mesh.add("a")
+    await mesh.add("b")
+    async with Client(mesh.addresses) as client:
+        await replicas(client, 2)
+    await asyncio.to_thread(_drive, mesh.addresses)
+    async with Client(mesh.addresses) as client:
+        loads = [one.hello.load for one in (await replicas(client, 2)).values()]
+        assert [load.policy_version for load in loads] == [7, 7]
+
+
+def _drive(addresses: MeshAddresses) -> None:
+    """Calls what vLLM's trainer side calls."""
+    with SyncClient(addresses) as client:
+        sync = MeshWeightSync(client, "nccl", ranks_per_engine=4)
+        assert sync.ranks == 8
+        sent: list[Any] = []
+        original = client.init_weight_transfer
+
+        def noted(*given: Any, **options: Any) -> list[router_pb2.EngineResult]:
+            sent.append(options)
+            return original(*given, **options)
+
+        client.init_weight_transfer = noted  # type: ignore[method-assign]
+        sync.init_weight_transfer_engine({"rank_offset": 1, "world_size": 9})
+        assert sent == [{"by_engine": {"a": {"rank_offset": 1}, "b": {"rank_offset": 5}}}]
+        with pytest.raises(InvalidFieldError, match="policy_version"):
+            sync.start_weight_update()
+        sync.policy_version = 7
+        sync.start_weight_update()
+        sync.update_weights(UPDATE)
+        with pytest.raises(InvalidFieldError, match="pieces"):
+            sync.update_weights(UPDATE)
+        with pytest.raises(InvalidFieldError, match="weight_version"):
+            sync.finish_weight_update("other")
+        sync.finish_weight_update()
