@@ -215,15 +215,18 @@ async def _make_ready(
     hellos, *found = await client.run_all(asked)
     logs = _logs_of(hellos)
     for (key, ids), removed, grouped in zip(groups.items(), found[::2], found[1::2], strict=True):
-        gone = removed is not None
-        for log in logs if gone or grouped else ():
-            if gone or not await _decide(client, log, key, now_ms):
-                parts = await client.run("HGET", client.key("parts", log.name), key)
-                whole = gone or parts is not None
-                inside = json.loads(parts) if whole and not gone else ()
-                surplus = [session_id for session_id in ids if session_id not in inside]
-                await _note_surplus(client, log.name, key, surplus if whole else (), now_ms)
+        for log in logs if removed is not None or grouped else ():
+            late = ids if removed is not None else await _late(client, log, key, ids, now_ms)
+            await _note_surplus(client, log.name, key, late, now_ms)
     await client.scripts(scripts.DONE, now_ms, [(session_id, counted) for session_id in ready])
+
+
+async def _late(client: RedisClient, log: _Log, key: str, ids: list[str], now_ms: int) -> list[str]:
+    """Decides about a group; returns those of its sessions that came when it was whole already."""
+    if await _decide(client, log, key, now_ms):
+        return []
+    parts = await client.run("HGET", client.key("parts", log.name), key)
+    return [] if parts is None else sorted(set(ids) - set(json.loads(parts)))
 
 
 async def _decide(client: RedisClient, log: _Log, key: str, now_ms: int) -> bool:
