@@ -13,7 +13,7 @@ import pytest
 from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
-from rollmesh.collector.store import Arrival, Retention
+from rollmesh.collector.store import LOAD_BYTES, Arrival, Retention
 from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.database import Database
@@ -52,6 +52,15 @@ async def test_an_error_names_the_session_of_a_call_and_the_others_may_be_sent_a
     del request.sessions[1]
     await stub.Ingest(request, timeout=TIMEOUT_S)
     assert list((await stub.Ingest(request, timeout=TIMEOUT_S)).duplicates) == [True, True]
+
+
+async def test_large_units_that_were_granted_together_all_come(stub: Any) -> None:
+    for name in "abc":
+        large = record(name)
+        large.trajectories[0].CopyFrom(trajectory(name, tokens=LOAD_BYTES // 9 + 1))
+        assert not await ingest(stub, large)
+    async with subscribing(stub, credits_=3) as stream:
+        assert await stream.delivered(3) == ["a", "b", "c"]
 
 
 async def test_an_ingest_of_nothing_is_refused(stub: Any) -> None:
