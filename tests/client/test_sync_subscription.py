@@ -41,7 +41,7 @@ async def test_the_sync_client_reads_a_group_and_acknowledges_it(collector: str)
                 outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
                 reward=float(index),
             )
-            await stub.Ingest(collector_pb2.IngestRequest(session=record))
+            await stub.Ingest(collector_pb2.IngestRequest(sessions=[record]))
 
     def work() -> tuple[list[float | None], list[int]]:
         addresses = MeshAddresses(router="", gateway="", collector=collector, sidecar="")

@@ -20,7 +20,7 @@ GROUP = collector_pb2.DELIVERY_UNIT_GROUP
 
 async def ingest_all(stub: Any, *names: str) -> None:
     for name in names:
-        request = collector_pb2.IngestRequest(session=record(name))
+        request = collector_pb2.IngestRequest(sessions=[record(name)])
         await stub.Ingest(request, timeout=TIMEOUT_S)
 
 

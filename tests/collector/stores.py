@@ -11,7 +11,7 @@ from rollmesh.collector.redis_client import connected
 from rollmesh.collector.redis_store import RedisStore
 from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
-from rollmesh.collector.store import Loaded, Retention, Settlement, Store, Unit
+from rollmesh.collector.store import Arrival, Loaded, Retention, Settlement, Store, Unit
 from rollmesh.runtime.database import Database
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 from tests.collector.records import record
@@ -70,7 +70,8 @@ class Reader:
 
     async def load(self, unit: Unit, version: int | None = None, now_ms: int = 0) -> Loaded | None:
         rules = partial(judge, self.hello.filter, version)
-        return await self.store.load(self.name, unit, rules, now_ms)
+        (loaded,) = await self.store.load(self.name, [unit], rules, now_ms)
+        return loaded
 
     async def take(self, limit: int = 100) -> list[tuple[str, int, list[str]]]:
         """Delivers what is open: unit, attempt, sessions."""
@@ -97,9 +98,16 @@ class Reader:
         await self.store.release(self.name)
 
 
+async def ingest(
+    store: Store, session: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+) -> bool:
+    (duplicate,) = await store.ingest([Arrival(session, hold_ms)], now_ms)
+    return duplicate
+
+
 async def fill(store: Store, sessions: Sequence[types_pb2.SessionRecord], now_ms: int = 0) -> None:
     for session in sessions:
-        assert not await store.ingest(session, now_ms)
+        assert not await ingest(store, session, now_ms)
 
 
 def group(name: str, *samples: int, size: int = 3) -> list[types_pb2.SessionRecord]:

@@ -22,9 +22,10 @@ async def ingest(collector: ServiceProcess, session: types_pb2.SessionRecord) ->
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
         with typed_errors():
             response = await stub.Ingest(
-                collector_pb2.IngestRequest(session=session), timeout=60, wait_for_ready=True
+                collector_pb2.IngestRequest(sessions=[session]), timeout=60, wait_for_ready=True
             )
-    return response.duplicate
+    (duplicate,) = response.duplicates
+    return duplicate
 
 
 async def stats(collector: ServiceProcess) -> collector_pb2.GetStatsResponse:

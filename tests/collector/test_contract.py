@@ -1,6 +1,7 @@
 """What the RPCs promise to any client, message by message, without the SDK."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from math import inf, nan
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
-from rollmesh.collector.store import Retention
+from rollmesh.collector.store import LOAD_BYTES, Arrival, Retention
 from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.database import Database
@@ -32,8 +33,42 @@ from tests.collector.records import record, trajectory, tree_record
 
 async def ingest(stub: Any, session: types_pb2.SessionRecord) -> bool:
     """Returns whether it was known."""
-    request = collector_pb2.IngestRequest(session=session)
-    return bool((await stub.Ingest(request, timeout=TIMEOUT_S)).duplicate)
+    request = collector_pb2.IngestRequest(sessions=[session])
+    (duplicate,) = (await stub.Ingest(request, timeout=TIMEOUT_S)).duplicates
+    return bool(duplicate)
+
+
+async def test_an_error_names_the_session_of_a_call_and_the_others_may_be_sent_again(
+    stub: Any,
+) -> None:
+    wrong = record("wrong")
+    wrong.sample_index = 1
+    request = collector_pb2.IngestRequest(sessions=[record("a"), wrong, record("b")])
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Ingest(request, timeout=TIMEOUT_S)
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == "sessions[1].sample_index"
+    del request.sessions[1]
+    await stub.Ingest(request, timeout=TIMEOUT_S)
+    assert list((await stub.Ingest(request, timeout=TIMEOUT_S)).duplicates) == [True, True]
+
+
+async def test_large_units_that_were_granted_together_all_come(stub: Any) -> None:
+    for name in "abc":
+        large = record(name)
+        large.trajectories[0].CopyFrom(trajectory(name, tokens=LOAD_BYTES // 9 + 1))
+        assert not await ingest(stub, large)
+    async with subscribing(stub, credits_=3) as stream:
+        assert await stream.delivered(3) == ["a", "b", "c"]
+
+
+async def test_an_ingest_of_nothing_is_refused(stub: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Ingest(collector_pb2.IngestRequest(), timeout=TIMEOUT_S)
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == "sessions"
 
 
 async def consumer_stats(stub: Any) -> collector_pb2.ConsumerStats:
@@ -204,10 +239,8 @@ class GatedStore(SqliteStore):
         self.stored = asyncio.Event()
         self.answer = asyncio.Event()
 
-    async def ingest(
-        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
-    ) -> bool:
-        result = await super().ingest(record, now_ms, hold_ms)
+    async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
+        result = await super().ingest(arrivals, now_ms)
         self.stored.set()
         await self.answer.wait()
         return result
@@ -228,7 +261,7 @@ async def test_a_stored_session_whose_sender_gave_up_reaches_open_streams(tmp_pa
         stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
         async with subscribing(stub, credits_=1) as stream, asyncio.timeout(TIMEOUT_S):
             await stream.opened()
-            sending = stub.Ingest(collector_pb2.IngestRequest(session=record("s")))
+            sending = stub.Ingest(collector_pb2.IngestRequest(sessions=[record("s")]))
             await asyncio.wait([asyncio.ensure_future(store.stored.wait())])
             sending.cancel()
             await stream.opened()  # the server has seen the cancellation before this
@@ -300,4 +333,4 @@ async def refused_by_field(
         await ingest(stub, session)
     error = from_rpc_error(refused.value)
     assert isinstance(error, InvalidFieldError)
-    assert error.field == f"session.{field}"
+    assert error.field == f"sessions[0].{field}"

@@ -35,7 +35,7 @@ EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
 
 async def ingest(stub: Any, *sessions: types_pb2.SessionRecord) -> None:
     for session in sessions:
-        await stub.Ingest(pb.IngestRequest(session=session), timeout=TIMEOUT_S)
+        await stub.Ingest(pb.IngestRequest(sessions=[session]), timeout=TIMEOUT_S)
 
 
 def sampled_by(session_id: str, version: int) -> types_pb2.SessionRecord:

@@ -21,7 +21,7 @@ from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import GROUP, TIMEOUT_S, collector_at, ingest_all, subscribing
 from tests.collector.records import record
 from tests.collector.redis_server import redis_server
-from tests.collector.stores import KEEP, Reader, fill
+from tests.collector.stores import KEEP, Reader, fill, ingest
 from tests.processes import running
 
 
@@ -48,7 +48,7 @@ async def test_collectors_share_one_name_and_see_each_others_sessions(tmp_path: 
         async with subscribing(right, "groups", GROUP) as stream:
             await stream.opened()
             for at, stub in enumerate((left, right)):
-                request = pb.IngestRequest(session=record(f"g{at}", "g", at, 2))
+                request = pb.IngestRequest(sessions=[record(f"g{at}", "g", at, 2)])
                 await stub.Ingest(request, timeout=TIMEOUT_S)
             await stream.grant(5)
             assert "g" in await stream.delivered(5)
@@ -161,21 +161,21 @@ async def test_an_ingest_that_broke_off_is_finished_by_its_repeat(tmp_path: Path
     async with redis_server(tmp_path) as server, connected(server.url) as client:
         store = RedisStore(client, KEEP)
         reader = await Reader.open(store, unit=GROUP)
-        script = client.script
+        scripts = client.scripts
 
         async def breaking(source: str, *arguments: Any) -> Any:
             if "HSET', k('session', id), 'ready'" in source:
                 raise StoreAwayError("gone")
-            return await script(source, *arguments)
+            return await scripts(source, *arguments)
 
-        client.script = breaking  # type: ignore[assignment]
+        client.scripts = breaking  # type: ignore[assignment]
         with pytest.raises(StoreAwayError):
-            await store.ingest(record("a"), 0)
+            await ingest(store, record("a"), 0)
         assert await reader.fetch() == []
-        client.script = script  # type: ignore[method-assign]
-        assert await store.ingest(record("a"), 0)
+        client.scripts = scripts  # type: ignore[method-assign]
+        assert await ingest(store, record("a"), 0)
         assert await reader.ids() == ["a"]
-        assert await store.ingest(record("a"), 0)
+        assert await ingest(store, record("a"), 0)
         assert await reader.fetch() == []
 
 
@@ -195,7 +195,9 @@ async def test_redis_killed_is_survived_and_nothing_acknowledged_is_lost(tmp_pat
                         await subscription.acknowledge(first)
                     await server.kill()
                     with pytest.raises(StoreAwayError) as caught, typed_errors():
-                        await stub.Ingest(pb.IngestRequest(session=record("c")), timeout=TIMEOUT_S)
+                        await stub.Ingest(
+                            pb.IngestRequest(sessions=[record("c")]), timeout=TIMEOUT_S
+                        )
                     assert caught.value.retry_delay_ms
                     await server.start()
                     await ingest_all(stub, "c")
@@ -216,7 +218,7 @@ async def test_a_redis_without_memory_pushes_back_and_still_delivers(tmp_path: P
         (unit,) = await reader.fetch()
         await client.run("CONFIG SET", "maxmemory", "1")
         with pytest.raises(StoreFullError):
-            await store.ingest(record("b"), 0)
+            await ingest(store, record("b"), 0)
         await client.run("CONFIG SET", "maxmemory", "0")
         assert await reader.load(unit) is not None
         assert await store.settle("c", [Settlement("a")], 0) == ["a"]
@@ -284,5 +286,5 @@ async def test_a_full_store_says_so_over_the_wire(tmp_path: Path) -> None:
     ):
         stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Ingest(pb.IngestRequest(session=record("a")), timeout=TIMEOUT_S)
+            await stub.Ingest(pb.IngestRequest(sessions=[record("a")]), timeout=TIMEOUT_S)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -15,7 +15,7 @@ from rollmesh.runtime.errors import SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.records import record, trajectory
 from tests.collector.redis_server import redis_server
-from tests.collector.stores import Reader, fill, redis_store, sqlite_store
+from tests.collector.stores import Reader, fill, ingest, redis_store, sqlite_store
 
 GROUP = pb.DELIVERY_UNIT_GROUP
 HOUR = Retention(settled_ms=3_600_000, max_bytes=2**30)
@@ -66,7 +66,7 @@ async def test_a_repeat_of_a_removed_session_is_still_a_repeat(opened: Opener) -
         await fill(store, [record("a")])
         await reader.take_all()
         assert await store.retain(10**9) == 1
-        assert await store.ingest(record("a"), 10**9)
+        assert await ingest(store, record("a"), 10**9)
         assert await reader.fetch() == []
         late = await Reader.open(store, "late")
         assert await late.fetch() == []
@@ -120,12 +120,12 @@ async def test_near_its_limit_a_store_gives_up_settled_sessions_and_never_others
             large = record(f"s{at}")
             large.trajectories[0].CopyFrom(trajectory(f"s{at}", tokens=10_000))
             try:
-                assert not await store.ingest(large, at)
+                assert not await ingest(store, large, at)
             except StoreFullError:
                 assert (await store.counts()).sessions > 5  # it was full, of open sessions
                 taken += len(await reader.take_all(now_ms=at))
                 assert await store.retain(at)
-                assert not await store.ingest(large, at)
+                assert not await ingest(store, large, at)
             assert (await store.counts()).stored_bytes <= most
         taken += len(await reader.take_all(now_ms=200))
         assert taken == 200
@@ -134,7 +134,7 @@ async def test_near_its_limit_a_store_gives_up_settled_sessions_and_never_others
 async def test_a_full_store_of_open_sessions_keeps_them(opened: Opener) -> None:
     async with opened(Retention(settled_ms=0, max_bytes=1)) as store:
         with pytest.raises(StoreFullError):
-            await store.ingest(record("a"), 0)
+            await ingest(store, record("a"), 0)
     async with opened(Retention(settled_ms=0, max_bytes=2**30, near_full=0.0)) as store:
         await fill(store, [record("a")])
         reader = await Reader.open(store)
@@ -150,7 +150,7 @@ async def test_the_file_of_a_store_does_not_grow_with_what_passed_through(tmp_pa
             for at in range(20):
                 large = record(f"{turn}-{at}")
                 large.trajectories[0].CopyFrom(trajectory(f"{turn}-{at}", tokens=10_000))
-                await store.ingest(large, turn)
+                await ingest(store, large, turn)
             assert len(await reader.take_all(now_ms=turn)) == 20
             assert await store.retain(turn + 1) == 20
             sizes.append((tmp_path / "collector.sqlite").stat().st_size)
@@ -166,10 +166,10 @@ async def test_a_full_disk_is_a_typed_error_and_the_store_goes_on(tmp_path: Path
         large = record("large")
         large.trajectories[0].CopyFrom(trajectory("large", tokens=10_000))
         with pytest.raises(StoreFullError) as caught:
-            await store.ingest(large, 0)
+            await ingest(store, large, 0)
         assert caught.value.retry_delay_ms
         await set_most_pages(database, 2**30)
-        assert not await store.ingest(large, 0)  # nothing of it was kept before
+        assert not await ingest(store, large, 0)  # nothing of it was kept before
         assert await reader.take_all() == ["a", "large"]
 
 

@@ -31,7 +31,7 @@ def unscored(session_id: str, behave: str = "well") -> types_pb2.SessionRecord:
 
 async def ingest(stub: Any, *sessions: types_pb2.SessionRecord) -> None:
     for session in sessions:
-        await stub.Ingest(pb.IngestRequest(session=session), timeout=TIMEOUT_S)
+        await stub.Ingest(pb.IngestRequest(sessions=[session]), timeout=TIMEOUT_S)
 
 
 def rewards_of(deliveries: list[pb.Delivery]) -> dict[str, float | None]:

@@ -19,7 +19,7 @@ REWARDS = types_pb2.SessionRewards(reward=1.0)
 @pytest.mark.parametrize(
     ("method", "request_"),
     [
-        pytest.param("Ingest", pb.IngestRequest(session=record("a")), id="Ingest"),
+        pytest.param("Ingest", pb.IngestRequest(sessions=[record("a")]), id="Ingest"),
         pytest.param(
             "SetRewards",
             pb.SetRewardsRequest(session_id="a", rewards=REWARDS, request_id="r"),

@@ -1,30 +1,26 @@
 """What every store does, against the real ones."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 
-from rollmesh.collector.store import Store
+from rollmesh.collector.filters import judge
+from rollmesh.collector.store import LOAD_BYTES, Arrival, Store
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import GROUP
-from tests.collector.records import record
-from tests.collector.stores import (
-    MAIN_ONLY,
-    Reader,
-    auxiliary,
-    fill,
-    group,
-)
+from tests.collector.records import record, trajectory
+from tests.collector.stores import MAIN_ONLY, Reader, auxiliary, fill, group, ingest
 
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
 LATEST = pb.Position(end=pb.LOG_END_LATEST)
 
 
 async def test_a_session_comes_back_as_it_was_and_a_repeat_changes_nothing(store: Store) -> None:
-    assert not await store.ingest(record("a"), 1)
-    assert await store.ingest(record("a"), 2)
+    assert not await ingest(store, record("a"), 1)
+    assert await ingest(store, record("a"), 2)
     assert await store.session("a", arrays=True) == record("a")
     head = await store.session("a", arrays=False)
     assert head.trajectories[0].segments == record("a").trajectories[0].segments
@@ -36,9 +32,34 @@ async def test_a_session_comes_back_as_it_was_and_a_repeat_changes_nothing(store
         await store.session("b", arrays=True)
 
 
+async def test_sessions_of_one_call_are_stored_in_order_and_make_their_groups_whole(
+    store: Store,
+) -> None:
+    sessions = [record("g0", "g", 0, 2), record("a"), record("g1", "g", 1, 2), record("a")]
+    arrivals = [Arrival(session) for session in sessions]
+    assert await store.ingest(arrivals, 0) == [False, False, False, True]
+    assert await store.ingest(arrivals, 0) == [True] * 4
+    groups = await Reader.open(store, unit=GROUP)
+    assert sorted(await groups.take()) == [("a", 1, ["a"]), ("g", 1, ["g0", "g1"])]
+    assert [id_ for _, id_ in await store.sessions_after(0, 10)] == ["g0", "a", "g1"]
+
+
+async def test_units_are_loaded_together_up_to_a_size(store: Store) -> None:
+    large = record("large")
+    large.trajectories[0].CopyFrom(trajectory("large", tokens=LOAD_BYTES // 9 + 1))
+    await fill(store, [large, record("a"), record("b")])
+    reader = await Reader.open(store)
+    units = await reader.fetch()
+    rules = partial(judge, reader.hello.filter, None)
+    (first,) = await store.load(reader.name, units, rules, 0)
+    rest = await store.load(reader.name, units[1:], rules, 0)
+    loaded = [one.sessions[0].session_id for one in (first, *rest) if one is not None]
+    assert loaded == ["large", "a", "b"]
+
+
 async def test_concurrent_ingests_of_one_group_make_it_whole_once(store: Store) -> None:
     sessions = group("g", *range(8), size=8)
-    await asyncio.gather(*(store.ingest(one, 0) for one in sessions for _ in range(3)))
+    await asyncio.gather(*(ingest(store, one, 0) for one in sessions for _ in range(3)))
     reader = await Reader.open(store, unit=GROUP)
     assert await reader.take() == [("g", 1, [one.session_id for one in sessions])]
 
@@ -106,7 +127,7 @@ async def test_a_late_sample_does_not_change_a_group_that_was_whole(store: Store
 async def test_a_group_of_another_size_is_refused(store: Store) -> None:
     await fill(store, group("g", 0, size=2))
     with pytest.raises(InvalidFieldError, match="group_size"):
-        await store.ingest(record("x", "g", 1, 3), 0)
+        await ingest(store, record("x", "g", 1, 3), 0)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ async def _check(arriving: list[types_pb2.SessionRecord], tries: list[int], fold
     async with stub_at(folder) as stub:
         missing = set(range(SIZE))
         for one in arriving:
-            request = collector_pb2.IngestRequest(session=one)
+            request = collector_pb2.IngestRequest(sessions=[one])
             await stub.Ingest(request, timeout=TIMEOUT_S)
             missing -= set() if one.superseded else {one.sample_index}
             stats = await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=TIMEOUT_S)

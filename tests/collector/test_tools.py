@@ -26,9 +26,9 @@ async def collector(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
             stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
             await ingest_all(stub, "a", "b")
             open_group = record("c", "g", 0, 2)
-            await stub.Ingest(pb.IngestRequest(session=open_group), timeout=TIMEOUT_S)
+            await stub.Ingest(pb.IngestRequest(sessions=[open_group]), timeout=TIMEOUT_S)
             late = record("late", "a", 0, 1)
-            await stub.Ingest(pb.IngestRequest(session=late), timeout=TIMEOUT_S)
+            await stub.Ingest(pb.IngestRequest(sessions=[late]), timeout=TIMEOUT_S)
             async with subscribing(stub, "trainer", GROUP, credits_=2) as stream:
                 assert await stream.delivered(2) == ["a", "b"]
                 await stream.acknowledge("a")

@@ -228,3 +228,15 @@ async def test_every_commit_is_synced_to_disk(database: Database) -> None:
         return journal, synchronous
 
     assert await database.run(settings) == ("wal", 2)
+
+
+async def test_what_is_removed_is_not_written_once_more(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    schema = "CREATE TABLE IF NOT EXISTS blobs (data BLOB)"
+    async with Database(path, schema, VERSION, page_bytes=16_384) as database:
+        await database.run(lambda db: db.execute("INSERT INTO blobs VALUES (zeroblob(4000000))"))
+    async with Database(path, schema, VERSION) as database:
+        (page,) = await database.run(lambda db: db.execute("PRAGMA page_size").fetchone())
+        assert page == 16_384  # a file keeps its own
+        await database.run(lambda db: db.execute("DELETE FROM blobs").close())
+        assert path.with_name("store.sqlite-wal").stat().st_size < 400_000

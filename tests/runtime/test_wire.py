@@ -13,8 +13,8 @@ def test_protobuf_reads_what_was_put_together_from_pieces(first: bytes, second: 
         *nested(types_pb2.Trajectory.LOSS_MASK_U8_FIELD_NUMBER, [second]),
     ]
     outer = nested(types_pb2.SessionRecord.TRAJECTORIES_FIELD_NUMBER, inner)
-    request = b"".join(nested(collector_pb2.IngestRequest.SESSION_FIELD_NUMBER, outer))
-    (found,) = collector_pb2.IngestRequest.FromString(request).session.trajectories
+    request = b"".join(nested(collector_pb2.IngestRequest.SESSIONS_FIELD_NUMBER, outer))
+    (found,) = collector_pb2.IngestRequest.FromString(request).sessions[0].trajectories
     assert (found.token_ids_u32le, found.loss_mask_u8) == (first, second)
 
 

@@ -1,7 +1,7 @@
 """Batches without padding: all tokens in one line, and where each trajectory begins."""
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +37,13 @@ class RaggedBatch:
 
 def ragged(rows: Rows) -> RaggedBatch:
     """Lays out the trajectories one after the other, in their order."""
-    columns = [filled((0,), 0), *map(token_columns, rows)]
-    joined: dict[str, NDArray[Any]] = {
-        name: np.concatenate([column[name] for column in columns]) for name in columns[0]
-    }
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
-    return RaggedBatch(**joined, offsets=offsets, heads=heads_of(rows.rows), left_out=rows.left_out)
+    columns = {
+        name: np.empty(offsets[-1], column.dtype) for name, column in filled((0,), 0).items()
+    }
+    for row, (start, end) in zip(rows, pairwise(offsets), strict=True):
+        for name, values in token_columns(row).items():
+            columns[name][start:end] = values
+    return RaggedBatch(
+        **columns, offsets=offsets, heads=heads_of(rows.rows), left_out=rows.left_out
+    )

@@ -122,23 +122,23 @@ Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
 @_typing.final
 class IngestRequest(_message.Message):
-    """A closed session to store."""
+    """Closed sessions to store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def session(self) -> _types_pb2.SessionRecord:
-        """The session."""
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SessionRecord]:
+        """The sessions, at least one."""
 
     def __init__(
         self,
         *,
-        session: _types_pb2.SessionRecord | None = ...,
+        sessions: _abc.Iterable[_types_pb2.SessionRecord] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -146,21 +146,23 @@ Global___IngestRequest: _TypeAlias = IngestRequest  # noqa: Y015
 
 @_typing.final
 class IngestResponse(_message.Message):
-    """The session is stored."""
+    """The sessions are stored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DUPLICATE_FIELD_NUMBER: _builtins.int
-    duplicate: _builtins.bool
-    """Whether it was stored before."""
+    DUPLICATES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def duplicates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Of each session, in order: whether it was stored before."""
+
     def __init__(
         self,
         *,
-        duplicate: _builtins.bool = ...,
+        duplicates: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicates", b"duplicates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,7 +87,8 @@ class CollectorServiceServicer(object):
     """
 
     def Ingest(self, request, context):
-        """Stores a closed session. Durable before the answer; a repeat changes nothing.
+        """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
+        one of them; any of the others may be stored or not, and may be sent again without it.
         Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL) with a delay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,7 +34,8 @@ class CollectorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CollectorServiceAsyncStub: ...
     Ingest: _grpc.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]
-    """Stores a closed session. Durable before the answer; a repeat changes nothing.
+    """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
+    one of them; any of the others may be stored or not, and may be sent again without it.
     Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL) with a delay.
     """
     Subscribe: _grpc.StreamStreamMultiCallable[_collector_pb2.SubscribeRequest, _collector_pb2.SubscribeResponse]
@@ -73,7 +74,8 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Ingest: _aio.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]  # type: ignore[assignment]
-    """Stores a closed session. Durable before the answer; a repeat changes nothing.
+    """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
+    one of them; any of the others may be stored or not, and may be sent again without it.
     Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL) with a delay.
     """
     Subscribe: _aio.StreamStreamMultiCallable[_collector_pb2.SubscribeRequest, _collector_pb2.SubscribeResponse]  # type: ignore[assignment]
@@ -115,7 +117,8 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.IngestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.IngestResponse, _abc.Awaitable[_collector_pb2.IngestResponse]]:
-        """Stores a closed session. Durable before the answer; a repeat changes nothing.
+        """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
+        one of them; any of the others may be stored or not, and may be sent again without it.
         Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL) with a delay.
         """
 

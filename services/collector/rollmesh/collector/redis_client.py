@@ -60,11 +60,28 @@ class RedisClient:
 
     async def script(self, source: str, now_ms: int, *arguments: Value) -> Any:
         """Runs a script of `redis_scripts`; errors as in `run`."""
+        with _typed():
+            return await self._known(source)(keys=[], args=[_PREFIX, now_ms, *arguments])
+
+    async def scripts(
+        self, source: str, now_ms: int, calls: Sequence[Sequence[Value]]
+    ) -> list[Any]:
+        """Runs a script once for each of the arguments, in order; else as `run_all`."""
+        if not calls:
+            return []
+        known = self._known(source)
+        with _typed():
+            pipeline = self._redis.pipeline(transaction=False)
+            for arguments in calls:
+                await known(keys=[], args=[_PREFIX, now_ms, *arguments], client=pipeline)
+            found: list[Any] = await pipeline.execute()
+            return found
+
+    def _known(self, source: str) -> Any:
         known = self._scripts.get(source)
         if known is None:
             known = self._scripts[source] = self._redis.register_script(source)
-        with _typed():
-            return await known(keys=[], args=[_PREFIX, now_ms, *arguments])
+        return known
 
 
 @asynccontextmanager

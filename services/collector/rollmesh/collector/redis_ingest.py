@@ -6,18 +6,19 @@ was not acknowledged, and its repeat goes on from there.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rollmesh.collector import filters, redis_scripts as scripts
 from rollmesh.collector.groups import Member, State, decide
 from rollmesh.collector.records import split
-from rollmesh.collector.redis_client import RedisClient, text
+from rollmesh.collector.redis_client import RedisClient, Value, text
 from rollmesh.collector.rewards import apply_rewards
 from rollmesh.collector.store import (
     GROUP,
     GROUP_LOG,
     RETRY_MS,
+    Arrival,
     counts_of,
     group_key_of,
     log_of,
@@ -39,47 +40,47 @@ class _Log(NamedTuple):
 
 
 async def ingest(
-    client: RedisClient,
-    record: types_pb2.SessionRecord,
-    now_ms: int,
-    due_ms: int | None,
-    max_bytes: int,
-) -> bool:
-    """Stores a session; says whether it is a repeat."""
-    head, arrays = split(record)
-    key = group_key_of(record)
-    size = max(record.group_size, 1) if record.group_id else 1
-    due = "" if due_ms is None else str(due_ms)
+    client: RedisClient, arrivals: Sequence[Arrival], now_ms: int, max_bytes: int
+) -> list[bool]:
+    """Stores sessions; says of each whether it is a repeat."""
     deadlines: list[str | int] = []
     for log in await group_logs(client):
         if log.hello.groups.HasField("deadline_ms"):
             deadlines += [log.name, log.hello.groups.deadline_ms]
-    stored = text(
-        await client.script(
-            scripts.INGEST,
-            now_ms,
-            record.session_id,
-            head,
-            arrays,
-            key,
-            record.sample_index,
-            "" if record.superseded else size,
-            due,
-            len(record.trajectories),
-            max_bytes,
-            *deadlines,
-        )
-    )
-    if stored == "full":
-        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
-    if stored.startswith("size"):
-        raise InvalidFieldError(
-            "group_size",
-            f"is {size}, and group {key!r} has {stored[5:]}; give all its sessions one",
-        )
-    if stored == "undone" or (stored == "new" and not due):
-        await _make_ready(client, record.session_id, key, now_ms)
-    return stored != "new"
+    calls = [[*_stored(one, now_ms), max_bytes, *deadlines] for one in arrivals]
+    answers = list(map(text, await client.scripts(scripts.INGEST, now_ms, calls)))
+    ready: dict[str, str] = {}
+    for (record, _), answer, call in zip(arrivals, answers, calls, strict=True):
+        if answer == "undone" or (answer == "new" and not call[6]):
+            ready[record.session_id] = group_key_of(record)
+    await _make_ready(client, ready, now_ms)
+    for (record, _), answer in zip(arrivals, answers, strict=True):
+        if answer == "full":
+            raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+        if answer.startswith("size"):
+            raise InvalidFieldError(
+                "group_size",
+                f"is {record.group_size}, and group {group_key_of(record)!r} has {answer[5:]}; "
+                "give all its sessions one",
+            )
+    return [answer != "new" for answer in answers]
+
+
+def _stored(arrival: Arrival, now_ms: int) -> list[Value]:
+    """Returns what is stored of a session: arguments of the script, the time of its wait last."""
+    record, due_ms = arrival.record, arrival.due_ms(now_ms)
+    head, arrays = split(record)
+    size = max(record.group_size, 1) if record.group_id else 1
+    return [
+        record.session_id,
+        head,
+        arrays,
+        group_key_of(record),
+        record.sample_index,
+        "" if record.superseded else size,
+        "" if due_ms is None else due_ms,
+        len(record.trajectories),
+    ]
 
 
 async def set_rewards(
@@ -105,7 +106,7 @@ async def set_rewards(
             )
         )
     if await client.run("ZSCORE", client.key("due"), session_id) is not None:
-        await _make_ready(client, session_id, text(key), now_ms)
+        await _make_ready(client, {session_id: text(key)}, now_ms)
     return answer == "repeat"
 
 
@@ -117,7 +118,7 @@ async def tick(client: RedisClient, now_ms: int) -> bool:
     for session_id in map(text, late):
         key = await client.run("HGET", client.key("session", session_id), "key")
         if key is not None:
-            await _make_ready(client, session_id, text(key), now_ms, "reward_timeouts")
+            await _make_ready(client, {session_id: text(key)}, now_ms, "reward_timeouts")
     due = await client.run(
         "ZRANGEBYSCORE", client.key("deadlines"), "-inf", now_ms, "LIMIT", 0, _DUE_BATCH
     )
@@ -189,32 +190,43 @@ async def add_filtered(
 
 
 async def _make_ready(
-    client: RedisClient, session_id: str, key: str, now_ms: int, counted: str = ""
+    client: RedisClient, ready: Mapping[str, str], now_ms: int, counted: str = ""
 ) -> None:
-    """Puts a session into the logs, and its group where it is whole by it; may be repeated.
+    """Puts sessions into the logs, and groups where they are whole by it; may be repeated.
 
     Args:
         client: Redis.
-        session_id: The session.
-        key: Its group.
+        ready: The sessions, and the group of each.
         now_ms: The time.
-        counted: Name of the sum that counts it if it waited until now.
+        counted: Name of the sum that counts those that waited until now.
     """
-    await client.script(scripts.READY, now_ms, session_id, key)
-    removed, grouped, hellos = await client.run_all(
-        [
+    if not ready:
+        return
+    await client.scripts(scripts.READY, now_ms, list(ready.items()))
+    groups: dict[str, list[str]] = {}
+    for session_id, key in ready.items():
+        groups.setdefault(key, []).append(session_id)
+    asked: list[tuple[str, ...]] = [("HVALS", client.key("consumers"))]
+    for key in groups:
+        asked += [
             ("ZSCORE", client.key("removed"), f"g:{key}"),
             ("EXISTS", client.key("group", key)),
-            ("HVALS", client.key("consumers")),
         ]
-    )
-    gone = removed is not None
-    for log in _logs_of(hellos) if gone or grouped else ():
-        if gone or not await _decide(client, log, key, now_ms):
-            parts = await client.run("HGET", client.key("parts", log.name), key)
-            if gone or (parts is not None and session_id not in json.loads(parts)):
-                await _note_surplus(client, log.name, key, [session_id], now_ms)
-    await client.script(scripts.DONE, now_ms, session_id, counted)
+    hellos, *found = await client.run_all(asked)
+    logs = _logs_of(hellos)
+    for (key, ids), removed, grouped in zip(groups.items(), found[::2], found[1::2], strict=True):
+        for log in logs if removed is not None or grouped else ():
+            late = ids if removed is not None else await _late(client, log, key, ids, now_ms)
+            await _note_surplus(client, log.name, key, late, now_ms)
+    await client.scripts(scripts.DONE, now_ms, [(session_id, counted) for session_id in ready])
+
+
+async def _late(client: RedisClient, log: _Log, key: str, ids: list[str], now_ms: int) -> list[str]:
+    """Decides about a group; returns those of its sessions that came when it was whole already."""
+    if await _decide(client, log, key, now_ms):
+        return []
+    parts = await client.run("HGET", client.key("parts", log.name), key)
+    return [] if parts is None else sorted(set(ids) - set(json.loads(parts)))
 
 
 async def _decide(client: RedisClient, log: _Log, key: str, now_ms: int) -> bool:

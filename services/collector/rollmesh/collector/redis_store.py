@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 from rollmesh.collector import (
     redis_ingest,
+    redis_loads,
     redis_logs,
     redis_retention,
     redis_scripts as scripts,
 )
-from rollmesh.collector.records import join, keep
+from rollmesh.collector.records import join
 from rollmesh.collector.redis_client import RedisClient, pairs, text
 from rollmesh.collector.store import (
     GROUP_LOG,
     SESSION_LOG,
+    Arrival,
     Counts,
     Judge,
     Loaded,
@@ -28,7 +30,6 @@ from rollmesh.collector.store import (
     Sought,
     Standing,
     Unit,
-    due_of,
     filtered_counts,
     log_of,
     own_log,
@@ -62,14 +63,10 @@ class RedisStore:
         self._moves: dict[str, int] = {}
         """By consumer: the seeks that were heard of here."""
 
-    async def ingest(
-        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
-    ) -> bool:
-        """Stores a session."""
-        due_ms = due_of(record, now_ms, hold_ms)
-        return await redis_ingest.ingest(
-            self._client, record, now_ms, due_ms, self._retention.max_bytes
-        )
+    async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
+        """Stores sessions."""
+        most = self._retention.max_bytes
+        return await redis_ingest.ingest(self._client, arrivals, now_ms, most)
 
     async def waiting(self, limit: int) -> list[str]:
         """Returns the ids of sessions that wait for rewards."""
@@ -167,48 +164,20 @@ class RedisStore:
             return
         await redis_logs.claim(self._client, consumer, log, self._me, _FREE, 2**20)
 
-    async def load(self, consumer: str, unit: Unit, judge: Judge, now_ms: int) -> Loaded | None:
-        """Counts an attempt, unless the judge drops the unit; lists what it takes out of it."""
-        client = self._client
-        heads: list[types_pb2.SessionRecord] = []
-        ids = unit.members or (unit.unit_id,)
-        found = [("HGET", client.key("session", session_id), "head") for session_id in ids]
-        for head in await client.run_all(found):
-            if head is None:
-                return None  # removed: settled while it waited here
-            heads.append(types_pb2.SessionRecord.FromString(head))
-        verdict = judge(heads)
-        if not verdict.delivers:
-            return Loaded(0, verdict, pb.SubscribeResponse())
-        attempt = await client.run("HINCRBY", client.key("attempts", consumer), unit.unit_id, 1)
-        if attempt == 1 and verdict.removed:
-            entry = pb.FilteredEntry(
-                delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed
-            )
-            await redis_ingest.add_filtered(client, redis_logs.owner_of(consumer), entry)
-        response = pb.SubscribeResponse()
-        wanted = [("HGET", client.key("session", head.session_id), "arrays") for head in heads]
-        stored = await client.run_all(wanted)
-        for head, places, arrays in zip(heads, verdict.kept, stored, strict=True):
-            session = response.delivery.sessions.add()
-            session.CopyFrom(head)
-            keep(join(session, arrays), places)
-        return Loaded(int(attempt), verdict, response)
+    async def load(
+        self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
+    ) -> list[Loaded | None]:
+        """Counts attempts to deliver, where the judge does not drop the unit."""
+        return await redis_loads.load(self._client, consumer, units, judge, now_ms)
 
     async def settle(
         self, consumer: str, settlements: Sequence[Settlement], now_ms: int
     ) -> list[str]:
         """Keeps that units are done."""
         log, done = log_of(await self._hello(consumer)), []
-        for settlement in settlements:
-            changed = await self._client.script(
-                scripts.SETTLE,
-                now_ms,
-                consumer,
-                log,
-                settlement.unit_id,
-                int(settlement.reason),
-            )
+        calls = [(consumer, log, one.unit_id, int(one.reason)) for one in settlements]
+        answers = await self._client.scripts(scripts.SETTLE, now_ms, calls)
+        for settlement, changed in zip(settlements, answers, strict=True):
             if not changed:
                 continue
             done.append(settlement.unit_id)

@@ -41,13 +41,13 @@ class Scoring:
         self._tries = tries
         self._waiting: asyncio.Queue[str] = asyncio.Queue(_MOST_WAITING)
 
-    def check_room(self) -> None:
-        """Refuses a session that would wait too long.
+    def check_room(self, count: int) -> None:
+        """Refuses sessions that would wait too long.
 
         Raises:
             StoreFullError: The scorer is behind.
         """
-        if self._waiting.full():
+        if self._waiting.qsize() + count > _MOST_WAITING:
             raise StoreFullError("the scorer is behind; try again", retry_delay_ms=RETRY_MS)
 
     def add(self, session_id: str) -> None:

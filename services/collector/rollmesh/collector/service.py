@@ -10,7 +10,7 @@ from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.scorers import open_scorers
 from rollmesh.collector.scoring import Scoring
 from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
+from rollmesh.collector.sqlite_schema import PAGE_BYTES, SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
 from rollmesh.collector.store import Retention, Store
 from rollmesh.collector.subscriptions import Subscriptions
@@ -81,7 +81,7 @@ class CollectorService:
                 yield store
             return
         path = config.data_dir / "collector.sqlite"
-        async with Database(path, SCHEMA, VERSION) as database:
+        async with Database(path, SCHEMA, VERSION, PAGE_BYTES) as database:
             yield SqliteStore(database, retention)
 
 

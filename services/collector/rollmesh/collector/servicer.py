@@ -1,17 +1,17 @@
 """CollectorService: checks fields, calls the store, and says what became of it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from rollmesh.collector import metrics
 from rollmesh.collector.delivery import Consumer
 from rollmesh.collector.scoring import Scoring, wants_score
-from rollmesh.collector.store import Store
+from rollmesh.collector.store import Arrival, Store
 from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.collector.validation import (
     check_name,
     check_page_size,
     check_position,
-    check_session,
+    check_sessions,
 )
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.errors import (
@@ -65,10 +65,10 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         return self.subscriptions.store
 
     async def Ingest(self, request: pb.IngestRequest, context: Context) -> pb.IngestResponse:
-        check_session(request.session)
-        duplicate = await self.subscriptions.finish(self._ingest(request.session))
+        check_sessions(request.sessions)
+        duplicates = await self.subscriptions.finish(self._ingest(request.sessions))
         await faults.reach("collector-before-ack")
-        return pb.IngestResponse(duplicate=duplicate)
+        return pb.IngestResponse(duplicates=duplicates)
 
     async def Subscribe(
         self, request_iterator: AsyncIterator[pb.SubscribeRequest], context: Context
@@ -160,25 +160,31 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
             policy_version=consumer.version,
         )
 
-    async def _ingest(self, session: types_pb2.SessionRecord) -> bool:
-        """Stores a session; says whether it was a repeat."""
+    async def _ingest(self, sessions: Sequence[types_pb2.SessionRecord]) -> list[bool]:
+        """Stores sessions; says of each whether it was a repeat."""
         await faults.reach("collector-mid-ingest")
-        scoring = self.scoring if wants_score(session) else None
-        hold_ms = self.score_hold_ms if scoring else None
+        scored = [self.scoring is not None and wants_score(session) for session in sessions]
+        arrivals = [
+            Arrival(session, self.score_hold_ms if held else None)
+            for session, held in zip(sessions, scored, strict=True)
+        ]
         try:
-            if scoring:
-                scoring.check_room()
-            duplicate = await self.store.ingest(session, clock.unix_ms(), hold_ms)
+            if self.scoring:
+                self.scoring.check_room(sum(scored))
+            duplicates = await self.store.ingest(arrivals, clock.unix_ms())
         except (StoreFullError, StoreError, StoreAwayError) as error:
             metrics.STORE_ERRORS.labels(error.reason).inc()
             raise
-        self._duplicates += duplicate
-        metrics.SESSIONS.labels("repeat" if duplicate else "stored").inc()
-        if not duplicate:
+        repeats = sum(duplicates)
+        self._duplicates += repeats
+        metrics.SESSIONS.labels("repeat").inc(repeats)
+        metrics.SESSIONS.labels("stored").inc(len(duplicates) - repeats)
+        if not all(duplicates):
             self.subscriptions.announce()
-            if scoring:
-                scoring.add(session.session_id)
-        return duplicate
+        for session, held, duplicate in zip(sessions, scored, duplicates, strict=True):
+            if self.scoring and held and not duplicate:
+                self.scoring.add(session.session_id)
+        return duplicates
 
     async def _set_rewards(self, request: pb.SetRewardsRequest) -> bool:
         """Stores rewards; says whether it was a repeat."""

@@ -9,6 +9,7 @@ from rollmesh.collector.records import join, keep
 from rollmesh.collector.sqlite_ingest import add_filtered, backfill, total
 from rollmesh.collector.store import (
     GROUP_LOG,
+    LOAD_BYTES,
     Judge,
     Loaded,
     Page,
@@ -116,6 +117,21 @@ def fetch(db: sqlite3.Connection, name: str, after: int, limit: int) -> Page:
         db.execute("UPDATE consumers SET floor = ? WHERE name = ?", (floor, name))
     more = len(rows) == _SCAN or (bool(rows) and cursor < rows[-1][0])
     return Page(units, cursor, more)
+
+
+def load_some(
+    db: sqlite3.Connection, name: str, units: Sequence[Unit], judge: Judge, now_ms: int
+) -> list[Loaded | None]:
+    """Counts attempts to deliver the first of the units, up to `LOAD_BYTES`."""
+    found: list[Loaded | None] = []
+    size = 0
+    for unit in units:
+        loaded = load(db, name, unit, judge, now_ms)
+        found.append(loaded)
+        size += loaded.response.ByteSize() if loaded else 0
+        if size >= LOAD_BYTES:
+            break
+    return found
 
 
 def load(db: sqlite3.Connection, name: str, unit: Unit, judge: Judge, now_ms: int) -> Loaded | None:

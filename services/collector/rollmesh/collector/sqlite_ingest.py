@@ -14,6 +14,7 @@ from rollmesh.collector.store import (
     GROUP_LOG,
     RETRY_MS,
     SESSION_LOG,
+    Arrival,
     counts_of,
     group_key_of,
     log_of,
@@ -33,14 +34,9 @@ class _Log(NamedTuple):
     hello: pb.SubscribeHello
 
 
-def ingest(
-    db: sqlite3.Connection,
-    record: types_pb2.SessionRecord,
-    now_ms: int,
-    due_ms: int | None,
-    max_bytes: int,
-) -> bool:
+def ingest(db: sqlite3.Connection, arrival: Arrival, now_ms: int, max_bytes: int) -> bool:
     """Stores a session; says whether it is a repeat."""
+    record, due_ms = arrival.record, arrival.due_ms(now_ms)
     known = db.execute(
         "SELECT 1 FROM sessions WHERE session_id = ?1"
         " UNION ALL SELECT 1 FROM removed WHERE id = ?1",

@@ -1,6 +1,7 @@
 """Tables of the SQLite store. Sums are kept in tables: nothing hot counts rows."""
 
 VERSION = 2  # counts up with every change of what is below
+PAGE_BYTES = 16_384  # a row of 10,000 tokens is 90 KB
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, group_key TEXT NOT NULL,

@@ -8,6 +8,7 @@ from rollmesh.collector import sqlite_delivery, sqlite_ingest, sqlite_retention
 from rollmesh.collector.records import join
 from rollmesh.collector.store import (
     GROUP_LOG,
+    Arrival,
     Counts,
     Judge,
     Loaded,
@@ -17,7 +18,6 @@ from rollmesh.collector.store import (
     Sought,
     Standing,
     Unit,
-    due_of,
     read_token,
 )
 from rollmesh.runtime.database import Database
@@ -36,13 +36,11 @@ class SqliteStore:
         self._retention = retention
         self._retained_to = 0
 
-    async def ingest(
-        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
-    ) -> bool:
-        """Stores a session."""
-        most, due_ms = self._retention.max_bytes, due_of(record, now_ms, hold_ms)
+    async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
+        """Stores sessions, all or none."""
+        most = self._retention.max_bytes
         return await self._database.run(
-            lambda db: sqlite_ingest.ingest(db, record, now_ms, due_ms, most)
+            lambda db: [sqlite_ingest.ingest(db, one, now_ms, most) for one in arrivals]
         )
 
     async def waiting(self, limit: int) -> list[str]:
@@ -92,10 +90,12 @@ class SqliteStore:
     async def release(self, consumer: str) -> None:
         """Returns at once: only this collector holds anything."""
 
-    async def load(self, consumer: str, unit: Unit, judge: Judge, now_ms: int) -> Loaded | None:
-        """Counts an attempt to deliver, unless the judge drops the unit."""
+    async def load(
+        self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
+    ) -> list[Loaded | None]:
+        """Counts attempts to deliver, where the judge does not drop the unit."""
         return await self._database.run(
-            lambda db: sqlite_delivery.load(db, consumer, unit, judge, now_ms)
+            lambda db: sqlite_delivery.load_some(db, consumer, units, judge, now_ms)
         )
 
     async def settle(

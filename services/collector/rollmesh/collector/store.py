@@ -18,6 +18,8 @@ from rollmesh.v1 import collector_pb2 as pb, types_pb2
 SESSION = int(pb.DELIVERY_UNIT_SESSION)
 GROUP = int(pb.DELIVERY_UNIT_GROUP)
 SESSION_LOG, GROUP_LOG = "s", "g"
+LOAD_BYTES = 4 * 1024 * 1024
+"""Most that is loaded at once, and one unit more."""
 RETRY_MS = 1000
 """When to try again after a refusal, milliseconds."""
 Judge: TypeAlias = Callable[[Sequence[types_pb2.SessionRecord]], Verdict]
@@ -121,18 +123,30 @@ class Retention:
     """Share of `max_bytes` above which they go at once, the oldest first."""
 
 
+class Arrival(NamedTuple):
+    """A session that came."""
+
+    record: types_pb2.SessionRecord
+    hold_ms: int | None = None
+    """How long it waits for rewards, if its record does not say; None: not at all."""
+
+    def due_ms(self, now_ms: int) -> int | None:
+        """Returns until when it waits for rewards; None: it does not."""
+        held = self.record.HasField("reward_timeout_ms")
+        hold_ms = self.record.reward_timeout_ms if held else self.hold_ms
+        return None if hold_ms is None else now_ms + hold_ms
+
+
 class Store(Protocol):
     """Every method returns when its effect is durable. Times are milliseconds since 1970 UTC."""
 
-    async def ingest(
-        self, record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
-    ) -> bool:
-        """Stores a session; says whether it is a repeat, which changes nothing.
+    async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
+        """Stores sessions; says of each whether it is a repeat, which changes nothing.
 
-        It is held back until rewards are set, for `hold_ms` or the record's `reward_timeout_ms`.
+        On an error any of them may be stored or not.
 
         Raises:
-            InvalidFieldError: The group was announced with another size.
+            InvalidFieldError: A group was announced with another size.
             StoreFullError: There is no room until something is settled.
         """
         ...
@@ -191,8 +205,15 @@ class Store(Protocol):
     async def release(self, consumer: str) -> None:
         """Says that nothing fetched for the consumer is held here any more."""
 
-    async def load(self, consumer: str, unit: Unit, judge: Judge, now_ms: int) -> Loaded | None:
-        """Counts an attempt to deliver, unless the judge drops the unit; None: it is gone."""
+    async def load(
+        self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
+    ) -> list[Loaded | None]:
+        """Counts attempts to deliver, where the judge does not drop the unit.
+
+        Returns:
+            The units in order, the first at least, and no more once they have `LOAD_BYTES`; None
+            for one that is gone.
+        """
         ...
 
     async def settle(
@@ -308,10 +329,3 @@ def group_key_of(record: types_pb2.SessionRecord) -> str:
     if record.superseded:
         return f"superseded:{record.session_id}"
     return record.group_id or record.session_id
-
-
-def due_of(record: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None) -> int | None:
-    """Returns until when a session waits for rewards; None: it does not."""
-    if record.HasField("reward_timeout_ms"):
-        hold_ms = record.reward_timeout_ms
-    return None if hold_ms is None else now_ms + hold_ms

@@ -1,6 +1,7 @@
 """The open streams: joins what consumers say, what their cores decide, and what the store keeps."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 from rollmesh.collector import metrics
 from rollmesh.collector.delivery import Consumer
 from rollmesh.collector.filters import judge
-from rollmesh.collector.store import Settlement, Sought, Store, Unit
+from rollmesh.collector.store import Loaded, Settlement, Sought, Store, Unit
 from rollmesh.collector.validation import check_credits, check_hello, check_version
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.errors import (
@@ -22,6 +23,7 @@ from rollmesh.runtime.tasks import finish
 from rollmesh.v1 import collector_pb2 as pb
 
 _DEFAULT_LEASE_MS = 600_000
+_MOST_TAKEN = 8
 _Result = TypeVar("_Result")
 
 
@@ -42,6 +44,10 @@ class Stream:
         self.consumer = known.consumer
         self.id = known.consumer.open_stream()
         self.wake = asyncio.Event()
+        self.taken: list[Unit] = []
+        """What it leased and is not loaded yet."""
+        self.loaded: deque[pb.SubscribeResponse] = deque()
+        """What goes out next."""
         self.acknowledged: list[str] = []
         self.ended = False
         self.error: RollmeshError | None = None
@@ -217,13 +223,17 @@ class Subscriptions:
     async def _next(self, stream: Stream) -> pb.SubscribeResponse | None:
         """Returns what a stream gets next; None where there is nothing, or it has no credits."""
         while not stream.ended:
+            if stream.loaded:
+                return stream.loaded.popleft()
             await self._fetch(stream.known)
-            unit = stream.consumer.take(stream.id, clock.monotonic_ms())
-            if unit is None:
+            now = clock.monotonic_ms()
+            while len(stream.taken) < _MOST_TAKEN and (
+                unit := stream.consumer.take(stream.id, now)
+            ):
+                stream.taken.append(unit)
+            if not stream.taken:
                 return None
-            response = await self._load(stream, unit)
-            if response is not None:
-                return response
+            await self._load(stream)
         return None
 
     async def _fetch(self, known: _Known) -> None:
@@ -240,11 +250,22 @@ class Subscriptions:
                 raise
             consumer.add_page(page)
 
-    async def _load(self, stream: Stream, unit: Unit) -> pb.SubscribeResponse | None:
-        """Returns a unit as it goes out; None where the filter keeps it back or it is gone."""
+    async def _load(self, stream: Stream) -> None:
+        """Loads what a stream has taken, the first of it at least."""
         consumer = stream.consumer
         rules = partial(judge, consumer.filter, consumer.version)
-        loaded = await self.store.load(consumer.name, unit, rules, clock.unix_ms())
+        found = await self.store.load(consumer.name, stream.taken, rules, clock.unix_ms())
+        units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
+        for unit, loaded in zip(units, found, strict=True):
+            response = await self._made(stream, unit, loaded)
+            if response is not None:
+                stream.loaded.append(response)
+
+    async def _made(
+        self, stream: Stream, unit: Unit, loaded: Loaded | None
+    ) -> pb.SubscribeResponse | None:
+        """Returns a unit as it goes out; None where the filter keeps it back or it is gone."""
+        consumer = stream.consumer
         if loaded is None or not loaded.verdict.delivers:
             consumer.refund(stream.id)
         if loaded is None:

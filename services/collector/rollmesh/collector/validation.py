@@ -1,6 +1,7 @@
 """Checks of what comes in; each error names the field."""
 
 import math
+from collections.abc import Sequence
 
 from rollmesh.runtime.arrays import unpack_mask
 from rollmesh.runtime.errors import InvalidFieldError
@@ -11,23 +12,30 @@ _MAX_CREDITS = 65_536
 _MAX_PAGE, _DEFAULT_PAGE = 1000, 100
 
 
-def check_session(record: types_pb2.SessionRecord) -> None:
-    """Checks a session.
+def check_sessions(records: Sequence[types_pb2.SessionRecord]) -> None:
+    """Checks sessions.
 
     Raises:
         InvalidFieldError: Names the field and what is wrong.
     """
-    check_name("session.session_id", record.session_id)
+    if not records:
+        raise InvalidFieldError("sessions", "is empty; send at least one")
+    for at, record in enumerate(records):
+        _check_session(record, f"sessions[{at}]")
+
+
+def _check_session(record: types_pb2.SessionRecord, path: str) -> None:
+    check_name(f"{path}.session_id", record.session_id)
     if record.outcome == types_pb2.SESSION_OUTCOME_UNSPECIFIED:
-        raise InvalidFieldError("session.outcome", "is not set; say how the session ended")
+        raise InvalidFieldError(f"{path}.outcome", "is not set; say how the session ended")
     if record.sample_index >= max(record.group_size, 1):
         raise InvalidFieldError(
-            "session.sample_index",
+            f"{path}.sample_index",
             f"is {record.sample_index}; give one below group_size, {record.group_size}",
         )
     seen: set[str] = set()
     for at, trajectory in enumerate(record.trajectories):
-        field = f"session.trajectories[{at}]"
+        field = f"{path}.trajectories[{at}]"
         if not trajectory.trajectory_id or trajectory.trajectory_id in seen:
             raise InvalidFieldError(f"{field}.trajectory_id", "is empty or not unique")
         if trajectory.session_id != record.session_id:
@@ -36,8 +44,8 @@ def check_session(record: types_pb2.SessionRecord) -> None:
         _check_trajectory(trajectory, field)
     if record.HasField("tree"):
         if record.trajectories:
-            raise InvalidFieldError("session.tree", "is given beside trajectories; give one form")
-        _check_tree(record.tree, "session.tree")
+            raise InvalidFieldError(f"{path}.tree", "is given beside trajectories; give one form")
+        _check_tree(record.tree, f"{path}.tree")
 
 
 def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:

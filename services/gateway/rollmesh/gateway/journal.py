@@ -113,10 +113,18 @@ def close_session(
     db.execute("INSERT INTO outbox VALUES (?, ?)", (session_id, record))
 
 
-def next_undelivered(db: sqlite3.Connection, count: int) -> list[tuple[str, bytes]]:
-    """Returns the oldest closed sessions that the collector has not taken."""
-    rows = db.execute("SELECT session_id, record FROM outbox ORDER BY rowid LIMIT ?", (count,))
+def undelivered(db: sqlite3.Connection, count: int) -> list[tuple[str, int]]:
+    """Returns the oldest closed sessions that the collector has not taken, and their sizes."""
+    rows = db.execute(
+        "SELECT session_id, length(record) FROM outbox ORDER BY rowid LIMIT ?", (count,)
+    )
     return list(rows)
+
+
+def read_record(db: sqlite3.Connection, session_id: str) -> bytes:
+    """Returns a closed session that the collector has not taken."""
+    row = db.execute("SELECT record FROM outbox WHERE session_id = ?", (session_id,)).fetchone()
+    return bytes(row[0])
 
 
 def delete_delivered(db: sqlite3.Connection, session_ids: list[str]) -> None:

@@ -32,22 +32,28 @@ _Item: TypeAlias = "tuple[Work[Any], Future[Any]] | None"
 _MAX_PENDING = 4096
 _MAX_BATCH = 256
 _RETRY_MS = 1000
+_PAGE_BYTES = 4096
 
 
 class Database(AbstractAsyncContextManager["Database"]):
     """A SQLite file in WAL mode with full sync, served by its own thread."""
 
-    def __init__(self, path: Path, schema: str, version: int) -> None:
+    def __init__(
+        self, path: Path, schema: str, version: int, page_bytes: int = _PAGE_BYTES
+    ) -> None:
         """Names the file; entering the context opens it and runs `schema`.
 
         Args:
             path: The file; made, with its folder, where missing.
             schema: Statements that make what is missing.
             version: Of the schema. A file of another version is refused.
+            page_bytes: Size of the pages of a file that is made: large ones for large rows, small
+                ones for commits of little.
         """
         self._path = path
         self._schema = schema
         self._version = version
+        self._page_bytes = page_bytes
         self._queue: queue.Queue[_Item] = queue.Queue(_MAX_PENDING)
         self._thread = threading.Thread(target=self._serve, name=f"sqlite-{path.stem}")
         self._closing = False
@@ -137,6 +143,8 @@ class Database(AbstractAsyncContextManager["Database"]):
                 f"{self._path}: has schema version {found}, this is for {self._version}; "
                 "run the release that wrote it until it is empty, or name another data_dir"
             )
+        connection.execute(f"PRAGMA page_size = {self._page_bytes:d}")
+        connection.execute("PRAGMA secure_delete = OFF")  # else what goes is written once more
         connection.execute(f"PRAGMA user_version = {self._version:d}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
