@@ -4,14 +4,14 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
 
-from rollmesh.runtime.channels import open_channel, read_stream
+from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.interceptors import Context
 from rollmesh.runtime.process import run_service
 from rollmesh.runtime.serving import Bound, ServerConfig, serve
@@ -138,9 +138,10 @@ async def ask(
     running = begin(channel, request, kind=kind, name=name, **call)
     if kind.endswith("unary"):
         return bytes(await running)
-    # A call that is left before its request went out, grpc cancels when it is collected, not before.
-    async with aclosing(read_stream(running)) as answers:
-        return bytes([answer async for answer in answers][-1])
+    try:
+        return bytes([answer async for answer in running][-1])
+    finally:
+        running.cancel()  # left before its request went out, grpc would keep it until collected
 
 
 @asynccontextmanager
