@@ -1,3 +1,4 @@
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ _ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_sl
 settings.register_profile("search", _ANY_MACHINE, max_examples=600, derandomize=False)
 settings.register_profile("default", _ANY_MACHINE, max_examples=60, derandomize=True)
 settings.load_profile("default")
+# A shell's `&` has Ctrl-C ignored, by children too; tests send it to theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

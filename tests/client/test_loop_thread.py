@@ -9,7 +9,6 @@ _WORK = """
 import asyncio, os, signal
 from rollmesh.client.loop_thread import LoopThread
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell's `&` began us
 thread = LoopThread()
 begun = ended = 0
 

@@ -134,10 +134,8 @@ async def test_the_sync_client_does_the_same_without_a_loop(
 
 
 INTERRUPTED = """
-import _thread, asyncio, signal, sys
+import _thread, asyncio, sys
 from rollmesh.client import MeshAddresses, sync
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell's `&` began us
 
 async def agent(prompt, session):
     if sys.argv[2] == "unseen":

@@ -1,6 +1,7 @@
 """The outbox against a real server: nothing is lost, and nobody waits for another's error."""
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -131,3 +132,25 @@ async def test_a_full_collector_gets_everything_once_it_has_room(tmp_path: Path)
         await forgotten(database)
         assert sorted(name for call in collector.taken for name in call) == sorted(names)
         assert sum(len(call) == 1 for call in collector.taken) <= 64  # what was tried, alone
+
+
+async def test_a_journal_that_cannot_write_for_a_while_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, times = journal.delete_delivered, 0
+
+    def full_at_first(db: sqlite3.Connection, session_ids: list[str]) -> None:
+        nonlocal times
+        times += 1
+        if times <= 2:
+            raise sqlite3.OperationalError("database or disk is full")
+        delete(db, session_ids)
+
+    monkeypatch.setattr(journal, "delete_delivered", full_at_first)
+    async with delivering(tmp_path, ["a"]) as (collector, outbox, database):
+        await forgotten(database)
+        await database.run(close(["b"]))
+        outbox.added()
+        await collector.has({"a", "b"})
+        await forgotten(database)
+    assert collector.taken == [["a"], ["b"]]

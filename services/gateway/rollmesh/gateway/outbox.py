@@ -23,6 +23,7 @@ _CALLS = 2
 _CALL_SESSIONS, _CALL_BYTES = 32, 4 * 1024 * 1024
 _INGEST_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
+_JOURNAL_RETRY_S = 0.5
 
 
 class _Parcel(NamedTuple):
@@ -90,7 +91,13 @@ class Outbox:
         while True:
             self._changed.clear()
             delivered, self._delivered = self._delivered, []
-            parcel = await self._database.run(lambda db: self._turn(db, delivered))  # noqa: B023
+            try:
+                parcel = await self._database.run(lambda db: self._turn(db, delivered))  # noqa: B023
+            except RollmeshError as error:  # a full disk, or too much to write: it passes
+                _log.warning("no hand-over", extra=fields(reason=error.reason, error=str(error)))
+                self._delivered += delivered
+                await asyncio.sleep(_JOURNAL_RETRY_S)
+                continue
             self.undelivered -= len(delivered)
             self._busy.difference_update(delivered)
             if parcel.session_ids:
