@@ -23,6 +23,7 @@ _CALLS = 2
 _CALL_SESSIONS, _CALL_BYTES = 32, 4 * 1024 * 1024
 _INGEST_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
+_DOUBLINGS = 6
 _JOURNAL_RETRY_S = 0.5
 
 
@@ -139,7 +140,7 @@ class Outbox:
             own = isinstance(error, InvalidFieldError)
             if own:
                 self._calls.release()
-            await asyncio.sleep(min(_FIRST_RETRY_S * 2**tries, _LAST_RETRY_S))
+            await asyncio.sleep(min(_FIRST_RETRY_S * 2 ** min(tries, _DOUBLINGS), _LAST_RETRY_S))
             self._busy.difference_update(ids)
             if not own:
                 self._calls.release()
