@@ -292,3 +292,42 @@ async def test_agents_and_what_they_started_die_with_a_runner_that_is_killed(
     runner.send_signal(signal.SIGKILL)
     await runner.wait()
     await gone(*pids, reapers[0].pid)
+
+
+FORKS = """
+import os, signal, subprocess, sys
+from rollmesh.client.runners.reaper import Reaper
+
+def start():
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    return subprocess.Popen(command, start_new_session=True).pid
+
+reaper, first, second, third = Reaper(), start(), start(), start()
+reaper.watch(first)
+print(first, second, third, flush=True)
+if fork := os.fork():
+    os.waitpid(fork, 0)
+    os.waitpid(second, 0)
+    print("killed", flush=True)
+    signal.pause()
+else:
+    reaper.forget(third)
+    reaper.watch(second)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+async def test_a_fork_of_a_runner_takes_its_own_agents_along_and_no_others() -> None:
+    runner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FORKS, stdout=asyncio.subprocess.PIPE
+    )
+    assert runner.stdout is not None
+    first, second, third = map(int, (await runner.stdout.readline()).split())
+    assert await runner.stdout.readline() == b"killed\n"
+    assert not _runs(second)
+    assert _runs(first)
+    runner.kill()
+    await runner.wait()
+    await gone(first)
+    assert _runs(third)
+    os.kill(third, signal.SIGKILL)

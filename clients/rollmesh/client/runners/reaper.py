@@ -13,6 +13,7 @@ import threading
 from contextlib import suppress
 
 _LOOK_S = 1.0
+_NOBODY = -1
 
 
 class Reaper:
@@ -22,23 +23,33 @@ class Reaper:
         """Starts nothing before there is a group."""
         self._lock = threading.Lock()
         self._groups: set[int] = set()
-        self._owner = -1
+        self._owner = _NOBODY
         self._pipe = -1
 
     def watch(self, group: int) -> None:
         """Has a process group killed when this process dies."""
         with self._lock:
+            self._disown()
             self._groups.add(group)
             self._tell(b"+%d\n" % group)
 
     def forget(self, group: int) -> None:
         """Says that a group has ended; its number may be another's soon."""
         with self._lock:
+            self._disown()
             self._groups.discard(group)
-            self._tell(b"-%d\n" % group)
+            if self._owner != _NOBODY:
+                self._tell(b"-%d\n" % group)
+
+    def _disown(self) -> None:
+        """Forgets, in a fork, what is the parent's: its groups and its pipe."""
+        if self._owner not in {_NOBODY, os.getpid()}:
+            self._owner = _NOBODY
+            self._groups.clear()
+            os.close(self._pipe)
 
     def _tell(self, line: bytes) -> None:
-        if self._owner != os.getpid():  # the first, or we are a fork: the pipe is another's
+        if self._owner == _NOBODY:
             self._start()
             return
         try:
@@ -48,8 +59,6 @@ class Reaper:
             self._start()
 
     def _start(self) -> None:
-        if self._owner not in {-1, os.getpid()}:
-            self._groups.clear()
         self._owner = os.getpid()
         reading, self._pipe = os.pipe()
         null = os.open(os.devnull, os.O_WRONLY)
@@ -72,8 +81,10 @@ def serve(runner: int) -> None:
     """Follows the pipe until the runner is gone; kills the groups that are left."""
     groups: set[int] = set()
     text = b""
-    while os.getppid() == runner:
+    while True:
         if not select.select([0], [], [], _LOOK_S)[0]:
+            if os.getppid() != runner:  # another process has a copy of the pipe's end
+                break
             continue
         if not (data := os.read(0, 65_536)):
             break
