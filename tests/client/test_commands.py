@@ -300,7 +300,8 @@ from rollmesh.client.runners.reaper import Reaper
 
 def start():
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    return subprocess.Popen(command, start_new_session=True).pid
+    null = subprocess.DEVNULL
+    return subprocess.Popen(command, stdout=null, start_new_session=True).pid
 
 reaper, first, second, third = Reaper(), start(), start(), start()
 reaper.watch(first)
