@@ -66,12 +66,20 @@ def test_the_pieces_come_at_the_end() -> None:
 
 def test_what_cannot_work_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_parser.check("pythonic")
-    assert "vllm" not in sys.modules
     with pytest.raises(ConfigError, match="vLLM has no parser 'pythnic'; it has apertus, "):
         vllm_parser.check("pythnic")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs the vllm package, which is not installed"):
         vllm_parser.check("pythonic")
+
+
+async def test_the_check_does_not_import_vllm() -> None:
+    code = (
+        "import sys; from rollmesh.gateway import vllm_parser; "
+        "vllm_parser.check('pythonic'); sys.exit('vllm' in sys.modules)"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    assert await process.wait() == 0
 
 
 @pytest.fixture
