@@ -65,9 +65,12 @@ def _compare(folder: Path, seeds: int, steps: int, tool_s: float) -> dict[str, f
 
 
 def _policy(path: Path, seed: int) -> Path:
-    if not (path / "generation_config.json").exists():  # what is written last
+    if not path.exists():
         torch.set_num_threads(2)
-        make_policy(path, seed=seed)
+        part = path.with_suffix(".part")  # a run that was ended leaves nothing half made
+        shutil.rmtree(part, ignore_errors=True)
+        make_policy(part, seed=seed)
+        part.rename(path)
     return path
 
 
