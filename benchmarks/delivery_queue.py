@@ -9,16 +9,12 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ray
 import transfer_queue as tq
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from benchmarks.delivery_rows import Shape, sessions
@@ -26,6 +22,7 @@ from benchmarks.memory import peak_mb
 from rollmesh.batches import Rows, ragged, rows_of, to_torch
 from rollmesh.client import SessionResult
 from rollmesh.integrations.queue_writer import stacked, token_columns
+from tests.trainers.transfer_queue_server import running_queue
 
 _PARTITION = "train"
 _PER_TOKEN = (
@@ -37,26 +34,6 @@ _PER_TOKEN = (
     "rewards",
 )
 Columns = Callable[[Rows], TensorDict]
-
-
-@contextmanager
-def running_queue() -> Iterator[None]:
-    """Starts Ray and the queue, with places for the actors beyond the machine's cores."""
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as short:
-        ray.init(
-            num_cpus=8,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=80_000_000,
-            _temp_dir=short,  # the paths of its sockets may have 107 characters
-        )
-        one_unit = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
-        tq.init(OmegaConf.create(one_unit))
-        try:
-            yield
-        finally:
-            tq.close()
-            ray.shutdown()
 
 
 def trainer_columns(rows: Rows) -> TensorDict:

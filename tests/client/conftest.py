@@ -2,12 +2,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rollmesh.client import Client, MeshAddresses
+from rollmesh.client import Client, MeshAddresses, Session
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
 
 def addresses_of(*, gateway: str = "", router: str = "") -> MeshAddresses:
     return MeshAddresses(router=router, gateway=gateway, collector="", sidecar="127.0.0.1:7080")
+
+
+async def length(prompt: str, session: Session) -> float:
+    """A runner whose reward is the prompt's length."""
+    assert session.session_id
+    return float(len(prompt))
 
 
 @pytest.fixture

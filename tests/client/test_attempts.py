@@ -18,13 +18,8 @@ from rollmesh.client import (
 )
 from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.v1 import types_pb2
-from tests.client.conftest import addresses_of
+from tests.client.conftest import addresses_of, length
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
-
-
-async def length(prompt: str, session: Session) -> float:
-    assert session.session_id
-    return float(len(prompt))
 
 
 async def test_cancelling_a_rollout_closes_what_is_open_as_aborted(

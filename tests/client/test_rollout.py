@@ -15,13 +15,8 @@ from rollmesh.client import (
 )
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.client.conftest import length
 from tests.sidecar.scripted_gateway import ScriptedGateway
-
-
-async def length(prompt: str, session: Session) -> float:
-    assert session.session_id
-    return float(len(prompt))
-
 
 register_runner("length-of-the-prompt", length)
 

@@ -14,12 +14,8 @@ from rollmesh.client import (
     rollout_groups,
 )
 from rollmesh.client.groups import Needed
+from tests.client.conftest import length
 from tests.sidecar.scripted_gateway import ScriptedGateway
-
-
-async def length(prompt: str, session: Session) -> float:
-    assert session.session_id
-    return float(len(prompt))
 
 
 async def test_a_group_that_cannot_succeed_is_stopped_and_still_becomes_whole(

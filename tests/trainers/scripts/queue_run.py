@@ -15,7 +15,8 @@ from rollmesh.integrations.queue_writer import PromptStatus, TransferQueueWriter
 from rollmesh.integrations.verl import load_runner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory, tree_session
-from tests.trainers.queues import buffer, described, running_queue
+from tests.trainers.queues import buffer, described
+from tests.trainers.transfer_queue_server import running_queue
 
 _PARTS = [(3, False, False), (4, True, True), (2, False, False), (1, True, True)]
 

@@ -22,7 +22,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.import_utils import load_class_from_fqn
 
 from rollmesh.client import Session
-from tests.trainers.queues import buffer, described, running_queue
+from tests.trainers.queues import buffer, described
+from tests.trainers.transfer_queue_server import running_queue
 
 _MANAGER = "rollmesh.integrations.verl.AgentLoopManager"
 
