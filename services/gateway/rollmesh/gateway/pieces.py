@@ -1,6 +1,7 @@
 """What a parser of sampled text gives: pieces, as they become certain."""
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -111,7 +112,7 @@ class Collector:
         self._blank = ""
 
 
-class Machine(Collector):
+class Machine(Collector, ABC):
     """A parser that goes from state to state while it can."""
 
     def __init__(self) -> None:
@@ -127,9 +128,9 @@ class Machine(Collector):
             pass
         return pieces
 
+    @abstractmethod
     def _step(self, pieces: list[Piece]) -> bool:
         """Makes one transition; says whether another may follow."""
-        raise NotImplementedError
 
 
 def is_object(text: str) -> bool:
