@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.client import MeshAddresses, sync
+from rollmesh.client import Client, MeshAddresses, sync
 from rollmesh.runtime.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
 
@@ -27,6 +27,12 @@ async def collector(tmp_path: Path) -> AsyncIterator[str]:
     finally:
         process.kill()
         await process.communicate()
+
+
+def test_the_sync_client_can_all_that_the_async_one_can() -> None:
+    free = {"rollout", "rollout_groups"}  # functions that take the async client
+    able = {name for name in vars(Client) if not name.startswith("_")} | free
+    assert {name for name in vars(sync.Client) if not name.startswith("_")} == able
 
 
 async def test_the_sync_client_reads_a_group_and_acknowledges_it(collector: str) -> None:

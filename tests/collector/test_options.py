@@ -7,8 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.client.client import Client, MeshAddresses
-from rollmesh.client.delivery import Subscription
+from rollmesh.client.client import Client
+from rollmesh.client.delivery import SubscribeOptions, Subscription
+from rollmesh.client.sessions import MeshAddresses
 from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
@@ -175,6 +176,31 @@ async def test_sessions_are_read_without_a_consumer(stub: Any) -> None:
     assert not one.trajectories[0].token_ids_u32le
     call = stub.ReadSessions(pb.ReadSessionsRequest(session_id="x"))
     assert isinstance(await refused(call.read()), SessionUnknownError)
+
+
+async def test_the_sdk_shows_what_was_kept_back_and_the_sessions_behind_it(tmp_path: Path) -> None:
+    names = [f"{at:04}" for at in range(1002)]  # more than a page
+    kept = names[1:]
+    options = SubscribeOptions(filter=pb.DeliveryFilter(max_policy_lag=0), policy_version=3)
+    async with collector_at(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
+        async with (
+            open_channel(address) as channel,
+            Subscription(address, consumer="c", unit="session", options=options) as subscription,
+            Client(MeshAddresses(router="", gateway="", collector=address, sidecar="")) as client,
+        ):
+            stub = collector_pb2_grpc.CollectorServiceStub(channel)
+            sessions = [sampled_by(name, 2) for name in kept] + [sampled_by(names[0], 3)]
+            await stub.Ingest(pb.IngestRequest(sessions=sessions))
+            assert (await anext(subscription)).delivery_id == names[0]
+            entries = await client.filtered("c")
+            assert [one.delivery_id for one in entries] == kept
+            removed = [(one.session_id, one.reason) for entry in entries for one in entry.removed]
+            assert removed == [(name, pb.FILTER_REASON_POLICY_LAG) for name in kept]
+            session = await client.stored_session(kept[-1])
+            assert session.session_id == kept[-1]
+            assert session.trajectories[0].policy_versions.max() == 2
+            with pytest.raises(SessionUnknownError):
+                await client.stored_session("x")
 
 
 async def test_open_groups_are_listed(stub: Any) -> None:

@@ -1,12 +1,13 @@
 """The SDK for trainers and agent runners."""
 
-from rollmesh.client.client import Client, MeshAddresses, Session
+from rollmesh.client.client import Client
 from rollmesh.client.delivery import SubscribeOptions, Subscription
 from rollmesh.client.groups import GroupOutcome, SampleOutcome
 from rollmesh.client.rewards import Rewards
 from rollmesh.client.rollout import Rollout, rollout, rollout_groups
 from rollmesh.client.runners import AgentRunner, register_runner
 from rollmesh.client.scoring import Episode, RewardFunction
+from rollmesh.client.sessions import MeshAddresses, Session
 from rollmesh.client.settings import Limits, Retries, RolloutSettings
 from rollmesh.client.summary import RolloutSummary
 from rollmesh.client.trajectories import Delivery, SessionResult, Trajectory

@@ -11,11 +11,12 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.client.client import Client, Session
+from rollmesh.client.client import Client
 from rollmesh.client.groups import GroupState, Outcome, SampleOutcome
 from rollmesh.client.rewards import Rewards, read_rewards
 from rollmesh.client.runners import agent_name, find_runner
 from rollmesh.client.scoring import Episode, Scorer
+from rollmesh.client.sessions import Session
 from rollmesh.client.settings import RolloutSettings
 from rollmesh.client.supervision import (
     AgentStoppedError,

@@ -1,10 +1,8 @@
 """The SDK's front door: sessions, rollouts, deliveries and weights of one mesh."""
 
-import json
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -14,11 +12,12 @@ import grpc
 from rollmesh.client.delivery import SubscribeOptions, Subscription
 from rollmesh.client.groups import Outcome
 from rollmesh.client.retries import retried
-from rollmesh.client.rewards import Rewards
+from rollmesh.client.sessions import MeshAddresses, Session
 from rollmesh.client.supervision import shielded
+from rollmesh.client.trajectories import SessionResult
 from rollmesh.client.transcripts import Transcript
 from rollmesh.client.weights import Transfer, init_transfers, push_weights
-from rollmesh.runtime.channels import open_channel, request_metadata, typed_errors
+from rollmesh.runtime.channels import open_channel, read_stream, request_metadata, typed_errors
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import (
     collector_pb2,
@@ -34,49 +33,7 @@ ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
 """In which form a session's conversation tree goes to the trainer."""
 _TIMEOUT_S = 60.0
 _LEAVE_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshAddresses:
-    """Where a mesh is reached; `rollmesh up` prints them."""
-
-    router: str
-    """host:port."""
-    gateway: str
-    """host:port."""
-    collector: str
-    """host:port."""
-    sidecar: str
-    """host:port of the OpenAI-compatible HTTP."""
-
-    @classmethod
-    def from_json(cls, text: str) -> "MeshAddresses":
-        """Reads the line that `rollmesh up` prints behind `UP`."""
-        found = json.loads(text)
-        return cls(**{name: found[name] for name in ("router", "gateway", "collector", "sidecar")})
-
-
-@dataclass(slots=True)
-class Session:
-    """An open session: one attempt of an agent at one task."""
-
-    session_id: str
-    api_key: str
-    """Bearer token that opens this session and nothing else."""
-    base_url: str
-    """What an agent sets as its base URL."""
-    rewards: Rewards = field(default_factory=Rewards)
-    """Set by whoever scores the session, before it is closed."""
-    closed: bool = False
-
-    @property
-    def reward(self) -> float | None:
-        """Reward of the whole session."""
-        return self.rewards.session
-
-    @reward.setter
-    def reward(self, reward: float | None) -> None:
-        self.rewards.session = reward
+_PAGE = 1000
 
 
 class Client(AbstractAsyncContextManager["Client"]):
@@ -370,6 +327,30 @@ class Client(AbstractAsyncContextManager["Client"]):
         request = router_pb2.ListReplicasRequest()
         with typed_errors():
             return await self._router().ListReplicas(request, timeout=_TIMEOUT_S)
+
+    async def filtered(self, consumer: str) -> list[collector_pb2.FilteredEntry]:
+        """Returns what a subscription's rules kept from a consumer and why, oldest first."""
+        request = collector_pb2.ListFilteredRequest(consumer=consumer, page_size=_PAGE)
+        entries: list[collector_pb2.FilteredEntry] = []
+        with typed_errors():
+            while True:
+                page = await self._collector().ListFiltered(request, timeout=_TIMEOUT_S)
+                entries += page.entries
+                request.page_token = page.next_page_token
+                if not page.next_page_token:
+                    return entries
+
+    async def stored_session(self, session_id: str) -> SessionResult:
+        """Returns a closed session as the collector has it, delivered or not.
+
+        Raises:
+            SessionUnknownError: The collector has not got it, or no longer has.
+        """
+        request = collector_pb2.ReadSessionsRequest(session_id=session_id)
+        call = self._collector().ReadSessions(request, timeout=_TIMEOUT_S)
+        async with aclosing(read_stream(call)) as responses:
+            response: collector_pb2.ReadSessionsResponse = await anext(responses)
+        return SessionResult.from_proto(response.session)
 
     async def stats(self) -> collector_pb2.GetStatsResponse:
         """Returns how much the collector holds."""

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from rollmesh.client.client import Session
 from rollmesh.client.rewards import Rewards
+from rollmesh.client.sessions import Session
 from rollmesh.client.transcripts import Transcript
 
 

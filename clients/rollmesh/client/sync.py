@@ -7,13 +7,13 @@ from types import TracebackType
 from typing import Any
 
 from rollmesh.client import client as async_client
-from rollmesh.client.client import MeshAddresses, Session
 from rollmesh.client.delivery import Subscription as AsyncSubscription
 from rollmesh.client.groups import GroupOutcome
 from rollmesh.client.loop_thread import LoopThread
 from rollmesh.client.rollout import Rollout as AsyncRollout, Samples, rollout, rollout_groups
+from rollmesh.client.sessions import MeshAddresses, Session
 from rollmesh.client.summary import RolloutSummary
-from rollmesh.client.trajectories import Delivery
+from rollmesh.client.trajectories import Delivery, SessionResult
 from rollmesh.client.transcripts import Transcript
 from rollmesh.client.weights import Transfer
 from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2
@@ -98,6 +98,10 @@ class Client(AbstractContextManager["Client"]):
         """Holds a session open; leaving closes it with `session.rewards`, FAILED after an error."""
         return self._thread.entered(self._inner.session(**options))
 
+    def session_request(self, **options: Any) -> gateway_pb2.CreateSessionRequest:
+        """Returns what asks for a session; the arguments are those of `session`."""
+        return self._inner.session_request(**options)
+
     def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
         """Opens a session; the caller closes it."""
         return self._thread.run(self._inner.open_session(request))
@@ -130,6 +134,14 @@ class Client(AbstractContextManager["Client"]):
         with self._thread.entered(self._inner.subscribe(consumer, **options)) as inner:
             yield Subscription(inner, self._thread)
 
+    def seek(self, consumer: str, position: collector_pb2.Position) -> collector_pb2.SeekResponse:
+        """Moves a known consumer; says how many units come again and how many do not come."""
+        return self._thread.run(self._inner.seek(consumer, position))
+
+    def drop_consumer(self, consumer: str) -> bool:
+        """Forgets a consumer, so that it holds no sessions; says whether it was known."""
+        return self._thread.run(self._inner.drop_consumer(consumer))
+
     def push_weights(
         self, weights: Mapping[str, Any] | Path | Transfer, policy_version: int, **options: Any
     ) -> list[router_pb2.EngineResult]:
@@ -145,6 +157,14 @@ class Client(AbstractContextManager["Client"]):
     def replicas(self) -> router_pb2.ListReplicasResponse:
         """Returns who is in the mesh."""
         return self._thread.run(self._inner.replicas())
+
+    def filtered(self, consumer: str) -> list[collector_pb2.FilteredEntry]:
+        """Returns what a subscription's rules kept from a consumer and why, oldest first."""
+        return self._thread.run(self._inner.filtered(consumer))
+
+    def stored_session(self, session_id: str) -> SessionResult:
+        """Returns a closed session as the collector has it, delivered or not."""
+        return self._thread.run(self._inner.stored_session(session_id))
 
     def stats(self) -> collector_pb2.GetStatsResponse:
         """Returns how much the collector holds."""

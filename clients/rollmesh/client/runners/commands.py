@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmesh.client.client import Session
 from rollmesh.client.runners.reaper import Reaper
+from rollmesh.client.sessions import Session
 from rollmesh.client.supervision import shielded
 from rollmesh.runtime.errors import InvalidFieldError
 

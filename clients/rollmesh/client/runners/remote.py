@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 
-from rollmesh.client.client import Session
+from rollmesh.client.sessions import Session
 from rollmesh.client.supervision import shielded
 
 _ERROR_CHARS = 2_000
