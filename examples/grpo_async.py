@@ -2,13 +2,14 @@
 
     python -m examples.grpo_async --steps 30
 
-Groups are begun without end, so many ahead of the trainer that none of them need grow older than
-a few policy versions; weights are swapped in the middle of generations. A trajectory may thus
-hold tokens of several versions: the importance ratio of each is taken against the log-prob that it
-was sampled with. What came to be older all the same is kept back by the subscription, and counted.
+Groups are begun without end, a few ahead of the trainer, so that a slow agent holds up nobody;
+weights are swapped in the middle of generations. A trajectory may thus hold tokens of several
+versions, each with the log-prob that it was sampled with; `examples.demo.grpo` says what is made of
+them. What came to be too old all the same is kept back by the subscription, and counted.
 """
 
 import asyncio
+import math
 import sys
 import time
 from collections import Counter
@@ -43,7 +44,7 @@ from rollmesh.client import (
 )
 from rollmesh.v1 import collector_pb2
 
-MAX_LAG = 1
+MAX_LAG = 3
 _CONSUMER = "trainer"
 _LOOK_S = 1.0
 
@@ -65,13 +66,15 @@ class AsyncRun(Run):
 class Ahead:
     """Holds rollouts back: a group begins when there is a place for it ahead of the trainer.
 
-    Groups that are begun and not yet trained are at most `max_lag` steps' worth, so the last of
-    them is trained `max_lag` versions after its beginning. More of them would only grow stale.
+    Begun and not yet trained are as many groups as a step takes and, beside them, as many as keep
+    all agents at work: more would only grow old while they wait. They are never more than `max_lag`
+    steps' worth, so that a group which keeps its place in the row does not grow stale.
     """
 
     def __init__(self, plan: Plan, max_lag: int) -> None:
         """Makes the places; no more will ever be taken than the plan trains."""
-        ahead = min(max_lag, plan.steps) * plan.groups
+        busy = math.ceil(plan.concurrency / plan.samples)
+        ahead = min(plan.groups + busy, min(max_lag, plan.steps) * plan.groups)
         self._left = plan.steps * plan.groups - ahead
         self._places = asyncio.Semaphore(ahead)
 
@@ -134,6 +137,7 @@ async def train(
             on_step(run, report)
         following.cancel()
         run.stale_groups = await _stale_groups(client)
+        run.audit.kept_back.update(await _stale_sessions(client))
     return run
 
 
@@ -175,6 +179,12 @@ async def _stale_groups(client: Client) -> int:
         if consumer.consumer == _CONSUMER
         for filtered in consumer.filtered
     )
+
+
+async def _stale_sessions(client: Client) -> set[str]:
+    """Returns the sessions that the subscription kept back, so that nobody takes them for lost."""
+    entries = await client.filtered(_CONSUMER)
+    return {removed.session_id for entry in entries for removed in entry.removed}
 
 
 def _see(run: AsyncRun, version: int, deliveries: list[Delivery]) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 
 from rollmesh.client import SessionResult, Trajectory
 
+_ANSWER = "chatcmpl-"
+
 
 @dataclass(slots=True)
 class Audit:
@@ -18,6 +20,8 @@ class Audit:
     """Id of every answer an agent got."""
     trained: Counter[str] = field(default_factory=Counter)
     """How often each answer's tokens were to be trained."""
+    kept_back: set[str] = field(default_factory=set)
+    """Ids of sessions that the subscription kept from the trainer, for a reason that it says."""
     sessions: int = 0
     trajectories: int = 0
     drift_tokens: int = 0
@@ -25,8 +29,9 @@ class Audit:
 
     @property
     def lost(self) -> int:
-        """Answers whose tokens never reached the trainer."""
-        return len(self.answered - self.trained.keys())
+        """Answers whose tokens never reached the trainer, and nobody said why."""
+        missing = self.answered - self.trained.keys()
+        return sum(_session_of(answer) not in self.kept_back for answer in missing)
 
     @property
     def duplicated(self) -> int:
@@ -47,6 +52,10 @@ class Audit:
             if not segment.sampled:
                 continue
             if segment.trained:
-                self.trained[f"chatcmpl-{session_id}-{segment.node_id}"] += 1
+                self.trained[f"{_ANSWER}{session_id}-{segment.node_id}"] += 1
             if zlib.crc32(ids[: segment.start].tobytes()) != segment.prompt_crc32:
                 self.drift_tokens += segment.start
+
+
+def _session_of(answer_id: str) -> str:
+    return answer_id.removeprefix(_ANSWER).rpartition("-")[0]

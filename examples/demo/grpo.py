@@ -1,6 +1,13 @@
-"""GRPO in plain torch, from exact ids, masks and rollout log-probs."""
+"""GRPO in plain torch, from exact ids, masks and rollout log-probs.
 
-from collections.abc import Sequence
+What sampled a token may be older than the policy that a step begins with, and older than what
+sampled the next token. So the two are parted (Hilton et al. 2021, "Batch size-invariance for policy
+optimization"): the step is clipped against the policy it begins with, and each token weighs as much
+as it was likelier under that policy than when it was sampled. Where nothing is old, and up to
+rounding, that is the usual loss.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +21,9 @@ from examples.demo.prefix import hidden_states, shared_length
 
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _GRADIENT_CLIP = 0.1
-# Nats a conversation that an update may move the policy further from the one that sampled. Without
+# Most that a token counts for being likelier now than when it was sampled.
+_MOST_WEIGHT = 2.0
+# Nats a conversation that an update may move the policy further from where the step began. Without
 # this bound Adam, whose steps do not shrink with the gradient, now and then destroys a small policy
 # in one update.
 _TRUST = 0.2
@@ -44,7 +53,17 @@ class StepReport:
     groups_used: int
     """Groups whose rewards differ; the others teach nothing."""
     divergence: float
-    """Of the new policy from the one that sampled, nats a conversation."""
+    """Of the new policy from the one before the step, nats a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A row on its way through a step."""
+
+    row: Row
+    advantage: float
+    before: torch.Tensor
+    """Log-probs [M] of its masked tokens under the policy before the step."""
 
 
 class Trainer:
@@ -69,49 +88,49 @@ class Trainer:
 
     def step(self, groups: Sequence[Sequence[Row]]) -> StepReport:
         """Makes one pass over whole groups: one update per mini-batch."""
-        difference = self._difference([row for group in groups for row in group])
-        used = [group for group in groups if np.any(group_advantages(group))]
-        losses, norm, divergence = [0.0], 0.0, 0.0
+        before = self._before([row for group in groups for row in group])
+        samples = [_samples(group, before) for group in groups]
+        used = [group for group in samples if any(sample.advantage for sample in group)]
+        losses: list[float] = []
+        norm = divergence = 0.0
         for start in range(self._mini_batches):
-            part = used[start :: self._mini_batches]
+            part = [sample for group in used[start :: self._mini_batches] for sample in group]
             if not part:
                 continue
-            rows = [row for group in part for row in group]
-            advantages = np.concatenate([group_advantages(group) for group in part])
-            loss, before = self._loss(rows, advantages)
+            loss, moved = self._loss(part)
             self._optimizer.zero_grad()
             loss.backward()
             norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), _GRADIENT_CLIP))
-            divergence = self._move(rows, before + _TRUST)
+            divergence = self._move(part, moved + _TRUST)
             losses.append(loss.item())
         return StepReport(
-            loss=float(np.mean(losses)),
-            logprob_mean_abs_diff=difference,
+            loss=float(np.mean(losses or [0.0])),
+            logprob_mean_abs_diff=_difference([one for group in samples for one in group]),
             grad_norm=norm,
             groups_used=len(used),
             divergence=divergence,
         )
 
-    def _move(self, rows: list[Row], most: float) -> float:
+    def _move(self, samples: list[_Sample], most: float) -> float:
         """Takes one step, halved until the divergence is at most `most`; returns it [nats]."""
         parameters = list(self._model.parameters())
         before = [parameter.detach().clone() for parameter in parameters]
         self._optimizer.step()
         self._schedule.step()
         for _ in range(_HALVINGS):
-            divergence = self._divergence(rows)
+            divergence = self._divergence(samples)
             if divergence <= most:
                 return divergence
             with torch.no_grad():
                 for parameter, old in zip(parameters, before, strict=True):
                     parameter.lerp_(old, 0.5)
-        return self._divergence(rows)
+        return self._divergence(samples)
 
     @torch.no_grad()
-    def _divergence(self, rows: list[Row]) -> float:
-        """Returns the divergence from the policy that sampled, nats a conversation."""
-        logprobs, old, _ = self._token_logprobs(rows)
-        return _divergence(logprobs - old) / len(rows)
+    def _divergence(self, samples: list[_Sample]) -> float:
+        """Returns the divergence from the policy before the step, nats a conversation."""
+        logprobs, _ = self._token_logprobs([sample.row for sample in samples])
+        return _divergence(logprobs - _joined(samples)) / len(samples)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by the checkpoint's names, the tied output layer left out."""
@@ -121,47 +140,69 @@ class Trainer:
             if name != "lm_head.weight"
         }
 
-    def _loss(self, rows: list[Row], advantages: NDArray[np.float64]) -> tuple[torch.Tensor, float]:
-        """Returns the clipped policy loss, a mean over the masked tokens, and the divergence.
-
-        The importance ratio is each token's own: what sampled one may be older than what sampled
-        the next.
-        """
-        logprobs, old, counted = self._token_logprobs(rows)
-        weight = torch.tensor(advantages, dtype=torch.float32)[:, None].expand(counted.shape)
-        ratio = torch.exp(logprobs - old)
-        advantage = weight[counted]
+    def _loss(self, samples: list[_Sample]) -> tuple[torch.Tensor, float]:
+        """Returns the clipped policy loss, a mean over the masked tokens, and the divergence."""
+        logprobs, counted = self._token_logprobs([sample.row for sample in samples])
+        before = _joined(samples)
+        advantages = torch.tensor([sample.advantage for sample in samples])
+        advantage = advantages[:, None].expand(counted.shape)[counted]
+        weight = torch.exp(before - _sampled(samples)).clamp(max=_MOST_WEIGHT)
+        ratio = torch.exp(logprobs - before)
         clipped = torch.clamp(ratio, 1 - _CLIP_LOW, 1 + _CLIP_HIGH)
-        loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
-        return loss, _divergence(logprobs.detach() - old) / len(rows)
+        loss = -(weight * torch.minimum(ratio * advantage, clipped * advantage)).mean()
+        return loss, _divergence(logprobs.detach() - before) / len(samples)
 
     @torch.no_grad()
-    def _difference(self, rows: list[Row]) -> float:
-        total, count = 0.0, 0
+    def _before(self, rows: list[Row]) -> Iterator[torch.Tensor]:
+        """Returns the log-probs [M] of the masked tokens of each row."""
+        parts: list[torch.Tensor] = []
         for start in range(0, len(rows), _ROWS_AT_ONCE):
-            logprobs, old, _ = self._token_logprobs(rows[start : start + _ROWS_AT_ONCE])
-            total += float((logprobs - old).abs().sum())
-            count += len(old)
-        return total / max(count, 1)
+            part = rows[start : start + _ROWS_AT_ONCE]
+            logprobs, counted = self._token_logprobs(part)
+            parts += logprobs.split(counted.sum(1).tolist())
+        return iter(parts)
 
-    def _token_logprobs(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns log-probs of the masked tokens: now [M], at rollout [M]; where [B, K]."""
+    def _token_logprobs(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns log-probs [M] of the masked tokens, row by row, and where they are [B, K]."""
         longest = max(len(row.token_ids) for row in rows)
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros(len(rows), longest, dtype=torch.bool)
-        old = torch.zeros(len(rows), longest)
         for at, row in enumerate(rows):
             size = len(row.token_ids)
             ids[at, :size] = torch.tensor(row.token_ids.astype(np.int64))
             mask[at, :size] = torch.tensor(row.loss_mask)
-            old[at, :size] = torch.tensor(row.logprobs)
         shared = shared_length(ids, mask)
         hidden = hidden_states(self._model, ids, shared)[:, :-1]
         counted = mask[:, shared + 1 :]
         logits = self._model.lm_head(hidden[counted])
         chosen = ids[:, shared + 1 :][counted]
         logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None]).squeeze(1)
-        return logprobs, old[:, shared + 1 :][counted], counted
+        return logprobs, counted
+
+
+def _samples(group: Sequence[Row], before: Iterator[torch.Tensor]) -> list[_Sample]:
+    """Takes as many of `before` as the group has rows."""
+    advantages = group_advantages(group)
+    return [
+        _Sample(row, advantage, next(before))
+        for row, advantage in zip(group, advantages.tolist(), strict=True)
+    ]
+
+
+def _joined(samples: list[_Sample]) -> torch.Tensor:
+    """Returns the log-probs [M] under the policy before the step."""
+    return torch.cat([sample.before for sample in samples])
+
+
+def _sampled(samples: list[_Sample]) -> torch.Tensor:
+    """Returns the log-probs [M] under the policies that sampled."""
+    masked = [sample.row.logprobs[sample.row.loss_mask] for sample in samples]
+    return torch.tensor(np.concatenate(masked))
+
+
+def _difference(samples: list[_Sample]) -> float:
+    """Returns how far the log-probs before the step are from those of the rollout, in the mean."""
+    return float((_joined(samples) - _sampled(samples)).abs().mean())
 
 
 def _divergence(change: torch.Tensor) -> float:

@@ -149,5 +149,6 @@ async def test_every_acknowledged_group_was_trained_once_and_nothing_is_left(ran
     assert ran.consumer.acknowledged == len(times) == _PLAN.steps * _PLAN.groups
     assert (ran.consumer.leased, ran.consumer.ready) == (0, 0)
     audit = ran.run.audit
-    assert (audit.drift_tokens, audit.duplicated) == (0, 0)
-    assert audit.lost == 2 * _PLAN.samples  # the two turns of each session of the stale group
+    assert (audit.drift_tokens, audit.duplicated, audit.lost) == (0, 0, 0)
+    assert len(audit.answered - audit.trained.keys()) == 2 * len(audit.kept_back)
+    assert len(audit.kept_back) == _PLAN.samples  # of the stale group, two turns each
