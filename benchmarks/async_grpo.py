@@ -5,8 +5,9 @@
 Both are the examples as they are, `examples.grpo_sync` and `examples.grpo_async`: the same policies
 to begin with (one for each seed, kept in the folder for the next run), the same questions, the same
 number of steps and of trained samples, a fresh mesh for each. They take turns, and every other
-seed begins with the other one. Making policies and starting meshes is not timed. All of it once
-with the examples' calculator, and once with tools that take time; figures of these end in `_tools`.
+seed begins with the other one. Making policies and starting meshes is not timed. Tools take time,
+as those of agents do. All of it again with a calculator that answers at once, so that there is
+nothing to wait for but the cores, which are the same for all; figures of this end in `_quick`.
 
 The last line of the output is one JSON object.
 """
@@ -19,9 +20,9 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
-import numpy as np
 import torch
 
 from examples import grpo_async, grpo_sync
@@ -37,17 +38,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--tool-seconds", type=float, default=1.0, help="0: only the calculator")
+    parser.add_argument("--tool-seconds", type=float, default=1.0, help="mean time of the tools")
+    parser.add_argument("--no-quick", dest="quick", action="store_false", help="leave _quick out")
     parser.add_argument("--folder", type=Path, default=Path("var/bench-async"))
     options = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder: Path = options.folder.absolute()
     print(f"{os.cpu_count()} cores, load average before the run {os.getloadavg()[0]:.1f}")
-    figures = _compare(folder, options.seeds, options.steps, 0.0)
-    if options.tool_seconds:
-        slow = _compare(folder, options.seeds, options.steps, options.tool_seconds)
-        figures |= {f"{name}_tools": value for name, value in slow.items()}
-        figures["tool_seconds"] = options.tool_seconds
+    figures = _compare(folder, options.seeds, options.steps, options.tool_seconds)
+    figures["tool_seconds"] = options.tool_seconds
+    if options.quick:
+        quick = _compare(folder, options.seeds, options.steps, 0.0)
+        figures |= {f"{name}_quick": value for name, value in quick.items()}
     print(json.dumps(figures))
     return 0
 
@@ -86,19 +88,17 @@ def _run(name: str, folder: Path, policy: Path, plan: Plan) -> Any:
 
 
 def _figures(runs: dict[str, list[Any]], lag_max: int) -> dict[str, float]:
-    """Returns means over the seeds."""
-    found: dict[str, float] = {}
-    for name, ran in runs.items():
-        results = [run.result() for run in ran]
-        for key in ("samples_per_second", "reward_last"):
-            found[f"{key}_{name}"] = float(np.mean([result[key] for result in results]))
-    ratio = found["samples_per_second_async"] / found["samples_per_second_sync"]
+    """Returns rates and their ratio as medians over the seeds, rewards as means."""
+    found = {name: [run.result() for run in ran] for name, ran in runs.items()}
+    rates = {name: [one["samples_per_second"] for one in ran] for name, ran in found.items()}
+    rewards = {name: [one["reward_last"] for one in ran] for name, ran in found.items()}
+    ratios = [fast / slow for fast, slow in zip(rates["async"], rates["sync"], strict=True)]
     wanted = {
-        "samples_per_second_sync": found["samples_per_second_sync"],
-        "samples_per_second_async": found["samples_per_second_async"],
-        "ratio": ratio,
-        "reward_last_sync": found["reward_last_sync"],
-        "reward_last_async": found["reward_last_async"],
+        "samples_per_second_sync": median(rates["sync"]),
+        "samples_per_second_async": median(rates["async"]),
+        "ratio": median(ratios),
+        "reward_last_sync": mean(rewards["sync"]),
+        "reward_last_async": mean(rewards["async"]),
         "lag_max": lag_max,
     }
     return {name: round(value, _DIGITS) for name, value in wanted.items()}

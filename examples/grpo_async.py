@@ -19,7 +19,6 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-import torch
 from openai import AsyncOpenAI
 
 from examples.demo.run import (
@@ -33,6 +32,7 @@ from examples.demo.run import (
     run_alone,
 )
 from examples.demo.tasks import Task
+from examples.demo.trainer_process import trainer_process
 from rollmesh.client import (
     Client,
     Delivery,
@@ -101,9 +101,7 @@ async def train(
     addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep, max_lag: int = MAX_LAG
 ) -> AsyncRun:
     """Trains while agents run; no trained token is more than `max_lag` versions old."""
-    torch.set_num_threads(1)  # the engine has the other cores
-    trainer, tool_times = plan.trainer(model), plan.tool_times()
-    run, ahead, started = AsyncRun(), Ahead(plan, max_lag), time.monotonic()
+    run, ahead = AsyncRun(), Ahead(plan, max_lag)
     options = SubscribeOptions(
         filter=collector_pb2.DeliveryFilter(max_policy_lag=max_lag), policy_version=0
     )
@@ -111,11 +109,12 @@ async def train(
         Client(addresses) as client,
         # No credits: a group is judged when it is asked for, by the version that will train it.
         client.subscribe(_CONSUMER, unit="group", credits=0, options=options) as groups,
+        trainer_process(plan, model, threads=1) as step,  # the engine has the other core
         AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=60) as openai,
         rollout_groups(
             client,
             ahead.tasks(plan),
-            runner=Agents(openai, run.audit, tool_times),
+            runner=Agents(openai, run.audit, plan.tool_times()),
             n=plan.samples,
             concurrency=plan.concurrency,
             timeout_s=AGENT_TIMEOUT_S,
@@ -124,13 +123,14 @@ async def train(
         asyncio.TaskGroup() as tasks,
     ):
         following = tasks.create_task(_follow(rolling))
+        started = time.monotonic()
         for version in range(plan.steps):
             deliveries = await _take(client, groups, plan.groups, ahead, run)
             ahead.taken(len(deliveries))
             _see(run, version, deliveries)
-            report = await asyncio.to_thread(trainer.step, rows_of(deliveries))
+            report, weights = await step(rows_of(deliveries))
             run.differences.append(report.logprob_mean_abs_diff)
-            await client.push_weights(trainer.weights(), version + 1, mode="keep")
+            await client.push_weights(weights, version + 1, mode="keep")
             await groups.acknowledge(*deliveries)
             groups.report_version(version + 1)
             run.seconds = time.monotonic() - started
