@@ -14,7 +14,7 @@ import grpc
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.trajectories import Delivery, SessionResult
 from rollmesh.runtime.channels import open_channel, read_stream
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.errors import ConsumerMovedError, InvalidFieldError, RollmeshError
 from rollmesh.runtime.logs import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 
@@ -192,10 +192,19 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
                 except InvalidFieldError as error:
                     self._refuse(error)
                     return
+                except ConsumerMovedError:
+                    self._forget_waiting()
                 except RollmeshError as error:
                     _log.info("collector away", extra=fields(error=str(error)))
                 await asyncio.sleep(self._retry_s)
                 self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
+
+    def _forget_waiting(self) -> None:
+        """Drops what nobody took yet: from its new place the collector sends it, or does not."""
+        while not self._ready.empty():
+            item = self._ready.get_nowait()
+            if isinstance(item, Delivery):
+                self._held.discard(item.delivery_id)
 
     def _refuse(self, error: RollmeshError) -> None:
         self._refusal = error
