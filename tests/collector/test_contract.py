@@ -18,6 +18,7 @@ from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, from_rpc_error
+from rollmesh.runtime.serving import ServerConfig
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
 from tests.collector.collectors import (
     GROUP,
@@ -61,6 +62,23 @@ async def test_large_units_that_were_granted_together_all_come(stub: Any) -> Non
         assert not await ingest(stub, large)
     async with subscribing(stub, credits_=3) as stream:
         assert await stream.delivered(3) == ["a", "b", "c"]
+
+
+async def test_a_session_and_a_group_larger_than_other_services_take_are_delivered(
+    tmp_path: Path,
+) -> None:
+    limit = ServerConfig().max_request_bytes
+    async with stub_at(tmp_path) as stub:
+        for index in range(2):
+            large = record(f"s{index}", "g", index, 2)
+            tokens = limit // 9 * (1 + index) // 2 + 1000
+            large.trajectories[0].CopyFrom(trajectory(f"s{index}", tokens))
+            assert not await ingest(stub, large)
+        assert large.ByteSize() > limit
+        async with subscribing(stub, unit=GROUP, credits_=1) as stream:
+            (delivery,) = await stream.deliveries(1)
+    assert (delivery.delivery_id, len(delivery.sessions)) == ("g", 2)
+    assert delivery.sessions[1].SerializeToString() == large.SerializeToString()
 
 
 async def test_an_ingest_of_nothing_is_refused(stub: Any) -> None:

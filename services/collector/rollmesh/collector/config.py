@@ -25,6 +25,8 @@ class CollectorConfig(ServerConfig):
 
     port: int = 7300
     """Port to listen on; 0 takes a free one."""
+    max_request_bytes: int = 2**31 - 1
+    """Largest message that is taken, bytes: a session has 9 for each token of each trajectory."""
     store: str = "sqlite"
     """Where sessions are kept: sqlite (a file in data_dir) or redis://host:port/db, which several
     collectors may share."""
