@@ -68,13 +68,13 @@ async def test_a_session_and_a_group_larger_than_other_services_take_are_deliver
     tmp_path: Path,
 ) -> None:
     limit = ServerConfig().max_request_bytes
+    small, large = (record(f"s{index}", "g", index, 2) for index in range(2))
+    small.trajectories[0].CopyFrom(trajectory("s0", limit // 18))
+    large.trajectories[0].CopyFrom(trajectory("s1", limit // 9))
+    assert large.ByteSize() > limit
     async with stub_at(tmp_path) as stub:
-        for index in range(2):
-            large = record(f"s{index}", "g", index, 2)
-            tokens = limit // 9 * (1 + index) // 2 + 1000
-            large.trajectories[0].CopyFrom(trajectory(f"s{index}", tokens))
-            assert not await ingest(stub, large)
-        assert large.ByteSize() > limit
+        for session in (small, large):
+            assert not await ingest(stub, session)
         async with subscribing(stub, unit=GROUP, credits_=1) as stream:
             (delivery,) = await stream.deliveries(1)
     assert (delivery.delivery_id, len(delivery.sessions)) == ("g", 2)
