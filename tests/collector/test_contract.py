@@ -334,6 +334,15 @@ async def test_a_reward_that_no_turn_can_have_is_refused(
     await refused_by_field(stub, record("s"), field, change)
 
 
+@pytest.mark.parametrize(
+    "owner", [pytest.param("", id="session"), pytest.param("trajectories.0.", id="trajectory")]
+)
+@pytest.mark.parametrize("reward", [nan, inf, -inf])
+async def test_a_reward_that_is_no_number_is_refused(stub: Any, owner: str, reward: float) -> None:
+    field = f"{owner}reward".replace(".0", "[0]")
+    await refused_by_field(stub, record("s"), field, {f"{owner}reward": reward})
+
+
 async def refused_by_field(
     stub: Any, session: types_pb2.SessionRecord, field: str, change: dict[str, Any]
 ) -> None:
