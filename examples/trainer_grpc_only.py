@@ -33,7 +33,7 @@ def read_groups(address: str, consumer: str, count: int) -> list[list[types_pb2.
 
     groups: dict[str, list[types_pb2.SessionRecord]] = {}
     acknowledged = 0
-    options = [("grpc.max_receive_message_length", 64 * 1024 * 1024)]
+    options = [("grpc.max_receive_message_length", -1)]  # a group may have any size
     with grpc.insecure_channel(address, options=options) as channel:
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
         call = stub.Subscribe(requests(), timeout=_TIMEOUT_S)

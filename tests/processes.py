@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,18 @@ class ServiceProcess:
                 if text.startswith(prefix):
                     return text.removeprefix(prefix).strip()
         raise AssertionError(f"ended without {prefix!r}:\n{self._log.read_text()}")
+
+    async def samples(self) -> dict[str, float]:
+        """What it counts, as Prometheus reads it; it was started with `metrics_port`."""
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+
+        def read() -> str:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return str(answer.read().decode())
+
+        lines = (await asyncio.to_thread(read)).splitlines()
+        pairs = (line.rpartition(" ") for line in lines if line.startswith("rollmesh_"))
+        return {name: float(value) for name, _, value in pairs}
 
     async def exit_code(self) -> int:
         async with asyncio.timeout(_STOP_S):

@@ -5,8 +5,15 @@ import sys
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Session, sync
-from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, TooManySessionsError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.client.retries import retried
+from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    RemoteError,
+    SessionUnknownError,
+    TooManySessionsError,
+)
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 from tests.client.conftest import addresses_of
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
@@ -91,6 +98,14 @@ async def test_what_waiting_does_not_heal_is_raised_at_once_and_typed(
     with pytest.raises(SessionUnknownError):
         await client.close_session(session)
     assert not session.closed
+
+
+async def test_a_service_that_does_not_answer_is_said_to_be_away() -> None:
+    request = gateway_pb2.GetSessionRequest(session_id="5e55")
+    async with open_channel("127.0.0.1:1") as channel:
+        ask = gateway_pb2_grpc.GatewayServiceStub(channel).GetSession
+        with pytest.raises(RemoteError, match=r"no answer within 0\.1 s: the service is away"):
+            await retried(lambda left_s: ask(request, timeout=left_s, wait_for_ready=True), 0.1)
 
 
 async def test_a_sampling_parameter_that_does_not_exist_is_named(client: Client) -> None:

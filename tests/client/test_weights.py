@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -31,11 +32,18 @@ class PushRouter(router_pb2_grpc.RouterServiceServicer):
     def __init__(self) -> None:
         self.header = engine_pb2.UpdateWeightsHeader()
         self.chunks: list[bytes] = []
+        self.init = router_pb2.InitWeightTransfersRequest()
         self.results = [router_pb2.EngineResult(engine_id="e1")]
         self.failure: Exception | None = None
         """Raised at once."""
         self.refusal: Exception | None = None
         """Raised once all was read."""
+
+    async def InitWeightTransfers(
+        self, request: router_pb2.InitWeightTransfersRequest, context: Context
+    ) -> router_pb2.InitWeightTransfersResponse:
+        self.init = request
+        return router_pb2.InitWeightTransfersResponse(results=self.results)
 
     async def PushWeights(
         self,
@@ -175,6 +183,17 @@ async def test_a_transfer_is_described_and_not_sent() -> None:
         ),
     )
     assert router.chunks == []
+
+
+async def test_an_engine_is_told_all_of_the_init_with_what_is_its_own_instead() -> None:
+    router, info = push_router(), {"master_port": 7, "rank_offset": 1}
+    async with pushing(router) as client:
+        await client.init_weight_transfer("nccl", info, {"e2": {"rank_offset": 5}})
+    assert router.init.request.backend == "nccl"
+    assert json.loads(router.init.request.init_json) == info
+    (own,) = router.init.engines
+    assert own.engine_id == "e2"
+    assert json.loads(own.init_json) == {"master_port": 7, "rank_offset": 5}
 
 
 async def test_a_refused_push_is_typed() -> None:

@@ -18,6 +18,7 @@ from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, from_rpc_error
+from rollmesh.runtime.serving import ServerConfig
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
 from tests.collector.collectors import (
     GROUP,
@@ -61,6 +62,23 @@ async def test_large_units_that_were_granted_together_all_come(stub: Any) -> Non
         assert not await ingest(stub, large)
     async with subscribing(stub, credits_=3) as stream:
         assert await stream.delivered(3) == ["a", "b", "c"]
+
+
+async def test_a_session_and_a_group_larger_than_other_services_take_are_delivered(
+    tmp_path: Path,
+) -> None:
+    limit = ServerConfig().max_request_bytes
+    small, large = (record(f"s{index}", "g", index, 2) for index in range(2))
+    small.trajectories[0].CopyFrom(trajectory("s0", limit // 18))
+    large.trajectories[0].CopyFrom(trajectory("s1", limit // 9))
+    assert large.ByteSize() > limit
+    async with stub_at(tmp_path) as stub:
+        for session in (small, large):
+            assert not await ingest(stub, session)
+        async with subscribing(stub, unit=GROUP, credits_=1) as stream:
+            (delivery,) = await stream.deliveries(1)
+    assert (delivery.delivery_id, len(delivery.sessions)) == ("g", 2)
+    assert delivery.sessions[1].SerializeToString() == large.SerializeToString()
 
 
 async def test_an_ingest_of_nothing_is_refused(stub: Any) -> None:
@@ -314,6 +332,15 @@ async def test_a_reward_that_no_turn_can_have_is_refused(
     change = {f"trajectories.0.segments.{segment}.reward": reward}
     field = f"trajectories[0].segments[{segment}].reward"
     await refused_by_field(stub, record("s"), field, change)
+
+
+@pytest.mark.parametrize(
+    "owner", [pytest.param("", id="session"), pytest.param("trajectories.0.", id="trajectory")]
+)
+@pytest.mark.parametrize("reward", [nan, inf, -inf])
+async def test_a_reward_that_is_no_number_is_refused(stub: Any, owner: str, reward: float) -> None:
+    field = f"{owner}reward".replace(".0", "[0]")
+    await refused_by_field(stub, record("s"), field, {f"{owner}reward": reward})
 
 
 async def refused_by_field(

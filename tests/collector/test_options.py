@@ -137,6 +137,25 @@ async def test_a_subscription_of_the_sdk_goes_on_after_a_seek(tmp_path: Path) ->
             assert (await anext(subscription)).delivery_id == "a"
 
 
+async def test_what_waited_in_the_sdk_before_a_seek_does_not_come_after_it(tmp_path: Path) -> None:
+    async with collector_at(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
+        async with (
+            open_channel(address) as channel,
+            Subscription(address, consumer="c", unit="session", credits=4) as subscription,
+            Client(MeshAddresses(router="", gateway="", collector=address, sidecar="")) as client,
+        ):
+            stub = collector_pb2_grpc.CollectorServiceStub(channel)
+            await ingest_all(stub, "a", "b", "c")
+            taken = await anext(subscription)
+            while (await client.stats()).consumers[0].leased < 3:
+                continue
+            sought = await client.seek("c", pb.Position(end=pb.LOG_END_LATEST))
+            assert (sought.again, sought.skipped) == (0, 3)
+            await ingest_all(stub, "d")
+            await subscription.acknowledge(taken)  # which the stream before the seek had brought
+            assert (await anext(subscription)).delivery_id == "d"
+
+
 async def test_a_dropped_consumer_holds_nothing(stub: Any) -> None:
     await ingest_all(stub, "a")
     request = pb.DropConsumerRequest(consumer="trainer")

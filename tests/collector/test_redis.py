@@ -208,6 +208,8 @@ async def test_redis_killed_is_survived_and_nothing_acknowledged_is_lost(tmp_pat
                     assert [one.delivery_id for one in (first, second, third)] == ["a", "b", "c"]
                 stats = await stub.GetStats(pb.GetStatsRequest(), timeout=TIMEOUT_S)
                 assert (stats.sessions, stats.consumers[0].acknowledged) == (3, 3)
+            seen = await collector.samples()
+            assert seen['rollmesh_collector_store_errors_total{reason="STORE_AWAY"}'] >= 1
 
 
 async def test_a_redis_without_memory_pushes_back_and_still_delivers(tmp_path: Path) -> None:

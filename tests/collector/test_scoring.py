@@ -1,6 +1,8 @@
 """Scorers: functions in processes, services, and what becomes of bad ones."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +10,8 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from rollmesh.runtime.channels import open_channel
-from rollmesh.v1 import (
-    collector_pb2 as pb,
-    collector_pb2_grpc,
-    scorer_pb2,
-    scorer_pb2_grpc,
-    types_pb2,
-)
-from tests.collector.collectors import TIMEOUT_S, collector_at, stub_at, subscribing
+from rollmesh.v1 import collector_pb2 as pb, scorer_pb2, scorer_pb2_grpc, types_pb2
+from tests.collector.collectors import TIMEOUT_S, stub_at, subscribing
 from tests.collector.records import record
 
 FUNCTION = "tests.collector.scorer_functions:behaves"
@@ -89,6 +84,21 @@ async def test_what_waited_for_its_scorer_is_scored_after_a_restart(tmp_path: Pa
             assert rewards_of(await stream.deliveries(1)) == {"second": 6.0}
 
 
+class Service(scorer_pb2_grpc.ScorerServiceServicer):
+    """Behaves as the session's metadata says, like `scorer_functions`."""
+
+    async def Score(self, request: scorer_pb2.ScoreRequest, context: Any) -> Any:
+        match request.session.metadata["behave"]:
+            case "hang":
+                await asyncio.Event().wait()
+            case "raise":
+                raise ValueError("no")
+            case "wrong":
+                rewards = types_pb2.SessionRewards(trajectory_rewards={"x": 1.0})
+                return scorer_pb2.ScoreResponse(rewards=rewards)
+        return scorer_pb2.ScoreResponse(rewards=types_pb2.SessionRewards(reward=6.0))
+
+
 class Flaky(scorer_pb2_grpc.ScorerServiceServicer):
     """Fails the first call of every session."""
 
@@ -104,20 +114,36 @@ class Flaky(scorer_pb2_grpc.ScorerServiceServicer):
         return scorer_pb2.ScoreResponse(rewards=rewards)
 
 
-async def test_a_scorer_service_is_tried_again(tmp_path: Path) -> None:
+@asynccontextmanager
+async def scored_by(service: Any, folder: Path, **settings: Any) -> AsyncIterator[Any]:
+    """Serves a scorer and a collector that asks it; yields a stub for the collector."""
     server = grpc.aio.server()
-    scorer_pb2_grpc.add_ScorerServiceServicer_to_server(Flaky(), server)
+    scorer_pb2_grpc.add_ScorerServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with (
-        asyncio.timeout(TIMEOUT_S),
-        collector_at(tmp_path, scorer=f"grpc://127.0.0.1:{port}") as address,
-        open_channel(address) as channel,
-    ):
-        stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
-        async with subscribing(stub, credits_=1) as stream:
-            await ingest(stub, unscored("a"))
-            (delivery,) = await stream.deliveries(1)
+    scorer = f"grpc://127.0.0.1:{port}"
+    async with asyncio.timeout(TIMEOUT_S), stub_at(folder, scorer=scorer, **settings) as stub:
+        yield stub
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("behave", ["hang", "raise", "wrong"])
+async def test_a_bad_scorer_service_harms_its_session_alone(tmp_path: Path, behave: str) -> None:
+    before = given_up()
+    settings: dict[str, Any] = {"scorer_workers": 1, "scorer_tries": 2}
+    if behave == "hang":
+        settings["scorer_timeout_ms"] = 500
+    async with scored_by(Service(), tmp_path, **settings) as stub:
+        async with subscribing(stub, credits_=2) as stream:
+            await ingest(stub, unscored("bad", behave), unscored("good"))
+            found = rewards_of(await stream.deliveries(2))
+    assert found == {"bad": None, "good": 6.0}
+    assert given_up() == before + 1
+
+
+async def test_a_scorer_service_is_tried_again(tmp_path: Path) -> None:
+    async with scored_by(Flaky(), tmp_path) as stub, subscribing(stub, credits_=1) as stream:
+        await ingest(stub, unscored("a"))
+        (delivery,) = await stream.deliveries(1)
     assert rewards_of([delivery]) == {"a": 0.5}
     assert delivery.sessions[0].trajectories[0].segments[1].reward == 1.0
-    await server.stop(None)

@@ -4,8 +4,10 @@ from typing import Any
 import grpc
 import pytest
 
+from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import StartingError
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
@@ -51,3 +53,28 @@ async def test_a_call_before_the_store_is_open_is_told_to_come_again(
             assert refused.value.retry_delay_ms
     finally:
         await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param("scorer", "my_scorer", id="no function"),
+        pytest.param("scorer", "grpc://", id="no address"),
+        pytest.param("scorer_workers", 0, id="nobody scores"),
+        pytest.param("scorer_tries", 0, id="no try"),
+        pytest.param("scorer_timeout_ms", 0, id="no time"),
+        pytest.param("scorer_hold_ms", -1, id="hold below zero"),
+        pytest.param("tick_ms", 0, id="no pause"),
+        pytest.param("max_stored_bytes", 0, id="no room"),
+        pytest.param("retain_settled_ms", -1, id="retention below zero"),
+    ],
+)
+def test_a_setting_that_no_collector_can_work_with_is_named(name: str, value: object) -> None:
+    settings: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        CollectorConfig(**settings)
+
+
+def test_what_scores_is_a_function_a_service_or_nothing() -> None:
+    for scorer in ("", "package.module:function", "grpc://scorer:7400"):
+        assert CollectorConfig(scorer=scorer).scorer == scorer

@@ -71,7 +71,8 @@ async def test_export_writes_a_row_for_each_trajectory(
     assert one.stdout.startswith("1 sessions")
     missing = tool(collector, "export", "--to", str(path), "--session", "x")
     assert (missing.returncode, "no session 'x'" in missing.stderr) == (1, True)
-    assert not list(tmp_path.glob("*.part")) or path.exists()
+    assert [json.loads(line)["session_id"] for line in path.read_text().splitlines()] == ["b"]
+    assert not list(tmp_path.glob("*.part"))  # nor is there half a file
     wrong = tool(collector, "export", "--to", str(tmp_path / "out.csv"))
     assert (wrong.returncode, ".jsonl or .parquet" in wrong.stderr) == (2, True)
 
@@ -110,9 +111,10 @@ def test_positions_are_read(text: str, position: pb.Position) -> None:
     assert read_position(text) == position
 
 
-def test_a_position_that_is_none_is_refused() -> None:
+@pytest.mark.parametrize("text", ["yesterday", "-5", "1.5", "", str(2**63)])
+def test_a_position_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="from"):
-        read_position("yesterday")
+        read_position(text)
 
 
 async def sessions() -> AsyncIterator[types_pb2.SessionRecord]:

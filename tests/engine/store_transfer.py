@@ -33,7 +33,11 @@ def join(info: Any, rank: int) -> Any:
 class StoreEngine(NCCLWeightTransferEngine):  # type: ignore[misc]  # mypy has no vLLM
     """The worker's side."""
 
+    model_update_group: Any
+
     def init_transfer_engine(self, init_info: Any) -> None:
+        if self.model_update_group is not None:  # NCCL would keep both, and the former's memory
+            raise RuntimeError("the former group was not left")
         self.model_update_group = join(init_info, init_info.rank_offset)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

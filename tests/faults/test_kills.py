@@ -1,6 +1,7 @@
 """SIGKILL at named points: answered turns are delivered, once."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from benchmarks.kills.__main__ import run_matrix
+from benchmarks.kills.__main__ import Matrix, run_matrix
+from benchmarks.kills.lanes import BOUNDARIES, Lane
 from rollmesh.client import Client, SessionResult
 from tests.meshes import Mesh, scripted_mesh
 
@@ -118,6 +120,17 @@ async def test_the_kill_matrix_loses_doubles_and_leaks_nothing(tmp_path: Path) -
     assert found["kills"] >= 20
     assert found["answered"] == found["delivered"] > 0
     assert (found["doubled"], found["leases_leaked"], found["drift_turns"]) == (0, 0, 0)
+
+
+def test_a_boundary_at_which_nothing_died_is_named(tmp_path: Path) -> None:
+    def command(boundary: str, times: int) -> list[str]:
+        return []
+
+    kills = Counter({"after-grant": 2, "random": 9})
+    spared = Matrix(tmp_path, "", [Lane("router", command, tmp_path, 0, kills)]).spared
+    assert "router-after-release" in spared
+    assert "router-after-grant" not in spared
+    assert len(spared) == sum(map(len, BOUNDARIES.values())) - 1
 
 
 async def test_random_kills_lose_no_answered_turn_and_double_none(

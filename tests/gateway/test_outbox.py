@@ -100,6 +100,24 @@ async def test_large_sessions_share_a_call_up_to_a_size(tmp_path: Path) -> None:
         assert sorted(collector.taken) == [["a", "b"], ["c", "d"], ["e"]]
 
 
+async def test_no_more_is_read_the_more_was_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, limits = journal.undelivered, []
+
+    def noted(db: sqlite3.Connection, limit: int) -> Any:
+        limits.append(limit)
+        return read(db, limit)
+
+    monkeypatch.setattr(journal, "undelivered", noted)
+    names = [f"s{at}" for at in range(400)]
+    async with delivering(tmp_path, names) as (collector, _, database):
+        await collector.has(set(names))
+        await forgotten(database)
+    assert len(limits) > 10
+    assert max(limits) <= 3 * 32  # two calls of 32 that are under way, and the next one
+
+
 async def test_a_session_that_is_refused_holds_up_no_other_and_is_sent_again(
     tmp_path: Path,
 ) -> None:

@@ -1,26 +1,12 @@
 """What the people who run a mesh see of one session, at every service's `/metrics`."""
 
 import asyncio
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import scripted_mesh
 
 SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
-
-
-async def samples(mesh: Mesh, service: str) -> dict[str, float]:
-    """The samples of a service, as Prometheus reads them."""
-    url = f"http://127.0.0.1:{mesh.processes[service].metrics_port}/metrics"
-
-    def read() -> str:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return str(answer.read().decode())
-
-    lines = (await asyncio.to_thread(read)).splitlines()
-    pairs = (line.rpartition(" ") for line in lines if line.startswith("rollmesh_"))
-    return {name: float(value) for name, _, value in pairs}
 
 
 async def test_one_session_is_seen_at_every_service(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -32,7 +18,7 @@ async def test_one_session_is_seen_at_every_service(tmp_path: Path, tokenizer_di
                 messages: list[Any] = [{"role": "user", "content": "hello"}]
                 agent = mesh.openai(session, max_retries=8)
                 await agent.chat.completions.create(model="policy", messages=messages)
-                during = await samples(mesh, "gateway")
+                during = await mesh.processes["gateway"].samples()
             async with client.subscribe("trainer", unit="session") as deliveries:
                 async with asyncio.timeout(60):
                     delivery = await anext(deliveries)
@@ -42,7 +28,7 @@ async def test_one_session_is_seen_at_every_service(tmp_path: Path, tokenizer_di
                     continue
         seen: dict[str, float] = {}
         for service in SERVICES:
-            seen |= await samples(mesh, service)
+            seen |= await mesh.processes[service].samples()
     (trajectory,) = delivery.sessions[0].trajectories
     sampled = sum(trajectory.loss_mask)
     assert during["rollmesh_gateway_open_sessions"] == 1

@@ -6,14 +6,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Transfer, WeightsPushError
+from rollmesh.client.membership import Membership
 from rollmesh.client.sync import Client as SyncClient
 from rollmesh.integrations.vllm_transfer import MeshWeightSync
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import router_pb2
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 from tests.processes import ServiceProcess, running
 
 UPDATE = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
@@ -108,6 +110,42 @@ async def test_who_missed_a_transfer_is_left_out_until_the_next_push(mesh: Mesh)
         assert not any(one.fenced for one in (await replicas(client, 3)).values())
 
 
+class Noting(engine_pb2_grpc.EngineServiceServicer):
+    """An engine that takes every update and notes its version."""
+
+    def __init__(self) -> None:
+        self.updates: list[int] = []
+
+    async def UpdateWeights(self, request_iterator: Any, context: Any) -> Any:
+        versions = [request.header.policy_version async for request in request_iterator]
+        self.updates.append(versions[0])
+        return engine_pb2.UpdateWeightsResponse(policy_version=versions[0])
+
+
+async def test_a_transfer_that_is_over_is_sent_to_no_engine_that_comes_later(mesh: Mesh) -> None:
+    late = Noting()  # type: ignore[abstract]  # the other methods are not called
+    server = grpc.aio.server()
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(late, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    hello = router_pb2.ReplicaHello(
+        replica_id="late",
+        kind=router_pb2.REPLICA_KIND_ENGINE,
+        address=f"127.0.0.1:{port}",
+        lease_capacity=1,
+    )
+    await mesh.add("a")
+    async with Client(mesh.addresses) as client:
+        await replicas(client, 1)
+        await client.init_weight_transfer("nccl", {"rank_offset": 1})
+        await client.push_weights(NCCL, 1)
+        async with Membership(mesh.addresses.router, hello, router_pb2.ReplicaLoad):
+            await replicas(client, 2)
+            await client.push_weights(TENSORS, 2)
+    assert late.updates == [2]
+    await server.stop(None)
+
+
 async def test_vllms_client_gives_every_engine_its_ranks_and_version(mesh: Mesh) -> None:
     await mesh.add("a")
     await mesh.add("b")
@@ -124,23 +162,62 @@ def _drive(addresses: MeshAddresses) -> None:
     with SyncClient(addresses) as client:
         sync = MeshWeightSync(client, "nccl", ranks_per_engine=4)
         assert sync.ranks == 8
-        sent: list[Any] = []
-        original = client.init_weight_transfer
-
-        def noted(*given: Any, **options: Any) -> list[router_pb2.EngineResult]:
-            sent.append(options)
-            return original(*given, **options)
-
-        client.init_weight_transfer = noted  # type: ignore[method-assign]
         sync.init_weight_transfer_engine({"rank_offset": 1, "world_size": 9})
-        assert sent == [{"by_engine": {"a": {"rank_offset": 1}, "b": {"rank_offset": 5}}}]
-        with pytest.raises(InvalidFieldError, match="policy_version"):
+        for version in (6, 7):
+            sync.policy_version = version
             sync.start_weight_update()
-        sync.policy_version = 7
-        sync.start_weight_update()
-        sync.update_weights(UPDATE)
-        with pytest.raises(InvalidFieldError, match="pieces"):
             sync.update_weights(UPDATE)
-        with pytest.raises(InvalidFieldError, match="weight_version"):
-            sync.finish_weight_update("other")
-        sync.finish_weight_update()
+            sync.finish_weight_update()
+
+
+class Calls:
+    """Stands for the SDK's client: notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.inits: list[tuple[Any, ...]] = []
+        self.pushes: list[tuple[Any, ...]] = []
+
+    def replicas(self) -> router_pb2.ListReplicasResponse:
+        kinds = {
+            "b": router_pb2.REPLICA_KIND_ENGINE,
+            "gateway": router_pb2.REPLICA_KIND_GATEWAY,
+            "a": router_pb2.REPLICA_KIND_ENGINE,
+        }
+        hellos = [router_pb2.ReplicaHello(replica_id=id_, kind=kinds[id_]) for id_ in kinds]
+        return router_pb2.ListReplicasResponse(
+            replicas=[router_pb2.Replica(hello=hello) for hello in hellos]
+        )
+
+    def init_weight_transfer(self, *given: Any, by_engine: Any) -> None:
+        self.inits.append((*given, by_engine))
+
+    def push_weights(self, *given: Any, mode: str) -> None:
+        self.pushes.append((*given, mode))
+
+
+def test_ranks_are_counted_over_engines_alone_in_order_of_their_names() -> None:
+    calls: Any = Calls()
+    sync = MeshWeightSync(calls, "nccl", ranks_per_engine=4)
+    assert sync.ranks == 8
+    info = {"rank_offset": 1, "world_size": 9}
+    sync.init_weight_transfer_engine(info)
+    own = {"a": {"rank_offset": 1}, "b": {"rank_offset": 5}}
+    assert calls.inits == [("nccl", info, own)]
+
+
+def test_each_push_has_a_version_of_its_own_and_comes_whole() -> None:
+    calls: Any = Calls()
+    sync = MeshWeightSync(calls, "nccl", mode="wait")
+    with pytest.raises(InvalidFieldError, match="policy_version"):
+        sync.start_weight_update()
+    sync.policy_version = 7
+    sync.start_weight_update()
+    sync.update_weights(UPDATE)
+    with pytest.raises(InvalidFieldError, match="pieces"):
+        sync.update_weights(UPDATE)
+    with pytest.raises(InvalidFieldError, match="weight_version"):
+        sync.finish_weight_update("other")
+    sync.finish_weight_update("7")
+    assert calls.pushes == [(NCCL, 7, "wait")]
+    with pytest.raises(InvalidFieldError, match="policy_version"):
+        sync.start_weight_update()

@@ -310,3 +310,11 @@ async def test_a_service_that_fails_exits_1_and_logs_why(tmp_path: Path) -> None
             await call.code()
         assert await process.exit_code() == 1
     assert "told to" in log_of(tmp_path)
+
+
+async def test_a_request_that_is_too_large_is_refused_and_the_service_goes_on() -> None:
+    async with served(ScriptedService(), max_request_bytes=1000) as (channel, _):
+        with pytest.raises(RemoteError) as caught, typed_errors():
+            await ask(channel, b"x" * 1001)
+        assert caught.value.status_code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await ask(channel, b"x" * 1000)

@@ -6,6 +6,7 @@ a group never has two sessions in one place.
 """
 
 import asyncio
+import inspect
 import logging
 import traceback
 from dataclasses import dataclass
@@ -113,7 +114,11 @@ class Attempts:
         run = find_runner(agent_name(sample) or self._settings.runner)
 
         async def agent() -> Any:
-            return await run(sample, session)
+            running = run(sample, session)
+            if not inspect.isawaitable(running):
+                said = f"gave a {type(running).__name__}; give an asynchronous function"
+                raise InvalidFieldError("runner", said)
+            return await running
 
         timeout_s, grace_s = self._settings.timeout_s, self._limits.grace_s
         result = await supervised(agent(), timeout_s, grace_s, place.stop)

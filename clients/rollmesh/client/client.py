@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import grpc
 
+from rollmesh.client.arguments import ExportForm, export_mode, filled, outcome_of, read_sampling
 from rollmesh.client.delivery import SubscribeOptions, Subscription
 from rollmesh.client.groups import Outcome
 from rollmesh.client.retries import retried
@@ -18,7 +19,7 @@ from rollmesh.client.trajectories import SessionResult
 from rollmesh.client.transcripts import Transcript
 from rollmesh.client.weights import Transfer, init_transfers, push_weights
 from rollmesh.runtime.channels import open_channel, read_stream, request_metadata, typed_errors
-from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
+from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.v1 import (
     collector_pb2,
     collector_pb2_grpc,
@@ -29,8 +30,6 @@ from rollmesh.v1 import (
     types_pb2,
 )
 
-ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
-"""In which form a session's conversation tree goes to the trainer."""
 _TIMEOUT_S = 60.0
 _LEAVE_S = 10.0
 _PAGE = 1000
@@ -120,16 +119,17 @@ class Client(AbstractAsyncContextManager["Client"]):
         """Returns what asks for a session; the arguments are those of `session`.
 
         Raises:
-            InvalidFieldError: A sampling parameter does not exist or has the wrong type.
+            InvalidFieldError: Names the argument that is wrong.
         """
-        return gateway_pb2.CreateSessionRequest(
+        return filled(
+            gateway_pb2.CreateSessionRequest,
             request_id=request_id,
             group_id=group_id,
             sample_index=sample_index,
             group_size=group_size,
-            sampling=_read_sampling(sampling or {}),
+            sampling=read_sampling(sampling),
             metadata=dict(metadata or {}),
-            export_mode=gateway_pb2.ExportMode.Value(f"EXPORT_MODE_{export.upper()}"),
+            export_mode=export_mode(export),
         )
 
     async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
@@ -165,12 +165,14 @@ class Client(AbstractAsyncContextManager["Client"]):
                 has the session; it is delivered then, or with them. None delivers it at once.
 
         Raises:
-            InvalidFieldError: A reward is of what the session does not have; it stays open.
+            InvalidFieldError: A reward is of what the session does not have, or another argument
+                is wrong; it stays open.
             RollmeshError: The gateway refuses, or is away for too long.
         """
-        request = gateway_pb2.CloseSessionRequest(
+        request = filled(
+            gateway_pb2.CloseSessionRequest,
             session_id=session.session_id,
-            outcome=types_pb2.SessionOutcome.Value(f"SESSION_OUTCOME_{outcome}"),
+            outcome=outcome_of(outcome),
             metadata=dict(metadata or {}),
             rewards=session.rewards.to_proto(session.session_id),
             superseded=superseded,
@@ -243,9 +245,11 @@ class Client(AbstractAsyncContextManager["Client"]):
             request_id: Makes the call repeatable by another process too.
 
         Raises:
+            InvalidFieldError: What is given is no reward.
             RollmeshError: The session stays unknown, or lacks the trajectory or turn.
         """
-        rewards = types_pb2.SessionRewards(
+        rewards = filled(
+            types_pb2.SessionRewards,
             reward=reward,
             trajectory_rewards=dict(trajectory_rewards or {}),
             turn_rewards=dict(turn_rewards or {}),
@@ -372,10 +376,3 @@ class Client(AbstractAsyncContextManager["Client"]):
         if channel is None:
             channel = self._channels[address] = open_channel(address)
         return channel
-
-
-def _read_sampling(sampling: Mapping[str, Any]) -> types_pb2.SamplingParams:
-    try:
-        return types_pb2.SamplingParams(**sampling)
-    except (TypeError, ValueError) as error:
-        raise InvalidFieldError("sampling", str(error)) from error

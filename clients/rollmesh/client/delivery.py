@@ -5,19 +5,22 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 from typing import Literal
 
 import grpc
 
+from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.trajectories import Delivery, SessionResult
 from rollmesh.runtime.channels import open_channel, read_stream
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.errors import ConsumerMovedError, InvalidFieldError, RollmeshError
 from rollmesh.runtime.logs import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
+_MAX_CREDITS = 65_536
 _UNITS = {
     "session": collector_pb2.DELIVERY_UNIT_SESSION,
     "group": collector_pb2.DELIVERY_UNIT_GROUP,
@@ -65,12 +68,17 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
                 asked for it.
             lease_ms: Time to acknowledge, milliseconds.
             options: Where to begin, when groups are whole, what is kept back.
+
+        Raises:
+            InvalidFieldError: Names the argument that is wrong.
         """
         self._collector = collector
         options = options or SubscribeOptions()
-        self._hello = collector_pb2.SubscribeHello(
+        _check_credits("credits", credits, least=0)
+        self._hello = filled(
+            collector_pb2.SubscribeHello,
             consumer=consumer,
-            unit=_UNITS[unit],
+            unit=chosen("unit", unit, _UNITS),
             lease_ms=lease_ms,
             start=options.start,
             groups=options.groups,
@@ -132,7 +140,11 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
 
         With none of those every delivery is judged by the version that was reported last before
         it was asked for: nothing grows stale while it waits here.
+
+        Raises:
+            InvalidFieldError: It is not 1 to 65,536.
         """
+        _check_credits("count", count, least=1)
         self._credits += count
         self._grant(count)
 
@@ -155,9 +167,13 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         await asyncio.gather(*waiting)
 
     def report_version(self, policy_version: int) -> None:
-        """Says which policy version is trained from now on: the filter's lag counts from it."""
+        """Says which policy version is trained from now on: the filter's lag counts from it.
+
+        Raises:
+            InvalidFieldError: It is no version.
+        """
+        message = filled(collector_pb2.ReportPolicyVersion, policy_version=policy_version)
         self._hello.policy_version = policy_version  # for the next stream
-        message = collector_pb2.ReportPolicyVersion(policy_version=policy_version)
         self._outgoing.put_nowait(collector_pb2.SubscribeRequest(version=message))
 
     def _send_acknowledgements(self, ids: list[str]) -> None:
@@ -176,10 +192,19 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
                 except InvalidFieldError as error:
                     self._refuse(error)
                     return
+                except ConsumerMovedError:
+                    self._forget_waiting()
                 except RollmeshError as error:
                     _log.info("collector away", extra=fields(error=str(error)))
                 await asyncio.sleep(self._retry_s)
                 self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
+
+    def _forget_waiting(self) -> None:
+        """Drops what nobody took yet: from its new place the collector sends it, or does not."""
+        while not self._ready.empty():
+            item = self._ready.get_nowait()
+            if isinstance(item, Delivery):
+                self._held.discard(item.delivery_id)
 
     def _refuse(self, error: RollmeshError) -> None:
         self._refusal = error
@@ -231,3 +256,8 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         yield collector_pb2.SubscribeRequest(hello=self._hello)
         while (message := await outgoing.get()) is not None:
             yield message
+
+
+def _check_credits(field: str, count: object, *, least: int) -> None:
+    if not isinstance(count, Integral) or not least <= int(count) <= _MAX_CREDITS:
+        raise InvalidFieldError(field, f"is {count!r}; give {least} to {_MAX_CREDITS}")

@@ -41,6 +41,11 @@ async def retried(
             asked_s = (error.retry_delay_ms or 0) / 1000
             wait_s = max(asked_s, delay_s * random.uniform(0.5, 1))  # noqa: S311 - not a secret
             healing = code in _HEALED_BY_WAITING or isinstance(error, also)
+            if isinstance(error, RemoteError) and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                said = (
+                    f"no answer within {timeout_s:g} s: the service is away, or not at its address"
+                )
+                raise RemoteError(said, code) from error
             if not healing or now() + wait_s >= deadline:
                 raise
         await asyncio.sleep(wait_s)

@@ -94,5 +94,9 @@ def _node_id(turn: str | int, session_id: str) -> int:
 
 def _check_finite(rewards: Iterable[float]) -> None:
     for reward in rewards:
-        if not math.isfinite(reward):
-            raise InvalidFieldError("rewards", f"{reward} is not a finite number")
+        try:
+            finite = math.isfinite(reward)
+        except TypeError:  # no number at all
+            finite = False
+        if not finite:
+            raise InvalidFieldError("rewards", f"{reward!r} is not a finite number")

@@ -18,6 +18,7 @@ from rollmesh.client.groups import GroupOutcome, GroupState, needed_of
 from rollmesh.client.progress import Show, showing
 from rollmesh.client.settings import RolloutSettings
 from rollmesh.client.summary import RolloutSummary
+from rollmesh.runtime.errors import InvalidFieldError
 
 Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
 """What runners get, one group each; taken as places become free."""
@@ -84,6 +85,8 @@ class Rollout(AsyncIterator[GroupOutcome]):
     def _begin(self, sample: Any) -> GroupState:
         settings = self._settings
         group_id = settings.group_id(sample) if settings.group_id else uuid.uuid4().hex
+        if not isinstance(group_id, str) or not group_id:  # it would be no group at all
+            raise InvalidFieldError("group_id", f"gave {group_id!r:.200}; return an id as text")
         return GroupState(group_id, sample, settings.n, needed_of(settings.needed, settings.n))
 
     async def _run(self, place: Place) -> None:
@@ -137,6 +140,7 @@ def rollout_groups(
 
     Raises:
         InvalidFieldError: A setting is wrong.
+        Exception: What `on_sample` raised.
     """
     return _rolling(client, samples, settings)
 
@@ -152,7 +156,7 @@ async def rollout(client: Client, samples: Samples, settings: RolloutSettings) -
 
     Raises:
         InvalidFieldError: A setting is wrong.
-        Exception: What the samples' iterable raised.
+        Exception: What the samples' iterable or `on_sample` raised.
     """
     async with _rolling(client, samples, settings) as groups:
         async for _ in groups:
@@ -168,14 +172,17 @@ async def _rolling(
     error: Exception | None = None
     with showing(total, wanted=settings.progress) as show:
         running = Rollout(client, samples, settings, show)
-        async with asyncio.TaskGroup() as tasks:
-            feeding = tasks.create_task(running.feed(tasks))
-            try:
-                yield running
-            except Exception as raised:  # noqa: BLE001 - raised below, as it was and not in a group
-                error = raised
-            feeding.cancel()
-            running.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                feeding = tasks.create_task(running.feed(tasks))
+                try:
+                    yield running
+                except Exception as raised:  # noqa: BLE001 - raised below, not in a group
+                    error = raised
+                feeding.cancel()
+                running.cancel()
+        except ExceptionGroup as group:  # what `on_sample` raised
+            error = group.exceptions[0]
     if error is not None:
         raise error
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollmesh.client.client import ExportForm
+from rollmesh.client.arguments import ExportForm, export_mode, read_sampling
 from rollmesh.client.groups import Needed, SampleOutcome, needed_of
 from rollmesh.client.runners import AgentRunner, find_runner
 from rollmesh.client.scoring import RewardFunction
@@ -47,6 +47,17 @@ class Retries:
     """Wait before the second attempt, doubled before each further one, seconds."""
     time_limits: bool = False
     """Whether agents that ran too long are; that favours short answers."""
+
+    def __post_init__(self) -> None:
+        """Checks the numbers.
+
+        Raises:
+            InvalidFieldError: Names the one that is wrong.
+        """
+        if self.tries < 1:
+            raise InvalidFieldError("retries.tries", f"is {self.tries}; give at least 1")
+        if not self.delay_s >= 0:
+            raise InvalidFieldError("retries.delay_s", f"is {self.delay_s}; give at least 0")
 
     def after(self, error: Exception, attempt: int) -> bool:
         """Returns whether there is another attempt after an error of this one."""
@@ -105,10 +116,14 @@ class RolloutSettings:
         for name in ("n", "concurrency", "reward_threads"):
             if getattr(self, name) < 1:
                 raise InvalidFieldError(name, f"is {getattr(self, name)}; give at least 1")
+        if not self.timeout_s > 0:
+            raise InvalidFieldError("timeout_s", f"is {self.timeout_s}; give more than 0")
         if self.reward_timeout_ms is not None and self.reward_timeout_ms < 1:
             raise InvalidFieldError(
                 "reward_timeout_ms", f"is {self.reward_timeout_ms}; give at least 1, or None"
             )
         needed_of(self.needed, self.n)
+        export_mode(self.export)
+        read_sampling(self.sampling)
         if self.runner is not None:
             find_runner(self.runner)

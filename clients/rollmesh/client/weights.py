@@ -9,12 +9,18 @@ from typing import Any
 
 import grpc
 
+from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.tensors import file_of
 from rollmesh.runtime.channels import typed_errors
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
 _TIMEOUT_S = 600.0
+_MODES = {
+    "keep": engine_pb2.PAUSE_MODE_KEEP,
+    "abort": engine_pb2.PAUSE_MODE_ABORT,
+    "wait": engine_pb2.PAUSE_MODE_WAIT,
+}
 
 
 class WeightsPushError(RollmeshError):
@@ -54,8 +60,11 @@ async def push_weights(
             results = await _push_transfer(stub, weights, policy_version, mode)
         case Path():
             results = await _push_checkpoint(stub, weights, policy_version, mode)
-        case _:
+        case Mapping():
             results = await _push_tensors(stub, weights, policy_version, mode)
+        case _:
+            kind = type(weights).__name__
+            raise InvalidFieldError("weights", f"is a {kind}; give tensors, a Path or a Transfer")
     return results if allow_partial else _checked(results)
 
 
@@ -154,9 +163,8 @@ async def _push(
 
 
 def _header(policy_version: int, mode: str) -> engine_pb2.UpdateWeightsHeader:
-    name = f"PAUSE_MODE_{mode.upper()}"
-    if name not in engine_pb2.PauseMode.keys():  # noqa: SIM118 - not a mapping
-        raise InvalidFieldError("mode", f"{mode!r} is none of keep, abort, wait")
-    return engine_pb2.UpdateWeightsHeader(
-        policy_version=policy_version, pause_mode=engine_pb2.PauseMode.Value(name)
+    return filled(
+        engine_pb2.UpdateWeightsHeader,
+        policy_version=policy_version,
+        pause_mode=chosen("mode", mode, _MODES),
     )

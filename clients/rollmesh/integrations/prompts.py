@@ -14,6 +14,7 @@ from rollmesh.integrations.arrivals import Arrivals
 from rollmesh.integrations.queue_writer import (
     PromptStatus,
     TransferQueueWriter,
+    checked_status,
     prompt_uid,
     queue_rows,
 )
@@ -45,12 +46,20 @@ class Settings:
     flat_extra_fields: bool = False
     """Whether each entry of `extra_fields` is a column as well."""
 
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            InvalidFieldError: The status is none.
+        """
+        checked_status(self.status)
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None) -> "Settings":
         """Reads the settings.
 
         Raises:
-            InvalidFieldError: One is missing or not known.
+            InvalidFieldError: One is missing, not known, or wrong.
         """
         found = {str(name): value for name, value in (config or {}).items()}
         try:

@@ -6,7 +6,7 @@ in docs/trainers.md.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -104,6 +104,17 @@ def prompt_uid(prompt: Mapping[str, Any]) -> str:
     return uid
 
 
+def checked_status(status: PromptStatus) -> PromptStatus:
+    """Returns when a prompt is a failure.
+
+    Raises:
+        InvalidFieldError: It is no `PromptStatus`.
+    """
+    if status not in get_args(PromptStatus):
+        raise InvalidFieldError("status", f"{status!r} is none of any_failed, all_failed")
+    return status
+
+
 def token_columns(row: Row) -> dict[str, torch.Tensor]:
     """Returns what verl trains on: P prompt tokens, R from the first sampled one on.
 
@@ -147,9 +158,13 @@ class TransferQueueWriter:
     """Writes to one partition of the queue that this process is connected to (`tq.init`)."""
 
     def __init__(self, partition: str, status: PromptStatus = "any_failed") -> None:
-        """Takes "train" or "val", and when a prompt is a failure."""
+        """Takes "train" or "val", and when a prompt is a failure.
+
+        Raises:
+            InvalidFieldError: The status is no `PromptStatus`.
+        """
         self._partition = partition
-        self._status = status
+        self._status = checked_status(status)
 
     async def begin(self, uid: str) -> None:
         """Says that the sessions of a prompt run."""

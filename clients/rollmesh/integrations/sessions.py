@@ -7,6 +7,7 @@ from typing import Any
 
 from rollmesh.client import AgentRunner, Client, Session, SessionResult
 from rollmesh.integrations.arrivals import Arrivals
+from rollmesh.runtime.errors import InvalidFieldError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,16 @@ class Limits:
     """Longest run of one agent, seconds."""
     delivery_timeout_s: float = 600.0
     """Longest wait for a closed session, seconds."""
+
+    def __post_init__(self) -> None:
+        """Checks the limits.
+
+        Raises:
+            InvalidFieldError: One is not above zero.
+        """
+        for name in ("concurrency", "agent_timeout_s", "delivery_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidFieldError(name, f"is {getattr(self, name)}; give more than 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,11 @@ def refusals() -> dict[str, str]:
     }
     attempts["settings"] = lambda: Settings.from_config({"router": "a:1"})
     attempts["unknown"] = lambda: Settings.from_config({**addresses, "runners": {}, "speed": 1})
+    settings: dict[str, Any] = {**addresses, "runners": {}}
+    for name, value in (("status", "some_failed"), ("concurrency", 0)):
+        attempts[name] = partial(Settings.from_config, {**settings, name: value})
+    failed: Any = "some_failed"
+    attempts["writer"] = partial(TransferQueueWriter, "train", failed)
     attempts["runner"] = lambda: load_runner("mine", "no.such.module:run")
     for name, attempt in attempts.items():
         try:

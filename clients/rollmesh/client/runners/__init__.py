@@ -35,12 +35,14 @@ def find_runner(runner: str | AgentRunner | None) -> AgentRunner:
     """Returns a runner by its name, or the one that is given.
 
     Raises:
-        InvalidFieldError: There is none.
+        InvalidFieldError: There is none, or it cannot be called.
     """
     found = _RUNNERS.get(runner) if isinstance(runner, str) else runner
     if found is None:
         given = f"{runner!r} is not registered" if runner else "is not given"
         raise InvalidFieldError("runner", f"{given}; registered are {sorted(_RUNNERS)}")
+    if not callable(found):
+        raise InvalidFieldError("runner", f"is {found!r:.200}; give a function or a name")
     return found
 
 

@@ -54,6 +54,19 @@ class CommandRunner:
     max_output_bytes: int = 64 * 1024
     """What is kept of the end of standard output and of standard error, each."""
 
+    def __post_init__(self) -> None:
+        """Checks the command.
+
+        Raises:
+            InvalidFieldError: It is not a sequence of words, or a variable is no text.
+        """
+        words = [] if isinstance(self.argv, str) else list(self.argv)
+        if not words or not all(isinstance(word, str) and "\0" not in word for word in words):
+            raise InvalidFieldError("argv", f"is {self.argv!r:.200}; give the words as texts")
+        for name, value in self.env.items():
+            if not isinstance(value, str):
+                raise InvalidFieldError(f"env.{name}", f"is {value!r:.200}; give a text")
+
     async def __call__(self, sample: Any, session: Session) -> Any:
         """Runs the command; returns its result as JSON values, None where it gives none.
 

@@ -6,6 +6,7 @@ attempt: to begin it again in the same session would mix two attempts.
 """
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,11 +17,13 @@ import httpx2
 
 from rollmesh.client.sessions import Session
 from rollmesh.client.supervision import shielded
+from rollmesh.runtime.errors import InvalidFieldError
 
 _ERROR_CHARS = 2_000
 _CONNECT_S = 10.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
 _BUSY = {429, 503}
+_JSON = {"content-type": "application/json"}
 
 
 class RemoteAgentError(Exception):
@@ -56,7 +59,13 @@ class RemoteRunner:
     """Most connections: a run holds one while it is polled."""
 
     def __post_init__(self) -> None:
-        """Makes the connection pool; nothing connects yet."""
+        """Makes the connection pool; nothing connects yet.
+
+        Raises:
+            InvalidFieldError: The URL is none of HTTP.
+        """
+        if not self.url.startswith(("http://", "https://")):
+            raise InvalidFieldError("url", f"is {self.url!r}; begin it with http:// or https://")
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         timeout = httpx2.Timeout(self.poll_s + _CONNECT_S, connect=_CONNECT_S, pool=None)
         limits = httpx2.Limits(max_connections=self.max_connections)
@@ -83,15 +92,10 @@ class RemoteRunner:
         Raises:
             RemoteAgentError: The server refused the run, or the agent failed.
             RemoteAgentLostError: The server forgot the run, or was away for too long.
+            InvalidFieldError: The sample is not JSON.
         """
         path = f"/runs/{session.session_id}"
-        body = {
-            "session_id": session.session_id,
-            "base_url": session.base_url,
-            "api_key": session.api_key,
-            "model": self.model,
-            "sample": self.encode(sample),
-        }
+        body = self._body(sample, session)
         try:
             run = await self._submit(path, body)
             while run.get("status") == "running":
@@ -103,12 +107,24 @@ class RemoteRunner:
             raise RemoteAgentError(f"the agent failed: {run.get('error')!s:.{_ERROR_CHARS}}")
         return run.get("result")
 
+    def _body(self, sample: Any, session: Session) -> bytes:
+        run = {
+            "session_id": session.session_id,
+            "base_url": session.base_url,
+            "api_key": session.api_key,
+            "model": self.model,
+        }
+        try:
+            return json.dumps({**run, "sample": self.encode(sample)}, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise InvalidFieldError("sample", f"{error}; give the runner an `encode`") from error
+
     @property
     def _client(self) -> httpx2.AsyncClient:
         http: httpx2.AsyncClient = vars(self)["_http"]
         return http
 
-    async def _submit(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _submit(self, path: str, body: bytes) -> Mapping[str, Any]:
         """Submits a run until the server has it.
 
         A request whose reply was lost may have begun the run. Then the server is asked for it: if
@@ -117,7 +133,7 @@ class RemoteRunner:
         waits = _Waits(self.away_s)
         while True:
             try:
-                response = await self._client.put(path, json=body)
+                response = await self._client.put(path, content=body, headers=_JSON)
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:  # it was not sent
                 await waits.next(error)
             except httpx2.TransportError:

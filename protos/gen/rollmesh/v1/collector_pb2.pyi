@@ -532,7 +532,7 @@ class Delivery(_message.Message):
     delivery_id: _builtins.str
     """Stable id: the same on every redelivery. The session's or the group's id."""
     attempt: _builtins.int
-    """1 the first time; above it a redelivery."""
+    """1 the first time, and again the first time after a `Seek`; above it a redelivery."""
     partial: _builtins.bool
     """Whether the group has fewer samples than were announced."""
     @_builtins.property

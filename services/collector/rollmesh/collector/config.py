@@ -1,9 +1,22 @@
 """Settings of the collector."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.serving import ServerConfig
+
+_LEAST = {
+    "max_stored_bytes": 1,
+    "retain_settled_ms": 0,
+    "tick_ms": 1,
+    "scorer_workers": 1,
+    "scorer_timeout_ms": 1,
+    "scorer_tries": 1,
+    "scorer_hold_ms": 0,
+}
+_SCORER = re.compile(r"(?:grpc://.+|[\w.]+:[\w.]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +25,8 @@ class CollectorConfig(ServerConfig):
 
     port: int = 7300
     """Port to listen on; 0 takes a free one."""
+    max_request_bytes: int = 2**31 - 1
+    """Largest message that is taken, bytes: a session has 9 for each token of each trajectory."""
     store: str = "sqlite"
     """Where sessions are kept: sqlite (a file in data_dir) or redis://host:port/db, which several
     collectors may share."""
@@ -35,3 +50,17 @@ class CollectorConfig(ServerConfig):
     """Tries to score a session; after the last it is delivered without a reward."""
     scorer_hold_ms: int = 3_600_000
     """Longest wait of a session for its scorer in all, milliseconds; then it goes out without."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ConfigError: Names the one that would leave sessions without rewards, or work undone.
+        """
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: is {getattr(self, name)}; give at least {least}")
+        if not _SCORER.fullmatch(self.scorer):
+            raise ConfigError(
+                f"scorer: {self.scorer!r}: give package.module:function or grpc://host:port"
+            )

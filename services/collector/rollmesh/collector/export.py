@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,6 +106,9 @@ async def export(sessions: AsyncIterator[types_pb2.SessionRecord], path: Path) -
         part.replace(path)
     except OSError as error:
         raise ConfigError(f"to: {path}: {error}") from error
+    finally:
+        with suppress(OSError):  # nothing of it is left where it did not become whole
+            part.unlink()
     return count, rows
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollmesh.v1.collector_pb2_grpc import CollectorServiceAsyncStub as Stub
 
 _TIMEOUT_S = 60.0
+_LAST_MS = 2**63 - 1
 _ENDS = {"earliest": pb.LOG_END_EARLIEST, "latest": pb.LOG_END_LATEST}
 
 
@@ -105,7 +106,7 @@ def read_position(text: str) -> pb.Position:
         return pb.Position(end=_ENDS[text])
     if text.startswith("id:"):
         return pb.Position(delivery_id=text.removeprefix("id:"))
-    if text.isdecimal():
+    if text.isdecimal() and int(text) <= _LAST_MS:
         return pb.Position(unix_ms=int(text))
     raise ConfigError(
         f"from: {text!r}: give earliest, latest, milliseconds since 1970, or id:DELIVERY_ID"

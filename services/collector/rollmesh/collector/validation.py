@@ -2,11 +2,18 @@
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from rollmesh.runtime.arrays import unpack_mask
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
+_Rewarded: TypeAlias = (
+    types_pb2.SessionRecord
+    | types_pb2.Trajectory
+    | types_pb2.TrajectorySegment
+    | types_pb2.TrajectoryNode
+)
 _MAX_ID_CHARS = 128
 _MAX_CREDITS = 65_536
 _MAX_PAGE, _DEFAULT_PAGE = 1000, 100
@@ -33,6 +40,7 @@ def _check_session(record: types_pb2.SessionRecord, path: str) -> None:
             f"{path}.sample_index",
             f"is {record.sample_index}; give one below group_size, {record.group_size}",
         )
+    _check_finite(record, path)
     seen: set[str] = set()
     for at, trajectory in enumerate(record.trajectories):
         field = f"{path}.trajectories[{at}]"
@@ -49,6 +57,7 @@ def _check_session(record: types_pb2.SessionRecord, path: str) -> None:
 
 
 def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:
+    _check_finite(trajectory, field)
     count = _check_arrays(trajectory, field)
     if not count or trajectory.prompt_tokens > count:
         raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
@@ -82,8 +91,12 @@ def _check_reward(turn: types_pb2.TrajectorySegment | types_pb2.TrajectoryNode, 
         return
     if not turn.sampled:
         raise InvalidFieldError(f"{field}.reward", "is of what was not sampled")
-    if not math.isfinite(turn.reward):
-        raise InvalidFieldError(f"{field}.reward", f"{turn.reward} is not a finite number")
+    _check_finite(turn, field)
+
+
+def _check_finite(rewarded: _Rewarded, field: str) -> None:
+    if rewarded.HasField("reward") and not math.isfinite(rewarded.reward):
+        raise InvalidFieldError(f"{field}.reward", f"{rewarded.reward} is not a finite number")
 
 
 def _check_arrays(holder: types_pb2.Trajectory | types_pb2.TrajectoryTree, field: str) -> int:

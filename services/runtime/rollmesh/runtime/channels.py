@@ -11,9 +11,6 @@ from google.protobuf.message import Message
 from rollmesh.runtime.errors import RollmeshError, from_rpc_error
 from rollmesh.runtime.logs import current_request_id
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Largest message that a rollmesh server or client takes, bytes."""
-
 WINDOW_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.lookahead_bytes", 1024 * 1024),
     ("grpc.http2.max_frame_size", 1024 * 1024),
@@ -25,8 +22,9 @@ _Answer = TypeVar("_Answer", bound=Message)
 _DRAIN_S = 30.0
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # What is too large is for the server to say; a group that a trainer asked for is never.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollmesh.runtime.channels import MAX_MESSAGE_BYTES, WINDOW_OPTIONS
+from rollmesh.runtime.channels import WINDOW_OPTIONS
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.runtime.logs import fields
@@ -33,8 +33,7 @@ _MOST_PORT = 65_535
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
     ("grpc.so_reuseport", 0),  # else a second server binds the same port without an error
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),  # a group may have any size
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
@@ -52,6 +51,8 @@ class ServerConfig:
     """host:port that others use to reach this service; empty means host and the bound port."""
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 takes a free one, -1 turns it off."""
+    max_request_bytes: int = 64 * 1024 * 1024
+    """Largest message that is taken, bytes; a larger one is refused with RESOURCE_EXHAUSTED."""
     grace_ms: int = GRACE_MS
     """Time that running calls get to finish on a stop, milliseconds."""
     log_level: str = "info"
@@ -199,7 +200,8 @@ async def serve(
         ConfigError: The host is unknown, or a port is too large.
     """
     host = bind_host(config)
-    server = grpc.aio.server(options=_OPTIONS, interceptors=[RpcInterceptor()])
+    options = [*_OPTIONS, ("grpc.max_receive_message_length", config.max_request_bytes)]
+    server = grpc.aio.server(options=options, interceptors=[RpcInterceptor()])
     probe = _Health()
     await probe.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     await probe.set(service.name, health_pb2.HealthCheckResponse.NOT_SERVING)

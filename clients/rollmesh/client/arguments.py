@@ -1,0 +1,86 @@
+"""What callers give, as the protocol says it; what has no place there is named."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
+
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
+"""In which form a session's conversation tree goes to the trainer."""
+_EXPORT_FORMS = {
+    "leaves": gateway_pb2.EXPORT_MODE_LEAVES,
+    "turns": gateway_pb2.EXPORT_MODE_TURNS,
+    "tree": gateway_pb2.EXPORT_MODE_TREE,
+}
+_OUTCOMES = {
+    "COMPLETED": types_pb2.SESSION_OUTCOME_COMPLETED,
+    "FAILED": types_pb2.SESSION_OUTCOME_FAILED,
+    "ABORTED": types_pb2.SESSION_OUTCOME_ABORTED,
+}
+_Message = TypeVar("_Message", bound=Message)
+_Value = TypeVar("_Value")
+
+
+def chosen(field: str, name: object, values: Mapping[str, _Value]) -> _Value:
+    """Returns the value that a name stands for.
+
+    Raises:
+        InvalidFieldError: It is none of the names.
+    """
+    if not isinstance(name, str) or name not in values:
+        raise InvalidFieldError(field, f"{name!r} is none of {', '.join(values)}")
+    return values[name]
+
+
+def export_mode(form: object) -> gateway_pb2.ExportMode.ValueType:
+    """Returns the mode of an `ExportForm`.
+
+    Raises:
+        InvalidFieldError: It is none.
+    """
+    return chosen("export", form, _EXPORT_FORMS)
+
+
+def outcome_of(name: object) -> types_pb2.SessionOutcome.ValueType:
+    """Returns the outcome of a name.
+
+    Raises:
+        InvalidFieldError: There is none of that name.
+    """
+    return chosen("outcome", name, _OUTCOMES)
+
+
+def filled(kind: type[_Message], /, **values: Any) -> _Message:
+    """Returns a message with these values; None leaves a field out.
+
+    Raises:
+        InvalidFieldError: Names the field that cannot hold what is given.
+    """
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        for name, value in values.items():
+            _check(kind, name, value)
+        raise InvalidFieldError(kind.__name__, str(error)) from error
+
+
+def read_sampling(sampling: Mapping[str, Any] | None) -> types_pb2.SamplingParams:
+    """Returns sampling parameters.
+
+    Raises:
+        InvalidFieldError: One does not exist or has the wrong type; its name is in the message.
+    """
+    try:
+        return filled(types_pb2.SamplingParams, **(sampling or {}))
+    except InvalidFieldError as error:
+        raise InvalidFieldError("sampling", error.message) from error
+
+
+def _check(kind: type[Message], name: str, value: Any) -> None:
+    try:
+        kind(**{name: value})
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError(name, f"cannot be {value!r:.200}: {error}") from error
