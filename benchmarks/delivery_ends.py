@@ -69,14 +69,16 @@ async def _close(database: Database, records: list[tuple[str, bytes]]) -> None:
 
 
 async def _close_all(database: Database, outbox: Outbox, records: Records) -> None:
-    while not outbox.undelivered:  # noqa: ASYNC110 - the outbox tells nobody
+    chunk = list(islice(records, _CHUNK))
+    while chunk and not outbox.undelivered:  # noqa: ASYNC110 - the outbox tells nobody
         await asyncio.sleep(_LOOK_S)
-    while chunk := list(islice(records, _CHUNK)):
+    while chunk:
         while outbox.undelivered > _PRELOADED:  # noqa: ASYNC110 - the outbox tells nobody
             await asyncio.sleep(_LOOK_S)
         await _close(database, chunk)
         for _ in chunk:
             outbox.added()
+        chunk = list(islice(records, _CHUNK))
 
 
 async def _close_slowly(
