@@ -13,7 +13,7 @@ class CollectorConfig(ServerConfig):
     port: int = 7300
     """Port to listen on; 0 takes a free one."""
     store: str = "sqlite"
-    """Where sessions are kept: sqlite (a file in data_dir) or redis://host:port/db, which several
+    """Where sessions are kept: sqlite (files in data_dir) or redis://host:port/db, which several
     collectors may share."""
     data_dir: Path = Path("var/collector")
     """Folder of the SQLite store."""
