@@ -34,7 +34,7 @@ from tests.collector.redis_server import redis_server
 _ROOT = Path(__file__).resolve().parents[1]
 _QUEUE = _ROOT / ".venv-trainers" / "bin" / "python"
 _SOURCES = ("protos/gen", "services/runtime", "clients", ".")
-_SHAPES = {"1k": Shape(2048, 1000), "9k": Shape(640, 9000), "64k": Shape(96, 64_000)}
+_SHAPES = {"1k": Shape(2048, 1000), "9k": Shape(640, 9000), "64k": Shape(256, 64_000)}
 _QUEUE_SHAPES = {"9k": ("trainer", "verl"), "1k": ("trainer",), "64k": ("trainer",)}
 _SLOW = Shape(60, 9000, group=1)
 _SLOW_EVERY_S = 0.05

@@ -23,6 +23,7 @@ from rollmesh.client.trajectories import Delivery
 from rollmesh.gateway import journal
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.runtime.database import Database
+from rollmesh.runtime.memory import keep_freed_memory
 
 _PRELOADED, _CHUNK = 2048, 256
 _LOOK_S = 0.02
@@ -69,14 +70,16 @@ async def _close(database: Database, records: list[tuple[str, bytes]]) -> None:
 
 
 async def _close_all(database: Database, outbox: Outbox, records: Records) -> None:
-    while not outbox.undelivered:  # noqa: ASYNC110 - the outbox tells nobody
+    chunk = list(islice(records, _CHUNK))
+    while chunk and not outbox.undelivered:  # noqa: ASYNC110 - the outbox tells nobody
         await asyncio.sleep(_LOOK_S)
-    while chunk := list(islice(records, _CHUNK)):
+    while chunk:
         while outbox.undelivered > _PRELOADED:  # noqa: ASYNC110 - the outbox tells nobody
             await asyncio.sleep(_LOOK_S)
         await _close(database, chunk)
         for _ in chunk:
             outbox.added()
+        chunk = list(islice(records, _CHUNK))
 
 
 async def _close_slowly(
@@ -136,6 +139,8 @@ async def train(plan: Figures, started: Callable[[], None]) -> Figures:
 async def main() -> None:
     """Runs plans until standard input ends."""
     work = {"outbox": hand_over, "trainer": train}[sys.argv[1]]
+    if work is hand_over:
+        keep_freed_memory()  # as every service's process does
     while line := await asyncio.to_thread(sys.stdin.readline):
         plan = json.loads(line)
         result = await work(plan, lambda: print("STARTED", flush=True))

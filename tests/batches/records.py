@@ -51,7 +51,7 @@ def trajectory(
         turns=sum(part[1] for part in parts),
         lineage=lineage,
         reasons=("MISSING_LOGPROBS",) if missing_logprobs else ("EXACT",),
-        segments=tuple(segments),
+        path=types_pb2.Trajectory(segments=segments),
         reward=reward,
     )
 

@@ -9,10 +9,8 @@ from typing import Any
 from rollmesh.collector.filters import judge
 from rollmesh.collector.redis_client import connected
 from rollmesh.collector.redis_store import RedisStore
-from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
-from rollmesh.collector.sqlite_store import SqliteStore
+from rollmesh.collector.sqlite_store import open_store
 from rollmesh.collector.store import Arrival, Loaded, Retention, Settlement, Store, Unit
-from rollmesh.runtime.database import Database
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 from tests.collector.records import record
 
@@ -22,8 +20,8 @@ MAIN_ONLY = pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN])
 
 @asynccontextmanager
 async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterator[Store]:
-    async with Database(folder / "collector.sqlite", SCHEMA, VERSION) as database:
-        yield SqliteStore(database, retention)
+    async with open_store(folder, retention) as store:
+        yield store
 
 
 @asynccontextmanager

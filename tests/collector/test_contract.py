@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from rollmesh.collector.array_files import ArrayFiles
 from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
@@ -252,8 +253,8 @@ async def test_a_stop_ends_open_streams_at_once(tmp_path: Path) -> None:
 class GatedStore(SqliteStore):
     """A store whose answers to ingests wait for the test."""
 
-    def __init__(self, database: Database) -> None:
-        super().__init__(database, Retention(settled_ms=0, max_bytes=2**30))
+    def __init__(self, database: Database, files: ArrayFiles) -> None:
+        super().__init__(database, files, Retention(settled_ms=0, max_bytes=2**30))
         self.stored = asyncio.Event()
         self.answer = asyncio.Event()
 
@@ -273,7 +274,7 @@ async def test_a_stored_session_whose_sender_gave_up_reaches_open_streams(tmp_pa
         asyncio.TaskGroup() as tasks,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
-        store = GatedStore(database)
+        store = GatedStore(database, ArrayFiles(tmp_path))
         servicer.subscriptions = Subscriptions(store, tasks)
         await server.start()
         stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)

@@ -7,12 +7,13 @@ from typing import TypeAlias
 
 import pytest
 
+from rollmesh.collector.array_files import ArrayFiles
 from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
 from rollmesh.collector.store import Retention, Store
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import SessionUnknownError, StoreFullError
-from rollmesh.v1 import collector_pb2 as pb
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
 from tests.collector.records import record, trajectory
 from tests.collector.redis_server import redis_server
 from tests.collector.stores import Reader, fill, ingest, redis_store, sqlite_store
@@ -148,9 +149,7 @@ async def test_the_file_of_a_store_does_not_grow_with_what_passed_through(tmp_pa
         sizes: list[int] = []
         for turn in range(10):
             for at in range(20):
-                large = record(f"{turn}-{at}")
-                large.trajectories[0].CopyFrom(trajectory(f"{turn}-{at}", tokens=10_000))
-                await ingest(store, large, turn)
+                await ingest(store, large(f"{turn}-{at}"), turn)
             assert len(await reader.take_all(now_ms=turn)) == 20
             assert await store.retain(turn + 1) == 20
             sizes.append((tmp_path / "collector.sqlite").stat().st_size)
@@ -159,18 +158,22 @@ async def test_the_file_of_a_store_does_not_grow_with_what_passed_through(tmp_pa
 
 async def test_a_full_disk_is_a_typed_error_and_the_store_goes_on(tmp_path: Path) -> None:
     async with Database(tmp_path / "collector.sqlite", SCHEMA, VERSION) as database:
-        store = SqliteStore(database, HOUR)
+        store = SqliteStore(database, ArrayFiles(tmp_path), HOUR)
         await fill(store, [record("a")])
         reader = await Reader.open(store)
         await set_most_pages(database, 1)  # means: no more than there are
-        large = record("large")
-        large.trajectories[0].CopyFrom(trajectory("large", tokens=10_000))
         with pytest.raises(StoreFullError) as caught:
-            await ingest(store, large, 0)
+            await ingest(store, large("large"), 0)
         assert caught.value.retry_delay_ms
         await set_most_pages(database, 2**30)
-        assert not await ingest(store, large, 0)  # nothing of it was kept before
+        assert not await ingest(store, large("large"), 0)  # nothing of it was kept before
         assert await reader.take_all() == ["a", "large"]
+
+
+def large(session_id: str, tokens: int = 10_000) -> types_pb2.SessionRecord:
+    made = record(session_id)
+    made.trajectories[0].CopyFrom(trajectory(session_id, tokens))
+    return made
 
 
 async def set_most_pages(database: Database, pages: int) -> None:

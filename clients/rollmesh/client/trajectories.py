@@ -1,6 +1,6 @@
 """Sessions and trajectories as a trainer sees them: NumPy arrays and plain fields."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,16 @@ class Trajectory:
     """How the branch came to be: MAIN, SIBLING, BRANCH, ROOT."""
     reasons: tuple[str, ...]
     """What is to be known; ("EXACT",) where nothing is."""
-    segments: tuple[types_pb2.TrajectorySegment, ...]
-    """The nodes along the path."""
+    path: types_pb2.Trajectory = field(repr=False)
+    """What `segments` reads: a message with nothing else. A tuple of messages would be hundreds of
+    objects for each trajectory, which the garbage collector looks at again and again."""
     reward: float | None
     """Where it differs from the session's."""
+
+    @property
+    def segments(self) -> tuple[types_pb2.TrajectorySegment, ...]:
+        """The nodes along the path."""
+        return tuple(self.path.segments)
 
     @classmethod
     def from_proto(cls, proto: types_pb2.Trajectory) -> "Trajectory":
@@ -45,6 +51,8 @@ class Trajectory:
             InvalidFieldError: The arrays differ in length.
         """
         arrays = unpack_tokens(proto)
+        path = types_pb2.Trajectory()
+        path.segments.MergeFrom(proto.segments)
         return cls(
             proto.trajectory_id,
             arrays.token_ids,
@@ -55,7 +63,7 @@ class Trajectory:
             proto.turns,
             types_pb2.Lineage.Name(proto.lineage).removeprefix("LINEAGE_"),
             reason_names(proto.reasons),
-            tuple(proto.segments),
+            path,
             proto.reward if proto.HasField("reward") else None,
         )
 

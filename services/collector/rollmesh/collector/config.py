@@ -28,7 +28,7 @@ class CollectorConfig(ServerConfig):
     max_request_bytes: int = 2**31 - 1
     """Largest message that is taken, bytes: a session has 9 for each token of each trajectory."""
     store: str = "sqlite"
-    """Where sessions are kept: sqlite (a file in data_dir) or redis://host:port/db, which several
+    """Where sessions are kept: sqlite (files in data_dir) or redis://host:port/db, which several
     collectors may share."""
     data_dir: Path = Path("var/collector")
     """Folder of the SQLite store."""

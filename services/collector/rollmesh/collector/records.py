@@ -27,10 +27,11 @@ def runs_of(row: Row) -> Sequence[Run]:
     return row.nodes if isinstance(row, types_pb2.TrajectoryTree) else row.segments
 
 
-def split(record: types_pb2.SessionRecord) -> tuple[bytes, bytes]:
-    """Returns the record without its arrays, and a record of nothing but those; serialised.
+def split(record: types_pb2.SessionRecord) -> tuple[bytes, list[bytes | memoryview]]:
+    """Takes the arrays out of a record.
 
-    The arrays leave the record in between, so that they are not copied with it.
+    Returns:
+        What is left, and the pieces of a record of nothing but the arrays; serialised.
     """
     rows = rows_of(record)
     taken = [[(name, getattr(row, name)) for name in ARRAYS] for row in rows]
@@ -43,10 +44,9 @@ def split(record: types_pb2.SessionRecord) -> tuple[bytes, bytes]:
         fields = type(row).DESCRIPTOR.fields_by_name
         inner: list[bytes | memoryview] = []
         for name, value in arrays:
-            setattr(row, name, value)
             inner += nested(fields[name].number, [value]) if value else ()
         pieces += nested(_TREE if record.HasField("tree") else _TRAJECTORIES, inner)
-    return head, b"".join(pieces)
+    return head, pieces
 
 
 def join(head: types_pb2.SessionRecord, arrays: bytes) -> types_pb2.SessionRecord:

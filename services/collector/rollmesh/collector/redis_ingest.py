@@ -74,7 +74,7 @@ def _stored(arrival: Arrival, now_ms: int) -> list[Value]:
     return [
         record.session_id,
         head,
-        arrays,
+        b"".join(arrays),
         group_key_of(record),
         record.sample_index,
         "" if record.superseded else size,

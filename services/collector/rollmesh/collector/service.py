@@ -10,13 +10,11 @@ from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.scorers import open_scorers
 from rollmesh.collector.scoring import Scoring
 from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.sqlite_schema import PAGE_BYTES, SCHEMA, VERSION
-from rollmesh.collector.sqlite_store import SqliteStore
+from rollmesh.collector.sqlite_store import open_store
 from rollmesh.collector.store import Retention, Store
 from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.collector.upkeep import keep_up
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.database import Database
 from rollmesh.v1 import collector_pb2_grpc
 
 
@@ -80,9 +78,8 @@ class CollectorService:
             async with _redis_store(config.store, retention) as store:
                 yield store
             return
-        path = config.data_dir / "collector.sqlite"
-        async with Database(path, SCHEMA, VERSION, PAGE_BYTES) as database:
-            yield SqliteStore(database, retention)
+        async with open_store(config.data_dir, retention) as store:
+            yield store
 
 
 @asynccontextmanager

@@ -3,8 +3,9 @@
 import json
 import sqlite3
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rollmesh.collector.array_files import ArrayFiles, Place
 from rollmesh.collector.records import join, keep
 from rollmesh.collector.sqlite_ingest import add_filtered, backfill, total
 from rollmesh.collector.store import (
@@ -120,13 +121,18 @@ def fetch(db: sqlite3.Connection, name: str, after: int, limit: int) -> Page:
 
 
 def load_some(
-    db: sqlite3.Connection, name: str, units: Sequence[Unit], judge: Judge, now_ms: int
+    db: sqlite3.Connection,
+    files: ArrayFiles,
+    name: str,
+    units: Sequence[Unit],
+    judge: Judge,
+    now_ms: int,
 ) -> list[Loaded | None]:
     """Counts attempts to deliver the first of the units, up to `LOAD_BYTES`."""
     found: list[Loaded | None] = []
     size = 0
     for unit in units:
-        loaded = load(db, name, unit, judge, now_ms)
+        loaded = load(db, files, name, unit, judge, now_ms)
         found.append(loaded)
         size += loaded.response.ByteSize() if loaded else 0
         if size >= LOAD_BYTES:
@@ -134,7 +140,9 @@ def load_some(
     return found
 
 
-def load(db: sqlite3.Connection, name: str, unit: Unit, judge: Judge, now_ms: int) -> Loaded | None:
+def load(
+    db: sqlite3.Connection, files: ArrayFiles, name: str, unit: Unit, judge: Judge, now_ms: int
+) -> Loaded | None:
     """Counts an attempt, unless the judge drops the unit; lists what it takes out of it."""
     found: list[tuple[types_pb2.SessionRecord, int]] = []
     for session_id in unit.members or (unit.unit_id,):
@@ -160,11 +168,17 @@ def load(db: sqlite3.Connection, name: str, unit: Unit, judge: Judge, now_ms: in
         add_filtered(db, _owner(name), entry)
     response = pb.SubscribeResponse()
     for (head, n), places in zip(found, verdict.kept, strict=True):
-        (arrays,) = db.execute("SELECT arrays FROM sessions WHERE n = ?", (n,)).fetchone()
+        row = db.execute("SELECT arrays, file, at, size FROM sessions WHERE n = ?", (n,)).fetchone()
         session = response.delivery.sessions.add()
         session.CopyFrom(head)
-        keep(join(session, arrays), places)
+        keep(join(session, arrays_of(row, files)), places)
     return Loaded(attempt, verdict, response)
+
+
+def arrays_of(row: tuple[Any, ...], files: ArrayFiles) -> bytes:
+    """Returns a session's arrays by its columns arrays, file, at and size."""
+    arrays: bytes | None = row[0]
+    return files.read(Place(*row[1:])) if arrays is None else arrays
 
 
 def settle(

@@ -2,12 +2,12 @@
 
 import json
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rollmesh.collector import filters
+from rollmesh.collector.array_files import Place
 from rollmesh.collector.groups import Member, State, decide
-from rollmesh.collector.records import split
 from rollmesh.collector.rewards import apply_rewards
 from rollmesh.collector.store import (
     GROUP,
@@ -25,6 +25,7 @@ from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _DEFAULT = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
 _DUE_BATCH = 200
+_FILE_BYTES = "file_bytes"
 
 
 class _Log(NamedTuple):
@@ -34,9 +35,33 @@ class _Log(NamedTuple):
     hello: pb.SubscribeHello
 
 
-def ingest(db: sqlite3.Connection, arrival: Arrival, now_ms: int, max_bytes: int) -> bool:
-    """Stores a session; says whether it is a repeat."""
-    record, due_ms = arrival.record, arrival.due_ms(now_ms)
+class Packed(NamedTuple):
+    """A session as it is stored."""
+
+    arrival: Arrival
+    """Its record has no arrays any more."""
+    head: bytes
+    arrays: bytes | None
+    """None: they are in a file."""
+    place: Place | None = None
+
+
+def ingest(
+    db: sqlite3.Connection, sessions: Sequence[Packed], now_ms: int, max_bytes: int
+) -> list[bool]:
+    """Stores the sessions of a call; says of each whether it is a repeat."""
+    places = [packed.place for packed in sessions if packed.place]
+    if places:
+        size = sum(place.size for place in places)
+        db.execute("INSERT INTO files VALUES (?, ?)", (places[0].file, size))
+        add_total(db, _FILE_BYTES, size)
+    repeats = [_ingest_one(db, packed, now_ms, max_bytes) for packed in sessions]
+    forget_unnamed(db, {place.file for place in places})
+    return repeats
+
+
+def _ingest_one(db: sqlite3.Connection, packed: Packed, now_ms: int, max_bytes: int) -> bool:
+    record, due_ms = packed.arrival.record, packed.arrival.due_ms(now_ms)
     known = db.execute(
         "SELECT 1 FROM sessions WHERE session_id = ?1"
         " UNION ALL SELECT 1 FROM removed WHERE id = ?1",
@@ -44,8 +69,7 @@ def ingest(db: sqlite3.Connection, arrival: Arrival, now_ms: int, max_bytes: int
     )
     if known.fetchone():
         return True
-    head, arrays = split(record)
-    if stored_bytes(db) + len(head) + len(arrays) > max_bytes:
+    if stored_bytes(db) + len(packed.head) + len(packed.arrays or b"") > max_bytes:
         raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
     key = group_key_of(record)
     size = max(record.group_size, 1) if record.group_id else 1  # a session without one is whole
@@ -53,15 +77,16 @@ def ingest(db: sqlite3.Connection, arrival: Arrival, now_ms: int, max_bytes: int
         _enter_group(db, key, size, now_ms)
     db.execute(
         "INSERT INTO sessions (session_id, group_key, sample_index, due_ms, trajectories, head,"
-        " arrays) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        " arrays, file, at, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             record.session_id,
             key,
             record.sample_index,
             due_ms,
             len(record.trajectories),
-            head,
-            arrays,
+            packed.head,
+            packed.arrays,
+            *(packed.place or (None, None, None)),
         ),
     )
     add_total(db, "sessions", 1)
@@ -329,9 +354,26 @@ def total(db: sqlite3.Connection, name: str) -> int:
 
 
 def stored_bytes(db: sqlite3.Connection) -> int:
-    """Returns the bytes in use: pages that became free are used again and do not count."""
+    """Returns the bytes in use: pages that became free are used again and do not count.
+
+    A file of arrays counts whole until its last session goes.
+    """
     pages, free, size = (
         db.execute(f"PRAGMA {name}").fetchone()[0]
         for name in ("page_count", "freelist_count", "page_size")
     )
-    return int((pages - free) * size)
+    return int((pages - free) * size) + total(db, _FILE_BYTES)
+
+
+def forget_unnamed(db: sqlite3.Connection, files: Iterable[int]) -> list[int]:
+    """Returns those of the files that hold no session's arrays; they are not known any more."""
+    unnamed: list[int] = []
+    for file in files:
+        gone = db.execute(
+            "DELETE FROM files WHERE n = ?1"
+            " AND NOT EXISTS (SELECT 1 FROM sessions WHERE file = ?1) RETURNING bytes",
+            (file,),
+        ).fetchall()
+        unnamed += [file] * len(gone)
+        add_total(db, _FILE_BYTES, -sum(size for (size,) in gone))
+    return unnamed

@@ -1,8 +1,9 @@
 """What leaves the SQLite store: groups of sessions that every consumer has settled."""
 
 import sqlite3
+from typing import NamedTuple
 
-from rollmesh.collector.sqlite_ingest import add_total, has_group, stored_bytes
+from rollmesh.collector.sqlite_ingest import add_total, forget_unnamed, has_group, stored_bytes
 from rollmesh.collector.store import GROUP_LOG, SESSION_LOG, Retention
 
 _BATCH = 200
@@ -10,9 +11,18 @@ _REMEMBERED_MS = 30 * 24 * 3600 * 1000
 """How long the ids of removed sessions are known: a gateway may send one again until then."""
 
 
-def retain(
-    db: sqlite3.Connection, cursor: int, now_ms: int, retention: Retention
-) -> tuple[int, int]:
+class Retained(NamedTuple):
+    """What a look at some sessions came to."""
+
+    cursor: int
+    """Where to go on; 0: begin anew."""
+    removed: int
+    """Number of sessions."""
+    files: list[int]
+    """Of arrays, which no session needs once this is on disk."""
+
+
+def retain(db: sqlite3.Connection, cursor: int, now_ms: int, retention: Retention) -> Retained:
     """Looks at the next sessions, the oldest first; removes what may go.
 
     Args:
@@ -22,7 +32,7 @@ def retain(
         retention: How long what is settled stays.
 
     Returns:
-        Where to go on, 0 to begin anew, and how many sessions were removed.
+        What came of it.
     """
     full = stored_bytes(db) > retention.near_full * retention.max_bytes
     settled_before = now_ms if full else now_ms - retention.settled_ms
@@ -30,12 +40,23 @@ def retain(
         "SELECT n, group_key FROM sessions WHERE n > ? ORDER BY n LIMIT ?", (cursor, _BATCH)
     ).fetchall()
     removed = 0
+    files: set[int] = set()
     for key in dict.fromkeys(key for _, key in rows):
         if _is_over(db, key, settled_before):
+            files |= _files(db, key)
             removed += _remove(db, key, now_ms)
     db.execute("DELETE FROM removed WHERE removed_ms < ?", (now_ms - _REMEMBERED_MS,))
     add_total(db, "removed_sessions", removed)
-    return (rows[-1][0] if len(rows) == _BATCH else 0), removed
+    cursor = rows[-1][0] if len(rows) == _BATCH else 0
+    return Retained(cursor, removed, forget_unnamed(db, files))
+
+
+def _files(db: sqlite3.Connection, key: str) -> set[int]:
+    """Returns the files that hold arrays of a group."""
+    rows = db.execute(
+        "SELECT DISTINCT file FROM sessions WHERE group_key = ? AND file IS NOT NULL", (key,)
+    )
+    return {file for (file,) in rows}
 
 
 def _is_over(db: sqlite3.Connection, key: str, settled_before: int) -> bool:

@@ -1,12 +1,15 @@
 """Tables of the SQLite store. Sums are kept in tables: nothing hot counts rows."""
 
-VERSION = 2  # counts up with every change of what is below
+VERSION = 3  # counts up with every change of what is below
 PAGE_BYTES = 16_384  # a row of 10,000 tokens is 90 KB
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, group_key TEXT NOT NULL,
   sample_index INTEGER NOT NULL, due_ms INTEGER, ready INTEGER NOT NULL DEFAULT 0,
-  trajectories INTEGER NOT NULL, head BLOB NOT NULL, arrays BLOB NOT NULL);
+  trajectories INTEGER NOT NULL, head BLOB NOT NULL,
+  arrays BLOB, file INTEGER, at INTEGER, size INTEGER);
+CREATE INDEX IF NOT EXISTS sessions_by_file ON sessions (file) WHERE file IS NOT NULL;
+CREATE TABLE IF NOT EXISTS files (n INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions (group_key);
 CREATE INDEX IF NOT EXISTS sessions_due ON sessions (due_ms) WHERE due_ms IS NOT NULL;
 CREATE TABLE IF NOT EXISTS groups (

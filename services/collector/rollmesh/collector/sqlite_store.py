@@ -1,11 +1,16 @@
-"""The collector's store in one SQLite file."""
+"""The collector's store in a SQLite file, and in files of arrays beside it."""
 
 import asyncio
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 from rollmesh.collector import sqlite_delivery, sqlite_ingest, sqlite_retention
-from rollmesh.collector.records import join
+from rollmesh.collector.array_files import ArrayFiles
+from rollmesh.collector.records import join, split
+from rollmesh.collector.sqlite_ingest import Packed
+from rollmesh.collector.sqlite_schema import PAGE_BYTES, SCHEMA, VERSION
 from rollmesh.collector.store import (
     GROUP_LOG,
     Arrival,
@@ -21,27 +26,39 @@ from rollmesh.collector.store import (
     read_token,
 )
 from rollmesh.runtime.database import Database
-from rollmesh.runtime.errors import SessionUnknownError
+from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _RETAIN_BATCHES = 20
+_FILE_BYTES = 1024 * 1024
+"""Arrays of a call from which on they get a file: below it, two more syncs cost more."""
 
 
 class SqliteStore:
     """A `Store` for one collector; what its methods do stands there."""
 
-    def __init__(self, database: Database, retention: Retention) -> None:
-        """Takes an open database with the schema of `sqlite_schema`."""
+    def __init__(self, database: Database, files: ArrayFiles, retention: Retention) -> None:
+        """Takes an open database with the schema of `sqlite_schema`, and the files it names."""
         self._database = database
+        self._files = files
         self._retention = retention
         self._retained_to = 0
 
     async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
         """Stores sessions, all or none."""
+        packed = await asyncio.to_thread(_pack, arrivals, self._files)
+        files = {one.place.file for one in packed if one.place}
         most = self._retention.max_bytes
-        return await self._database.run(
-            lambda db: [sqlite_ingest.ingest(db, one, now_ms, most) for one in arrivals]
-        )
+        try:
+            repeats = await self._database.run(
+                lambda db: sqlite_ingest.ingest(db, packed, now_ms, most)
+            )
+        except (StoreFullError, InvalidFieldError):
+            await asyncio.to_thread(self._files.remove, files)
+            raise
+        if all(repeats):
+            await asyncio.to_thread(self._files.remove, files)
+        return repeats
 
     async def waiting(self, limit: int) -> list[str]:
         """Returns the ids of sessions that wait for rewards."""
@@ -95,7 +112,7 @@ class SqliteStore:
     ) -> list[Loaded | None]:
         """Counts attempts to deliver, where the judge does not drop the unit."""
         return await self._database.run(
-            lambda db: sqlite_delivery.load_some(db, consumer, units, judge, now_ms)
+            lambda db: sqlite_delivery.load_some(db, self._files, consumer, units, judge, now_ms)
         )
 
     async def settle(
@@ -134,17 +151,11 @@ class SqliteStore:
 
     async def session(self, session_id: str, *, arrays: bool) -> types_pb2.SessionRecord:
         """Returns one session."""
-        columns = "head, arrays" if arrays else "head, NULL"
-        row = await self._database.run(
-            lambda db: db.execute(
-                f"SELECT {columns} FROM sessions WHERE session_id = ?",  # noqa: S608
-                (session_id,),
-            ).fetchone()
-        )
-        if row is None:
+        found = await self._database.run(lambda db: self._session(db, session_id, arrays=arrays))
+        if found is None:
             raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
-        head = types_pb2.SessionRecord.FromString(row[0])
-        return join(head, row[1]) if arrays else head
+        head = types_pb2.SessionRecord.FromString(found[0])
+        return join(head, found[1]) if arrays else head
 
     async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
         """Returns sessions in the order in which they came."""
@@ -166,13 +177,53 @@ class SqliteStore:
         """
         removed = 0
         for _ in range(_RETAIN_BATCHES):
-            self._retained_to, count = await self._database.run(
+            self._retained_to, count, files = await self._database.run(
                 lambda db: sqlite_retention.retain(db, self._retained_to, now_ms, self._retention)
             )
             removed += count
+            await asyncio.to_thread(self._files.remove, files)
             if not self._retained_to:
                 break
         return removed
+
+    def _session(
+        self, db: sqlite3.Connection, session_id: str, *, arrays: bool
+    ) -> tuple[bytes, bytes] | None:
+        """Returns the head of a session, and its arrays if they are wanted."""
+        columns = "head, arrays, file, at, size" if arrays else "head, x''"
+        row = db.execute(
+            f"SELECT {columns} FROM sessions WHERE session_id = ?",  # noqa: S608
+            (session_id,),
+        ).fetchone()
+        return row and (row[0], sqlite_delivery.arrays_of(row[1:], self._files))
+
+
+@asynccontextmanager
+async def open_store(folder: Path, retention: Retention) -> AsyncIterator[SqliteStore]:
+    """Opens the store of a folder, which is made where it is missing.
+
+    Raises:
+        StoreError: It cannot be opened, or was written by another version.
+    """
+    path, files = folder / "collector.sqlite", ArrayFiles(folder / "arrays")
+    async with Database(path, SCHEMA, VERSION, PAGE_BYTES) as database:
+        await database.run(
+            lambda db: files.keep([file for (file,) in db.execute("SELECT n FROM files")])
+        )
+        yield SqliteStore(database, files, retention)
+
+
+def _pack(arrivals: Sequence[Arrival], files: ArrayFiles) -> list[Packed]:
+    """Takes sessions apart; writes their arrays where together they are large."""
+    heads, arrays = zip(*(split(arrival.record) for arrival in arrivals), strict=True)
+    parts = zip(arrivals, heads, arrays, strict=True)
+    if sum(len(piece) for pieces in arrays for piece in pieces) < _FILE_BYTES:
+        return [Packed(arrival, head, b"".join(pieces)) for arrival, head, pieces in parts]
+    places = files.write(arrays)
+    return [
+        Packed(arrival, head, None, place)
+        for (arrival, head, _), place in zip(parts, places, strict=True)
+    ]
 
 
 def _open_groups(

@@ -20,7 +20,7 @@ from rollmesh.v1 import collector_pb2
 _log = logging.getLogger(__name__)
 _CALLS = 2
 """At a time: the next is read and sent while the collector writes the one before."""
-_CALL_SESSIONS, _CALL_BYTES = 32, 4 * 1024 * 1024
+_CALL_SESSIONS, _CALL_BYTES = 64, 4 * 1024 * 1024
 _INGEST_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
 _DOUBLINGS = 6

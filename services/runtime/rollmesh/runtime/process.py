@@ -13,6 +13,7 @@ from rollmesh.runtime import faults
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.logs import configure_logging
+from rollmesh.runtime.memory import keep_freed_memory
 from rollmesh.runtime.serving import (
     Bound,
     PortInUseError,
@@ -45,6 +46,7 @@ def run_service(
     except ConfigError as error:
         print(f"rollmesh {name}: {error}", file=sys.stderr)  # noqa: T201 - the edge
         return 2
+    keep_freed_memory()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             failure = runner.run(_serve(build, config))
