@@ -25,17 +25,27 @@ _OPTIONS: list[tuple[str, int]] = [
     # What is too large is for the server to say; a group that a trainer asked for is never.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time an attempt to connect gets
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
+KEEPALIVE_MS = 20_000
+"""Time without a word after which the other end is asked whether it is there, milliseconds."""
+
+
+def keepalive_options(keepalive_ms: int) -> list[tuple[str, int]]:
+    """Returns what ends a connection to a host that is gone; it has half the time to answer."""
+    return [
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms // 2),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms // 2),  # else it has a minute, in grpc 1.85
+    ]
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """Opens a channel to `host:port`; it connects when first used and reconnects by itself."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    options = [*_OPTIONS, *keepalive_options(KEEPALIVE_MS)]
+    return grpc.aio.insecure_channel(address, options=options)
 
 
 def whole_call(

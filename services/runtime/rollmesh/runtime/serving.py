@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollmesh.runtime.channels import WINDOW_OPTIONS
+from rollmesh.runtime.channels import KEEPALIVE_MS, WINDOW_OPTIONS, keepalive_options
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.runtime.logs import fields
@@ -51,6 +51,9 @@ class ServerConfig:
     """host:port that others use to reach this service; empty means host and the bound port."""
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 takes a free one, -1 turns it off."""
+    keepalive_ms: int = KEEPALIVE_MS
+    """Time without a word after which a client is asked whether it is there, milliseconds. It has
+    half as long to answer; then its calls are over."""
     max_request_bytes: int = 64 * 1024 * 1024
     """Largest message that is taken, bytes; a larger one is refused with RESOURCE_EXHAUSTED."""
     grace_ms: int = GRACE_MS
@@ -200,7 +203,11 @@ async def serve(
         ConfigError: The host is unknown, or a port is too large.
     """
     host = bind_host(config)
-    options = [*_OPTIONS, ("grpc.max_receive_message_length", config.max_request_bytes)]
+    options = [
+        *_OPTIONS,
+        ("grpc.max_receive_message_length", config.max_request_bytes),
+        *keepalive_options(config.keepalive_ms),
+    ]
     server = grpc.aio.server(options=options, interceptors=[RpcInterceptor()])
     probe = _Health()
     await probe.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
