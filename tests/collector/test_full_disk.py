@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from rollmesh.collector import service
+from rollmesh.collector import sqlite_store
 from rollmesh.runtime.channels import typed_errors
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import StoreFullError
@@ -25,7 +25,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Database]:
             super().__init__(*arguments)
             found.append(self)
 
-    monkeypatch.setattr(service, "Database", Noted)
+    monkeypatch.setattr(sqlite_store, "Database", Noted)
     return found
 
 

@@ -263,22 +263,21 @@ async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
                 if dice.random() < 0.3:
                     group.create_task(mesh.start_gateway())
         session = mesh.gateway.session(agent.session_id)
-        session.mark_orphans()  # as the close does
-        for one in ExportMode:
-            rows_of(mesh, exported(session, one)).check(agent)
-        check_memory(session)
-        expected = exported(session, mode)
         await mesh.stub.CloseSession(
             gateway_pb2.CloseSessionRequest(
                 session_id=agent.session_id, outcome=types_pb2.SESSION_OUTCOME_COMPLETED
             )
         )
+        # Not before: turns of agents that left may be ending, and orphans are known at the close.
+        for one in ExportMode:
+            rows_of(mesh, exported(session, one)).check(agent)
+        check_memory(session)
         async with (
             Subscription(mesh.collector, consumer="t", unit="session") as deliveries,
             asyncio.timeout(TIMEOUT_S),
         ):
             (delivered,) = (await anext(deliveries)).sessions
-    rows, others = rows_of(mesh, delivered), rows_of(mesh, expected)
+    rows, others = rows_of(mesh, delivered), rows_of(mesh, exported(session, mode))
     assert (rows.nodes, rows.trained) == (others.nodes, others.trained)
     assert delivered.turns == len(rows.nodes)
 

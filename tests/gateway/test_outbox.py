@@ -110,12 +110,12 @@ async def test_no_more_is_read_the_more_was_delivered(
         return read(db, limit)
 
     monkeypatch.setattr(journal, "undelivered", noted)
-    names = [f"s{at}" for at in range(400)]
+    names = [f"s{at}" for at in range(1000)]
     async with delivering(tmp_path, names) as (collector, _, database):
         await collector.has(set(names))
         await forgotten(database)
     assert len(limits) > 10
-    assert max(limits) <= 3 * 32  # two calls of 32 that are under way, and the next one
+    assert max(limits) <= 3 * 64  # two calls of 64 that are under way, and the next one
 
 
 async def test_a_session_that_is_refused_holds_up_no_other_and_is_sent_again(
@@ -137,7 +137,7 @@ async def test_a_session_that_is_refused_holds_up_no_other_and_is_sent_again(
 
 
 async def test_a_full_collector_gets_everything_once_it_has_room(tmp_path: Path) -> None:
-    names, calls = [f"s{at}" for at in range(400)], 0
+    names, calls = [f"s{at}" for at in range(1000)], 0
 
     def check(ids: list[str]) -> None:
         nonlocal calls
