@@ -47,6 +47,7 @@ _HUNDRED = 100_000
 _GROWTH_ROWS = 200_000
 _GROWTH_CREDITS = 64
 _STEP_TIMEOUT_S = 300
+_LEAST_ROWS_PER_SECOND = 200
 Figures = dict[str, Any]
 Values = dict[str, list[float]]
 
@@ -68,9 +69,10 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.write(line.encode() + b"\n")
 
-    async def result(self) -> Figures:
-        """Returns what came of the plan."""
-        text = await read_line(self.process, "DONE", self.folder, _STEP_TIMEOUT_S)
+    async def result(self, rows: int) -> Figures:
+        """Returns what came of a plan with so many rows."""
+        timeout_s = _STEP_TIMEOUT_S + rows / _LEAST_ROWS_PER_SECOND
+        text = await read_line(self.process, "DONE", self.folder, timeout_s)
         found: Figures = json.loads(text)
         return found
 
@@ -94,7 +96,7 @@ class Line:
         every = {"every_s": _SLOW_EVERY_S} if plans.get("stamped") else {}
         await self.trainer.begin(wanted)
         await self.outbox.begin(plan | every)
-        return await self.outbox.result(), await self.trainer.result()
+        return await self.outbox.result(shape.rows), await self.trainer.result(shape.rows)
 
     async def cases(self, seed: int) -> dict[str, float]:
         """Measures one round of every shape."""
@@ -119,12 +121,12 @@ class Line:
         before = {name: rss_bytes(pid) / 1e6 for name, pid in self._processes().items()}
         await self.trainer.begin(wanted)
         await self.outbox.begin(plan)
-        await self.outbox.result()
+        await self.outbox.result(_HELD.rows)
         grown = {
             name: rss_bytes(pid) / 1e6 - before[name] for name, pid in self._processes().items()
         }
         self.trainer.say("")
-        await self.trainer.result()
+        await self.trainer.result(_HELD.rows)
         return self._named(
             {
                 "held_stored_mb": _HELD.megabytes,
@@ -221,7 +223,7 @@ async def queue_round(folder: Path, seed: int) -> dict[str, float]:
             for form in forms:
                 plan = {"shape": shape._asdict(), "prefix": f"{seed}-{label}-{form}"}
                 worker.say(json.dumps(plan | {"columns": form, "batch": _BATCH}))
-                found = await worker.result()
+                found = await worker.result(shape.rows)
                 name = "transferqueue" if form == "trainer" else "transferqueue_verl"
                 for kind in ("rows_per_second", "overlapped_rows_per_second"):
                     figures[f"{name}_{kind}_{label}"] = found[kind]
