@@ -26,7 +26,7 @@ _MOST_WEIGHT = 2.0
 # Nats a conversation that an update may move the policy further from where the step began. Without
 # this bound Adam, whose steps do not shrink with the gradient, now and then destroys a small policy
 # in one update.
-_TRUST = 0.1
+_TRUST = 0.2
 _HALVINGS = 6
 _ROWS_AT_ONCE = 64
 

@@ -13,7 +13,7 @@ from examples.demo.grpo import Row, StepReport, Trainer
 
 _PROMPT, _ANSWER = 6, 5
 _REWARDS = (1.0, 0.0, 0.0, 1.0, 1.0)
-_TRUST = 0.1  # nats a conversation
+_TRUST = 0.2  # nats a conversation
 _Age = Callable[[np.ndarray[Any, Any], float], np.ndarray[Any, Any]]
 
 
