@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 _CHUNK = 65_536
 
@@ -32,13 +32,11 @@ class Proxy:
             group.create_task(self._pass(far_reader, writer))
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        with suppress(ConnectionError):  # of one end: the other is told below
             while data := await reader.read(_CHUNK):
                 if writer not in self._silenced:
                     writer.write(data)
                     await writer.drain()
-        except ConnectionError:  # of one end: the other is told below
-            pass
         if writer not in self._silenced:
             writer.close()
 
