@@ -181,8 +181,8 @@ async def _rolling(
                     error = raised
                 feeding.cancel()
                 running.cancel()
-        except ExceptionGroup as group:  # what `on_sample` raised
-            error = group.exceptions[0]
+        except ExceptionGroup as group:  # what `on_sample` raised; the block came first
+            error = error or group.exceptions[0]
     if error is not None:
         raise error
 
