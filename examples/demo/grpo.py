@@ -5,12 +5,17 @@ sampled the next token. So the two are parted (Hilton et al. 2021, "Batch size-i
 optimization"): the step is clipped against the policy it begins with, and each token weighs as much
 as it was likelier under that policy than when it was sampled. Where nothing is old, and up to
 rounding, that is the usual loss.
+
+The loss also counts how far the policy has strayed from the one that training began with (Shao et
+al. 2024, "DeepSeekMath"), over the whole vocabulary. That holds in place what the rewards say
+little about, here the form of a tool call: without it a single update now and then makes one token
+likely where it does not belong, and what is sampled from then on is mostly noise.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +28,8 @@ _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _GRADIENT_CLIP = 0.1
 # Most that a token counts for being likelier now than when it was sampled.
 _MOST_WEIGHT = 2.0
-# Nats a conversation that an update may move the policy further from where the step began. Without
-# this bound Adam, whose steps do not shrink with the gradient, now and then destroys a small policy
-# in one update.
-_TRUST = 0.2
-_HALVINGS = 6
+# What a nat a token of having strayed costs, in rewards.
+_REFERENCE_WEIGHT = 0.2
 _ROWS_AT_ONCE = 64
 
 
@@ -52,8 +54,8 @@ class StepReport:
     grad_norm: float
     groups_used: int
     """Groups whose rewards differ; the others teach nothing."""
-    divergence: float
-    """Of the new policy from the one before the step, nats a conversation."""
+    reference_kl: float
+    """Of the policy before the update from the one that training began with, nats a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class Trainer:
         self, model_path: Path, *, rate: float, warm_up: int, steps: int, mini_batches: int = 2
     ) -> None:
         """Loads the policy; the rate rises over `warm_up` updates, then falls to a tenth."""
-        self._model: Any = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self._model = _load(model_path)
+        self._reference = _load(model_path).requires_grad_(requires_grad=False)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0
         )
@@ -92,45 +95,27 @@ class Trainer:
         samples = [_samples(group, before) for group in groups]
         used = [group for group in samples if any(sample.advantage for sample in group)]
         losses: list[float] = []
-        norm = divergence = 0.0
+        strays: list[float] = []
+        norm = 0.0
         for start in range(self._mini_batches):
             part = [sample for group in used[start :: self._mini_batches] for sample in group]
             if not part:
                 continue
-            loss, moved = self._loss(part)
+            loss, strayed = self._loss(part)
             self._optimizer.zero_grad()
             loss.backward()
             norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), _GRADIENT_CLIP))
-            divergence = self._move(part, moved + _TRUST)
+            self._optimizer.step()
+            self._schedule.step()
             losses.append(loss.item())
+            strays.append(strayed)
         return StepReport(
             loss=float(np.mean(losses or [0.0])),
             logprob_mean_abs_diff=_difference([one for group in samples for one in group]),
             grad_norm=norm,
             groups_used=len(used),
-            divergence=divergence,
+            reference_kl=float(np.mean(strays or [0.0])),
         )
-
-    def _move(self, samples: list[_Sample], most: float) -> float:
-        """Takes one step, halved until the divergence is at most `most`; returns it [nats]."""
-        parameters = list(self._model.parameters())
-        before = [parameter.detach().clone() for parameter in parameters]
-        self._optimizer.step()
-        self._schedule.step()
-        for _ in range(_HALVINGS):
-            divergence = self._divergence(samples)
-            if divergence <= most:
-                return divergence
-            with torch.no_grad():
-                for parameter, old in zip(parameters, before, strict=True):
-                    parameter.lerp_(old, 0.5)
-        return self._divergence(samples)
-
-    @torch.no_grad()
-    def _divergence(self, samples: list[_Sample]) -> float:
-        """Returns the divergence from the policy before the step, nats a conversation."""
-        logprobs, _ = self._token_logprobs([sample.row for sample in samples])
-        return _divergence(logprobs - _joined(samples)) / len(samples)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by the checkpoint's names, the tied output layer left out."""
@@ -141,43 +126,62 @@ class Trainer:
         }
 
     def _loss(self, samples: list[_Sample]) -> tuple[torch.Tensor, float]:
-        """Returns the clipped policy loss, a mean over the masked tokens, and the divergence."""
-        logprobs, counted = self._token_logprobs([sample.row for sample in samples])
-        before = _joined(samples)
+        """Returns the loss, a mean over the masked tokens, and the divergence from the reference.
+
+        The divergence [nats a token] is exact at each token that was sampled.
+        """
+        rows = [sample.row for sample in samples]
+        scores = _scores(self._model, rows)
+        reference = _scores(self._reference, rows).full
+        strayed = (scores.full.exp() * (scores.full - reference)).sum(1)
+        before = torch.cat([sample.before for sample in samples])
         advantages = torch.tensor([sample.advantage for sample in samples])
-        advantage = advantages[:, None].expand(counted.shape)[counted]
+        advantage = advantages.repeat_interleave(scores.counts)
         weight = torch.exp(before - _sampled(samples)).clamp(max=_MOST_WEIGHT)
-        ratio = torch.exp(logprobs - before)
+        ratio = torch.exp(scores.chosen - before)
         clipped = torch.clamp(ratio, 1 - _CLIP_LOW, 1 + _CLIP_HIGH)
-        loss = -(weight * torch.minimum(ratio * advantage, clipped * advantage)).mean()
-        return loss, _divergence(logprobs.detach() - before) / len(samples)
+        gain = weight * torch.minimum(ratio * advantage, clipped * advantage)
+        return (_REFERENCE_WEIGHT * strayed - gain).mean(), strayed.mean().item()
 
     @torch.no_grad()
     def _before(self, rows: list[Row]) -> Iterator[torch.Tensor]:
         """Returns the log-probs [M] of the masked tokens of each row."""
         parts: list[torch.Tensor] = []
         for start in range(0, len(rows), _ROWS_AT_ONCE):
-            part = rows[start : start + _ROWS_AT_ONCE]
-            logprobs, counted = self._token_logprobs(part)
-            parts += logprobs.split(counted.sum(1).tolist())
+            scores = _scores(self._model, rows[start : start + _ROWS_AT_ONCE])
+            parts += scores.chosen.split(scores.counts.tolist())
         return iter(parts)
 
-    def _token_logprobs(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probs [M] of the masked tokens, row by row, and where they are [B, K]."""
-        longest = max(len(row.token_ids) for row in rows)
-        ids = torch.zeros(len(rows), longest, dtype=torch.long)
-        mask = torch.zeros(len(rows), longest, dtype=torch.bool)
-        for at, row in enumerate(rows):
-            size = len(row.token_ids)
-            ids[at, :size] = torch.tensor(row.token_ids.astype(np.int64))
-            mask[at, :size] = torch.tensor(row.loss_mask)
-        shared = shared_length(ids, mask)
-        hidden = hidden_states(self._model, ids, shared)[:, :-1]
-        counted = mask[:, shared + 1 :]
-        logits = self._model.lm_head(hidden[counted])
-        chosen = ids[:, shared + 1 :][counted]
-        logprobs = torch.log_softmax(logits, -1).gather(1, chosen[:, None]).squeeze(1)
-        return logprobs, counted
+
+def _load(model_path: Path) -> Any:
+    return Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+
+
+class _Scores(NamedTuple):
+    """What a policy says of the masked tokens of B rows, row by row."""
+
+    full: torch.Tensor
+    """Log-probs of the whole vocabulary [M, V], float32."""
+    chosen: torch.Tensor
+    """Log-probs of the tokens themselves [M]."""
+    counts: torch.Tensor
+    """Masked tokens of each row [B], int64."""
+
+
+def _scores(model: Any, rows: list[Row]) -> _Scores:
+    longest = max(len(row.token_ids) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for at, row in enumerate(rows):
+        size = len(row.token_ids)
+        ids[at, :size] = torch.tensor(row.token_ids.astype(np.int64))
+        mask[at, :size] = torch.tensor(row.loss_mask)
+    shared = shared_length(ids, mask)
+    hidden = hidden_states(model, ids, shared)[:, :-1]
+    counted = mask[:, shared + 1 :]
+    full = torch.log_softmax(model.lm_head(hidden[counted]), -1)
+    chosen = full.gather(1, ids[:, shared + 1 :][counted][:, None]).squeeze(1)
+    return _Scores(full, chosen, counted.sum(1))
 
 
 def _samples(group: Sequence[Row], before: Iterator[torch.Tensor]) -> list[_Sample]:
@@ -189,11 +193,6 @@ def _samples(group: Sequence[Row], before: Iterator[torch.Tensor]) -> list[_Samp
     ]
 
 
-def _joined(samples: list[_Sample]) -> torch.Tensor:
-    """Returns the log-probs [M] under the policy before the step."""
-    return torch.cat([sample.before for sample in samples])
-
-
 def _sampled(samples: list[_Sample]) -> torch.Tensor:
     """Returns the log-probs [M] under the policies that sampled."""
     masked = [sample.row.logprobs[sample.row.loss_mask] for sample in samples]
@@ -202,12 +201,8 @@ def _sampled(samples: list[_Sample]) -> torch.Tensor:
 
 def _difference(samples: list[_Sample]) -> float:
     """Returns how far the log-probs before the step are from those of the rollout, in the mean."""
-    return float((_joined(samples) - _sampled(samples)).abs().mean())
-
-
-def _divergence(change: torch.Tensor) -> float:
-    """Returns the sum over tokens of Schulman's k3 estimator, for changes of log-probs [M]."""
-    return float((change.exp() - 1 - change).sum())
+    before = torch.cat([sample.before for sample in samples])
+    return float((before - _sampled(samples)).abs().mean())
 
 
 def group_advantages(group: Sequence[Row]) -> NDArray[np.float64]:

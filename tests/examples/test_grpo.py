@@ -13,7 +13,7 @@ from examples.demo.grpo import Row, StepReport, Trainer
 
 _PROMPT, _ANSWER = 6, 5
 _REWARDS = (1.0, 0.0, 0.0, 1.0, 1.0)
-_TRUST = 0.2  # nats a conversation
+_REFERENCE_WEIGHT = 0.2
 _Age = Callable[[np.ndarray[Any, Any], float], np.ndarray[Any, Any]]
 
 
@@ -41,6 +41,19 @@ def _group(policy: Any, age: _Age, rewards: tuple[float, ...] = _REWARDS) -> lis
 
 def _step(model_dir: Path, group: list[Row], *, rate: float = 1e-3) -> StepReport:
     return Trainer(model_dir, rate=rate, warm_up=1, steps=4, mini_batches=1).step([group])
+
+
+def _as_it_is(now: np.ndarray[Any, Any], _reward: float) -> np.ndarray[Any, Any]:
+    return now
+
+
+def _divergences(policy: Any, reference: Any, row: Row) -> np.ndarray[Any, Any]:
+    """Returns the divergence at each masked token of a row, over the whole vocabulary."""
+    ids = torch.tensor(row.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        new, old = (torch.log_softmax(one(ids).logits[0], -1) for one in (policy, reference))
+    found: np.ndarray[Any, Any] = (new.exp() * (new - old)).sum(1).numpy()
+    return found[:-1][row.loss_mask[1:]]
 
 
 def _mean_over_tokens(group: list[Row], weights: dict[float, float]) -> float:
@@ -72,20 +85,37 @@ def test_a_token_weighs_as_much_as_it_is_likelier_than_when_it_was_sampled(
 
 
 def test_the_difference_is_that_of_rollout_and_trainer(model_dir: Path, policy: Any) -> None:
-    fresh = _step(model_dir, _group(policy, lambda now, _: now))
+    fresh = _step(model_dir, _group(policy, _as_it_is))
     assert fresh.logprob_mean_abs_diff == pytest.approx(0.0, abs=1e-4)
     aged = _step(model_dir, _group(policy, lambda now, _: now - 0.25))
     assert aged.logprob_mean_abs_diff == pytest.approx(0.25, abs=1e-4)
 
 
-def test_however_old_the_rows_a_step_moves_the_policy_no_further_than_it_may(
+def test_to_stray_from_the_policy_that_training_began_with_is_counted_in_the_loss(
     model_dir: Path, policy: Any
 ) -> None:
-    group = _group(policy, lambda now, _: now - 1.0)
-    report = _step(model_dir, group, rate=5e-3)
-    assert 0 < report.divergence <= _TRUST
+    trainer = Trainer(model_dir, rate=1e-3, warm_up=1, steps=4, mini_batches=1)
+    assert trainer.step([_group(policy, _as_it_is)]).reference_kl == pytest.approx(0.0, abs=1e-6)
+    strayed = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    strayed.load_state_dict(trainer.weights(), strict=False)
+    group = _group(strayed, _as_it_is)
+    divergence = np.mean(np.concatenate([_divergences(strayed, policy, row) for row in group]))
+    report = trainer.step([group])
+    assert report.reference_kl == pytest.approx(divergence, rel=1e-3) != 0.0
+    gain = -_mean_over_tokens(group, {1.0: 1.0, 0.0: 1.0})
+    assert report.loss == pytest.approx(_REFERENCE_WEIGHT * divergence - gain, abs=1e-5)
+
+
+def test_a_policy_that_has_strayed_is_drawn_back_where_the_rewards_say_nothing(
+    model_dir: Path, policy: Any
+) -> None:
+    trainer = Trainer(model_dir, rate=3e-4, warm_up=1, steps=40, mini_batches=1)
+    trainer.step([_group(policy, _as_it_is)])
+    nothing = _group(policy, lambda now, _: now + 20.0)  # so old that its gradient counts nothing
+    strayed = [trainer.step([nothing]).reference_kl for _ in range(10)]
+    assert strayed[-1] < strayed[0] / 2
 
 
 def test_a_group_of_equal_rewards_teaches_nothing(model_dir: Path, policy: Any) -> None:
-    report = _step(model_dir, _group(policy, lambda now, _: now, rewards=(1.0, 1.0)))
-    assert (report.groups_used, report.loss, report.divergence) == (0, 0.0, 0.0)
+    report = _step(model_dir, _group(policy, _as_it_is, rewards=(1.0, 1.0)))
+    assert (report.groups_used, report.loss, report.reference_kl) == (0, 0.0, 0.0)
