@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rollmesh.collector import redis_scripts as scripts
-from rollmesh.collector.redis_client import RedisClient, text
+from rollmesh.collector.redis_client import RedisClient, Script, text
 from rollmesh.collector.redis_logs import scored, start_of
 from rollmesh.collector.store import GROUP_LOG, SESSION_LOG, Retention, log_of
 from rollmesh.v1 import collector_pb2 as pb
@@ -74,9 +74,12 @@ async def _remove(
 ) -> int:
     names = [hello.consumer for hello in hellos]
     ids = [text(id_) for id_ in await client.run("ZRANGE", client.key("all", key), 0, -1)]
-    removed = await client.script(scripts.REMOVE, now_ms, key)
-    for session_id in ids:
-        await client.script(scripts.FORGET_UNIT, now_ms, SESSION_LOG, session_id, *names)
-    for log in {GROUP_LOG, *map(log_of, hellos)} - {SESSION_LOG}:
-        await client.script(scripts.FORGET_UNIT, now_ms, log, key, *names)
+    logs = {GROUP_LOG, *map(log_of, hellos)} - {SESSION_LOG}
+    forgotten = [(SESSION_LOG, session_id) for session_id in ids] + [(log, key) for log in logs]
+    removed, *_ = await client.run_at_once(
+        [
+            Script(scripts.REMOVE, now_ms, [key]),
+            *(Script(scripts.FORGET_UNIT, now_ms, [*unit, *names]) for unit in forgotten),
+        ]
+    )
     return int(removed)

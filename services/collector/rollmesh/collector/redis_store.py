@@ -16,7 +16,7 @@ from rollmesh.collector import (
     redis_scripts as scripts,
 )
 from rollmesh.collector.records import join
-from rollmesh.collector.redis_client import RedisClient, pairs, text
+from rollmesh.collector.redis_client import Command, RedisClient, Script, pairs, text
 from rollmesh.collector.store import (
     GROUP_LOG,
     SESSION_LOG,
@@ -144,6 +144,7 @@ class RedisStore:
             )
             entries += [entry for _, new in found or () for entry in new]
         units: list[Unit] = []
+        over: list[Command] = []
         read = [redis_logs.unit_of(at, values) for at, values in entries]
         settled_key = self._client.key("settled", consumer)
         scores = await self._client.run_all(
@@ -151,9 +152,10 @@ class RedisStore:
         )
         for (at, _), unit, settled in zip(entries, read, scores, strict=True):
             if settled is not None:  # under another policy, or while its owner died
-                await self._client.run("XACK", self._client.key("log", log), consumer, at)
+                over.append(("XACK", self._client.key("log", log), consumer, at))
             else:
                 units.append(unit)
+        await self._client.run_all(over)
         return Page(sorted(units), 0, len(entries) == limit)
 
     async def release(self, consumer: str) -> None:
@@ -174,22 +176,17 @@ class RedisStore:
         self, consumer: str, settlements: Sequence[Settlement], now_ms: int
     ) -> list[str]:
         """Keeps that units are done."""
-        log, done = log_of(await self._hello(consumer)), []
-        calls = [(consumer, log, one.unit_id, int(one.reason)) for one in settlements]
-        answers = await self._client.scripts(scripts.SETTLE, now_ms, calls)
-        for settlement, changed in zip(settlements, answers, strict=True):
-            if not changed:
-                continue
-            done.append(settlement.unit_id)
-            if settlement.reason:
-                entry = pb.FilteredEntry(
-                    delivery_id=settlement.unit_id,
-                    reason=settlement.reason,
-                    unix_ms=now_ms,
-                    removed=settlement.removed,
-                )
-                await redis_ingest.add_filtered(self._client, redis_logs.owner_of(consumer), entry)
-        return done
+        log, owner = log_of(await self._hello(consumer)), redis_logs.owner_of(consumer)
+        calls: list[Script] = []
+        for one in settlements:
+            entry = pb.FilteredEntry(
+                delivery_id=one.unit_id, reason=one.reason, unix_ms=now_ms, removed=one.removed
+            )
+            said = (owner, entry.SerializeToString(), *redis_ingest.counted(entry))
+            arguments = (consumer, log, one.unit_id, int(one.reason), *(said if one.reason else ()))
+            calls.append(Script(scripts.SETTLE, now_ms, arguments))
+        answers = await self._client.run_at_once(calls)
+        return [one.unit_id for one, changed in zip(settlements, answers, strict=True) if changed]
 
     async def seek(self, consumer: str, position: pb.Position) -> Sought:
         """Moves a consumer; what it had settled from there on comes again."""
