@@ -91,8 +91,7 @@ async def test_an_ingest_that_loses_any_trip_on_its_way_is_finished_by_its_repea
         store = RedisStore(client, KEEP)
         sessions = await Reader.open(store, "sessions")
         groups = await Reader.open(store, "groups", GROUP)
-        policy = {"groups": FIRST_ONE, "filter": MAIN_ONLY}
-        first = await Reader.open(store, "first", GROUP, **policy)
+        first = await Reader.open(store, "first", GROUP, groups=FIRST_ONE, filter=MAIN_ONLY)
         client.trips = 0
         (client.after if answer else client.before)[trip] = _lost
         with pytest.raises(StoreAwayError):
@@ -159,6 +158,31 @@ async def test_a_session_that_one_collector_left_half_stored_counts_for_another_
         assert await groups.take() == [("g", 1, ["g0", "g1"])]
         assert await ingest(other, record("g0", "g", 0, 2), 0)
         assert await _listed(other, "groups") == []
+
+
+@pytest.mark.parametrize("trip", range(8))
+async def test_a_session_that_comes_while_its_group_is_removed_is_delivered(
+    tmp_path: Path, trip: int
+) -> None:
+    async with (
+        redis_server(tmp_path) as server,
+        watched(server.url) as client,
+        connected(server.url) as another,
+    ):
+        store, other = RedisStore(client, KEEP), RedisStore(another, KEEP)
+        reader = await Reader.open(other)
+        await ingest(other, record("early", "g"), 0)
+        await reader.take_all()
+
+        async def second() -> None:
+            await ingest(other, record("late", "g"), 0)
+
+        client.before = {trip: second}
+        assert await store.retain(2 * KEEP.settled_ms) == 0
+        assert client.trips > trip
+        assert await reader.take() == [("late", 1, ["late"])]
+        await reader.settle("late")
+        assert await store.retain(2 * KEEP.settled_ms) == 2
 
 
 async def test_a_deadline_that_outlived_its_group_being_made_is_forgotten(tmp_path: Path) -> None:
@@ -239,6 +263,43 @@ async def _loaded_and_dropped(store: RedisStore, count: int) -> Hook:
     return work
 
 
+async def _left(store: RedisStore, count: int) -> Hook:
+    """Settled sessions whose time is over."""
+    reader = await Reader.open(store, "first", GROUP, groups=FIRST_ONE)
+    await reader.take_all()
+    await store.ingest(_arrivals(*(record(f"r{count}-{at}") for at in range(count))), 0)
+    await reader.take_all()
+
+    async def work() -> None:
+        assert await store.retain(2 * KEEP.settled_ms) >= count
+
+    return work
+
+
+async def _sought(store: RedisStore, count: int) -> Hook:
+    """A consumer that is moved back over what it settled."""
+    await store.ingest(_arrivals(*(record(f"b{count}-{at}") for at in range(count))), 0)
+    reader = await Reader.open(store, f"back-{count}")
+    await reader.take_all()
+
+    async def work() -> None:
+        assert (await store.seek(reader.name, pb.Position(end=pb.LOG_END_EARLIEST))).again >= count
+
+    return work
+
+
+async def _turned(store: RedisStore, count: int) -> Hook:
+    """A consumer that settled much and takes another log."""
+    await store.ingest(_arrivals(*(record(f"p{count}-{at}") for at in range(count))), 0)
+    reader = await Reader.open(store, f"policy-{count}", GROUP, groups=FIRST_ONE)
+    await reader.take_all()
+
+    async def work() -> None:
+        await Reader.open(store, reader.name, GROUP)
+
+    return work
+
+
 async def _opened(store: RedisStore, count: int) -> Hook:
     """A consumer whose log is made from what is stored."""
     await store.ingest(_arrivals(*(record(f"o{count}-{at}") for at in range(count))), 0)
@@ -257,6 +318,9 @@ async def _opened(store: RedisStore, count: int) -> Hook:
         pytest.param(_overdue, 5, id="deadlines"),
         pytest.param(_loaded_and_dropped, 5, id="load and settle"),
         pytest.param(_opened, 9, id="a log of its own"),
+        pytest.param(_turned, 13, id="another log"),
+        pytest.param(_sought, 18, id="seek"),
+        pytest.param(_left, 12, id="retention"),
     ],
 )
 async def test_the_trips_of_a_call_do_not_grow_with_what_it_is_about(

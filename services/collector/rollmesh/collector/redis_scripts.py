@@ -4,7 +4,7 @@ Every script gets the prefix of all keys and the time as its first arguments. Ke
 
     n, last_ms, last_n        counters: sessions that came; the last place in any log
     totals                    hash of sums
-    session:ID                hash: head, arrays, key, idx, n, trajectories, ready, done
+    session:ID                hash: head, arrays, key, idx, n, trajectories, done
     sessions, due             sorted sets of session ids: by n; by the end of the wait for rewards
     group:KEY                 hash: size, first_ms
     all:KEY, members:KEY      sorted sets of a group's sessions, and of its ready ones, by n
@@ -43,7 +43,6 @@ local function add_unit(log, id, members, partial)
   return seq
 end
 local function make_ready(id, key)
-  redis.call('HSET', k('session', id), 'ready', 1)
   redis.call('ZADD', k('members', key), redis.call('HGET', k('session', id), 'n'), id)
   add_unit('s', id, '[]', '')
 end
@@ -195,6 +194,7 @@ REMOVE = (
     _HEAD
     + r"""
 local key, gone = ARGV[3], 0
+if redis.call('ZCARD', k('all', key)) ~= tonumber(ARGV[4]) then return 0 end  -- one came since
 for _, id in ipairs(redis.call('ZRANGE', k('all', key), 0, -1)) do
   local kept = redis.call('HMGET', k('session', id), 'head', 'arrays', 'trajectories')
   redis.call('HINCRBY', k('totals'), 'bytes', -#kept[1] - #kept[2])

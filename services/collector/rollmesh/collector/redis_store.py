@@ -201,9 +201,7 @@ class RedisStore:
             await redis_logs.open_between(self._client, consumer, log, first - 1, start + 1), 0
         )
         skipped = max(await redis_logs.open_between(self._client, consumer, log, start, first), 0)
-        for unit_id in await client.run("ZRANGEBYSCORE", settled, first, "+inf"):
-            await client.run("HDEL", client.key("settled_ms", consumer), unit_id)
-        await client.run("ZREMRANGEBYSCORE", settled, first, "+inf")
+        await redis_logs.unsettle(client, consumer, first)
         await client.run("DEL", client.key("attempts", consumer))
         await client.run("HSET", client.key("consumer", consumer), "start", first - 1)
         await redis_logs.unhold(self._client, consumer, log)
