@@ -1,6 +1,6 @@
 """How often the Redis store waits for Redis, and what others find where it broke off in between."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,8 @@ class Watched(RedisClient):
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
         self.trips = 0
-        self.before: dict[int, Hook] = {}
-        self.after: dict[int, Hook] = {}
+        self.before: Mapping[int, Hook] = {}
+        self.after: Mapping[int, Hook] = {}
 
     async def run(self, command: str, *arguments: Value) -> Any:
         return await self._trip(partial(super().run, command, *arguments))
@@ -93,7 +93,7 @@ async def test_an_ingest_that_loses_any_trip_on_its_way_is_finished_by_its_repea
         groups = await Reader.open(store, "groups", GROUP)
         first = await Reader.open(store, "first", GROUP, groups=FIRST_ONE, filter=MAIN_ONLY)
         client.trips = 0
-        (client.after if answer else client.before)[trip] = _lost
+        client.before, client.after = ({}, {trip: _lost}) if answer else ({trip: _lost}, {})
         with pytest.raises(StoreAwayError):
             await store.ingest(arrivals, 0)
         client.before, client.after = {}, {}
@@ -151,7 +151,7 @@ async def test_a_session_that_one_collector_left_half_stored_counts_for_another_
     ):
         store, other = RedisStore(client, KEEP), RedisStore(another, KEEP)
         groups = await Reader.open(other, "groups", GROUP)
-        client.after[1] = _lost
+        client.after = {1: _lost}
         with pytest.raises(StoreAwayError):
             await ingest(store, record("g0", "g", 0, 2), 0)
         assert not await ingest(other, record("g1", "g", 1, 2), 0)

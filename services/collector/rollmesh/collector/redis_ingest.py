@@ -64,7 +64,7 @@ async def ingest(
 
 
 def _stored(arrival: Arrival, now_ms: int) -> list[Value]:
-    """Returns what is stored of a session: arguments of the script, the time of its wait last."""
+    """Returns what is stored of a session: arguments of the script."""
     record, due_ms = arrival.record, arrival.due_ms(now_ms)
     head, arrays = split(record)
     size = max(record.group_size, 1) if record.group_id else 1
@@ -201,21 +201,16 @@ async def add_filtered(
 ) -> None:
     """Lists and counts what was kept from a consumer, or from the readers of a log."""
     await client.run_at_once(
-        [
-            Script(
-                scripts.FILTERED, entry.unix_ms, [owner, entry.SerializeToString(), *counted(entry)]
-            )
-            for entry in entries
-        ]
+        [Script(scripts.FILTERED, entry.unix_ms, listed(owner, entry)) for entry in entries]
     )
 
 
-def counted(entry: pb.FilteredEntry) -> list[Value]:
-    """Returns what an entry adds to which sums, one after the other."""
-    counts: list[Value] = []
+def listed(owner: str, entry: pb.FilteredEntry) -> list[Value]:
+    """Returns the arguments by which scripts list and count an entry of a consumer or log."""
+    arguments: list[Value] = [owner, entry.SerializeToString()]
     for reason, (units, trajectories) in counts_of(entry).items():
-        counts += [f"{reason}:u", units, f"{reason}:t", trajectories]
-    return counts
+        arguments += [f"{reason}:u", units, f"{reason}:t", trajectories]
+    return arguments
 
 
 async def _run_and_look(

@@ -1,4 +1,7 @@
-"""Units out of Redis as they are delivered: several with two trips, or three: what is taken out."""
+"""Units out of Redis as they are delivered: several with two trips.
+
+What a filter takes out of them is listed with a third.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -196,11 +196,12 @@ REMOVE = (
 local key, gone = ARGV[3], 0
 if redis.call('ZCARD', k('all', key)) ~= tonumber(ARGV[4]) then return 0 end  -- one came since
 for _, id in ipairs(redis.call('ZRANGE', k('all', key), 0, -1)) do
-  local kept = redis.call('HMGET', k('session', id), 'head', 'arrays', 'trajectories')
-  redis.call('HINCRBY', k('totals'), 'bytes', -#kept[1] - #kept[2])
+  local session = k('session', id)
+  local bytes = redis.call('HSTRLEN', session, 'head') + redis.call('HSTRLEN', session, 'arrays')
+  redis.call('HINCRBY', k('totals'), 'bytes', -bytes)
   redis.call('HINCRBY', k('totals'), 'sessions', -1)
-  redis.call('HINCRBY', k('totals'), 'trajectories', -kept[3])
-  redis.call('DEL', k('session', id), k('rewards', id))
+  redis.call('HINCRBY', k('totals'), 'trajectories', -redis.call('HGET', session, 'trajectories'))
+  redis.call('DEL', session, k('rewards', id))
   redis.call('ZREM', k('sessions'), id)
   redis.call('ZREM', k('due'), id)
   redis.call('ZADD', k('removed'), now, id)

@@ -16,7 +16,7 @@ from rollmesh.collector import (
     redis_scripts as scripts,
 )
 from rollmesh.collector.records import join
-from rollmesh.collector.redis_client import Command, RedisClient, Script, pairs, text
+from rollmesh.collector.redis_client import Command, RedisClient, Script, Value, pairs, text
 from rollmesh.collector.store import (
     GROUP_LOG,
     SESSION_LOG,
@@ -179,11 +179,12 @@ class RedisStore:
         log, owner = log_of(await self._hello(consumer)), redis_logs.owner_of(consumer)
         calls: list[Script] = []
         for one in settlements:
-            entry = pb.FilteredEntry(
-                delivery_id=one.unit_id, reason=one.reason, unix_ms=now_ms, removed=one.removed
-            )
-            said = (owner, entry.SerializeToString(), *redis_ingest.counted(entry))
-            arguments = (consumer, log, one.unit_id, int(one.reason), *(said if one.reason else ()))
+            arguments: list[Value] = [consumer, log, one.unit_id, int(one.reason)]
+            if one.reason:
+                entry = pb.FilteredEntry(
+                    delivery_id=one.unit_id, reason=one.reason, unix_ms=now_ms, removed=one.removed
+                )
+                arguments += redis_ingest.listed(owner, entry)
             calls.append(Script(scripts.SETTLE, now_ms, arguments))
         answers = await self._client.run_at_once(calls)
         return [one.unit_id for one, changed in zip(settlements, answers, strict=True) if changed]
