@@ -22,6 +22,7 @@ from tests.collector.redis_server import redis_server
 from tests.collector.stores import KEEP, MAIN_ONLY, Reader, auxiliary, group, ingest
 
 _INGEST_TRIPS = 4
+_OPEN_TRIPS = 16
 _FEW, _MANY = 2, 64
 FIRST_ONE = pb.GroupPolicy(samples=1)
 Hook: TypeAlias = Callable[[], Awaitable[None]]
@@ -185,6 +186,25 @@ async def test_a_session_that_comes_while_its_group_is_removed_is_delivered(
         assert await store.retain(2 * KEEP.settled_ms) == 2
 
 
+@pytest.mark.parametrize("answer", [False, True], ids=["its way", "its answer"])
+@pytest.mark.parametrize("trip", range(_OPEN_TRIPS))
+async def test_a_consumer_whose_opening_breaks_off_gets_everything_when_it_comes_again(
+    tmp_path: Path, trip: int, *, answer: bool
+) -> None:
+    async with redis_server(tmp_path) as server, watched(server.url) as client:
+        store = RedisStore(client, KEEP)
+        await store.ingest(_arrivals(record("a"), record("b"), *group("g", 0, 1, size=2)), 0)
+        start = pb.Position(delivery_id="b")
+        client.trips = 0
+        client.before, client.after = ({}, {trip: _lost}) if answer else ({trip: _lost}, {})
+        with pytest.raises(StoreAwayError):
+            await Reader.open(store, "c", GROUP, groups=FIRST_ONE, start=start)
+        client.before, client.after = {}, {}
+        reader = await Reader.open(store, "c", GROUP, groups=FIRST_ONE, start=start)
+        assert await reader.take() == [("b", 1, ["b"]), ("g", 1, ["g0"])]
+        assert await _listed(store, "c") == [("g", "g1", pb.FILTER_REASON_SURPLUS)]
+
+
 async def test_a_deadline_that_outlived_its_group_being_made_is_forgotten(tmp_path: Path) -> None:
     async with redis_server(tmp_path) as server, connected(server.url) as client:
         store = RedisStore(client, KEEP)
@@ -317,8 +337,8 @@ async def _opened(store: RedisStore, count: int) -> Hook:
         pytest.param(_timed_out, 5, id="waits that are over"),
         pytest.param(_overdue, 5, id="deadlines"),
         pytest.param(_loaded_and_dropped, 5, id="load and settle"),
-        pytest.param(_opened, 9, id="a log of its own"),
-        pytest.param(_turned, 13, id="another log"),
+        pytest.param(_opened, 12, id="a log of its own"),
+        pytest.param(_turned, 14, id="another log"),
         pytest.param(_sought, 18, id="seek"),
         pytest.param(_left, 12, id="retention"),
     ],

@@ -12,7 +12,7 @@ Every script gets the prefix of all keys and the time as its first arguments. Ke
     deadlines                 sorted set of log and group key by due time
     log:LOG, units:LOG        stream of units; their places by id
     parts:LOG                 hash: the sessions of each unit
-    consumers, consumer:NAME  hash of hellos; log, start, acknowledged
+    consumers, consumer:NAME  hash of hellos; start, acknowledged, groups: the log's policy
     attempts:NAME, settled:NAME, settled_ms:NAME   by unit: deliveries; place; time
     filtered:OWNER, counts:OWNER, listed:OWNER     stream of entries; sums; what is listed once
     rewards:ID                set of the requests that set rewards

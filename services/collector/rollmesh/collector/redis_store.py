@@ -123,13 +123,16 @@ class RedisStore:
             start = await redis_logs.start_of(self._client, name)
         await client.run("HSET", client.key("consumers"), name, hello.SerializeToString())
         await redis_logs.make_group(self._client, name, log, start)
-        if known is not None and before.groups == hello.groups:
+        made = await client.run("HGET", client.key("consumer", name), "groups")
+        if made is not None and pb.GroupPolicy.FromString(made) == hello.groups:
             return
         if log == own_log(name):
             await redis_ingest.backfill(client, hello, start, now_ms)
         else:
             await redis_logs.leave_own_log(self._client, name)
         await redis_logs.renumber(self._client, name, log)
+        policy = hello.groups.SerializeToString()  # last: what breaks off before is done again
+        await client.run("HSET", client.key("consumer", name), "groups", policy)
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:  # noqa: ARG002
         """Returns what nobody holds: first what the dead and the silent left, then what is new."""
