@@ -157,28 +157,6 @@ async def test_what_was_fetched_before_a_seek_was_heard_of_is_for_everyone_again
             assert await Reader(one, reader.hello).ids() == ["a"]
 
 
-async def test_an_ingest_that_broke_off_is_finished_by_its_repeat(tmp_path: Path) -> None:
-    async with redis_server(tmp_path) as server, connected(server.url) as client:
-        store = RedisStore(client, KEEP)
-        reader = await Reader.open(store, unit=GROUP)
-        scripts = client.scripts
-
-        async def breaking(source: str, *arguments: Any) -> Any:
-            if "HSET', k('session', id), 'ready'" in source:
-                raise StoreAwayError("gone")
-            return await scripts(source, *arguments)
-
-        client.scripts = breaking  # type: ignore[assignment]
-        with pytest.raises(StoreAwayError):
-            await ingest(store, record("a"), 0)
-        assert await reader.fetch() == []
-        client.scripts = scripts  # type: ignore[method-assign]
-        assert await ingest(store, record("a"), 0)
-        assert await reader.ids() == ["a"]
-        assert await ingest(store, record("a"), 0)
-        assert await reader.fetch() == []
-
-
 async def test_redis_killed_is_survived_and_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
     async with redis_server(tmp_path / "redis") as server:
         async with running(

@@ -1,10 +1,12 @@
 """A connection to Redis that gives typed errors, and its check for durability."""
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeAlias
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from redis import asyncio as redis, exceptions
@@ -23,6 +25,17 @@ _PREFIX = "rollmesh:"
 Value: TypeAlias = "str | bytes | int | float"
 
 
+class Script(NamedTuple):
+    """A call of one of `redis_scripts`."""
+
+    source: str
+    now_ms: int
+    arguments: Sequence[Value]
+
+
+Command: TypeAlias = "Script | Sequence[Value]"
+
+
 class RedisClient:
     """Commands and scripts of one Redis, under a prefix."""
 
@@ -30,7 +43,6 @@ class RedisClient:
         """Takes a `redis.asyncio.Redis`."""
         self._redis = connection
         connection.response_callbacks.clear()  # replies as Redis gives them
-        self._scripts: dict[str, Any] = {}
 
     def key(self, *parts: str) -> str:
         """Returns a key."""
@@ -47,41 +59,44 @@ class RedisClient:
         with _typed():
             return await self._redis.execute_command(command, *arguments)
 
-    async def run_all(self, commands: Sequence[Sequence[Value]]) -> list[Any]:
+    async def run_all(self, commands: Sequence[Command]) -> list[Any]:
         """Runs commands with one trip to Redis; others may come in between. Errors as in `run`."""
+        return await self._pipe(commands, at_once=False)
+
+    async def run_at_once(self, commands: Sequence[Command]) -> list[Any]:
+        """Runs commands as one: no other comes in between, and Redis syncs what they write once.
+
+        Errors as in `run`; where it refuses one of them, the others are done or not.
+        """
+        return await self._pipe(commands, at_once=True)
+
+    async def _pipe(self, commands: Sequence[Command], *, at_once: bool) -> list[Any]:
         if not commands:
             return []
+        sent: set[str] = set()
         with _typed():
-            pipeline = self._redis.pipeline(transaction=False)
+            pipeline = self._redis.pipeline(transaction=at_once)
             for command in commands:
-                pipeline.execute_command(*command)
+                if isinstance(command, Script):
+                    pipeline.execute_command(*_spelled(command, sent))
+                else:
+                    pipeline.execute_command(*command)
             found: list[Any] = await pipeline.execute()
             return found
 
-    async def script(self, source: str, now_ms: int, *arguments: Value) -> Any:
-        """Runs a script of `redis_scripts`; errors as in `run`."""
-        with _typed():
-            return await self._known(source)(keys=[], args=[_PREFIX, now_ms, *arguments])
 
-    async def scripts(
-        self, source: str, now_ms: int, calls: Sequence[Sequence[Value]]
-    ) -> list[Any]:
-        """Runs a script once for each of the arguments, in order; else as `run_all`."""
-        if not calls:
-            return []
-        known = self._known(source)
-        with _typed():
-            pipeline = self._redis.pipeline(transaction=False)
-            for arguments in calls:
-                await known(keys=[], args=[_PREFIX, now_ms, *arguments], client=pipeline)
-            found: list[Any] = await pipeline.execute()
-            return found
+def _spelled(script: Script, sent: set[str]) -> tuple[Value, ...]:
+    """Returns a script as a command: the first of a trip by its text, so that Redis knows it."""
+    source, arguments = script.source, (0, _PREFIX, script.now_ms, *script.arguments)
+    if source in sent:
+        return ("EVALSHA", _sha_of(source), *arguments)
+    sent.add(source)
+    return ("EVAL", source, *arguments)
 
-    def _known(self, source: str) -> Any:
-        known = self._scripts.get(source)
-        if known is None:
-            known = self._scripts[source] = self._redis.register_script(source)
-        return known
+
+@cache
+def _sha_of(source: str) -> str:
+    return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 @asynccontextmanager

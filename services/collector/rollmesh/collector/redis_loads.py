@@ -1,4 +1,7 @@
-"""Units out of Redis as they are delivered: several with three trips."""
+"""Units out of Redis as they are delivered: several with two trips.
+
+What a filter takes out of them is listed with a third.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,25 +35,30 @@ async def load(
     judged = await _judge(client, units, judge)
     out = [one for one in judged if one.delivers]
     key = client.key("attempts", consumer)
-    attempts = await client.run_all([("HINCRBY", key, one.unit.unit_id, 1) for one in out])
-    counted = {one.unit.unit_id: int(at) for one, at in zip(out, attempts, strict=True)}
     heads = [head for one in out for head in one.heads]
-    arrays = iter(
-        await client.run_all(
-            [("HGET", client.key("session", head.session_id), "arrays") for head in heads]
-        )
+    found = await client.run_all(
+        [
+            *(("HINCRBY", key, one.unit.unit_id, 1) for one in out),
+            *(("HGET", client.key("session", head.session_id), "arrays") for head in heads),
+        ]
     )
+    counted = {one.unit.unit_id: int(at) for one, at in zip(out, found, strict=False)}
+    await add_filtered(
+        client,
+        owner_of(consumer),
+        [
+            pb.FilteredEntry(delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed)
+            for unit, _, verdict in out
+            if verdict and verdict.removed and counted[unit.unit_id] == 1
+        ],
+    )
+    arrays = iter(found[len(out) :])
     loaded: list[Loaded | None] = []
     for unit, sessions, verdict in judged:
         attempt, response = counted.get(unit.unit_id, 0), pb.SubscribeResponse()
         if verdict is None:
             loaded.append(None)
             continue
-        if attempt == 1 and verdict.removed:
-            entry = pb.FilteredEntry(
-                delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed
-            )
-            await add_filtered(client, owner_of(consumer), entry)
         for head, places in zip(sessions, verdict.kept, strict=True) if attempt else ():
             session = response.delivery.sessions.add()
             session.CopyFrom(head)

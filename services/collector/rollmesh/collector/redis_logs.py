@@ -4,10 +4,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rollmesh.collector.redis_client import RedisClient, pairs, text
+from rollmesh.collector.redis_client import RedisClient, Value, pairs, text
 from rollmesh.collector.store import Unit, own_log
 from rollmesh.runtime.errors import InvalidFieldError, StoreError
 from rollmesh.v1 import collector_pb2 as pb
+
+_BATCH = 1000
+"""Units in one trip."""
 
 
 async def make_group(client: RedisClient, name: str, log: str, start: int) -> None:
@@ -31,9 +34,26 @@ async def leave_own_log(client: RedisClient, name: str) -> None:
 async def renumber(client: RedisClient, name: str, log: str) -> None:
     """Gives what is settled its places in the log that is read from now on."""
     settled = client.key("settled", name)
-    for unit_id in await client.run("ZRANGE", settled, 0, -1):
-        seq = await client.run("ZSCORE", client.key("units", log), unit_id)
-        await client.run("ZADD", settled, -1 if seq is None else seq, unit_id)
+    ids = list(map(text, await client.run("ZRANGE", settled, 0, -1)))
+    for part in _parts(ids):
+        asked = [("ZSCORE", client.key("units", log), unit_id) for unit_id in part]
+        places: list[Value] = []
+        for unit_id, seq in zip(part, await client.run_all(asked), strict=True):
+            places += [-1 if seq is None else seq, unit_id]
+        await client.run("ZADD", settled, *places)
+
+
+async def unsettle(client: RedisClient, name: str, first: int) -> None:
+    """Forgets what a consumer settled at or after a place."""
+    settled = client.key("settled", name)
+    ids = list(map(text, await client.run("ZRANGEBYSCORE", settled, first, "+inf")))
+    for part in _parts(ids):
+        await client.run("HDEL", client.key("settled_ms", name), *part)
+    await client.run("ZREMRANGEBYSCORE", settled, first, "+inf")
+
+
+def _parts(ids: Sequence[str]) -> list[Sequence[str]]:
+    return [ids[at : at + _BATCH] for at in range(0, len(ids), _BATCH)]
 
 
 async def open_between(

@@ -4,7 +4,7 @@ Every script gets the prefix of all keys and the time as its first arguments. Ke
 
     n, last_ms, last_n        counters: sessions that came; the last place in any log
     totals                    hash of sums
-    session:ID                hash: head, arrays, key, idx, n, trajectories, ready, done
+    session:ID                hash: head, arrays, key, idx, n, trajectories, done
     sessions, due             sorted sets of session ids: by n; by the end of the wait for rewards
     group:KEY                 hash: size, first_ms
     all:KEY, members:KEY      sorted sets of a group's sessions, and of its ready ones, by n
@@ -12,7 +12,7 @@ Every script gets the prefix of all keys and the time as its first arguments. Ke
     deadlines                 sorted set of log and group key by due time
     log:LOG, units:LOG        stream of units; their places by id
     parts:LOG                 hash: the sessions of each unit
-    consumers, consumer:NAME  hash of hellos; log, start, acknowledged
+    consumers, consumer:NAME  hash of hellos; start, acknowledged, groups: the log's policy
     attempts:NAME, settled:NAME, settled_ms:NAME   by unit: deliveries; place; time
     filtered:OWNER, counts:OWNER, listed:OWNER     stream of entries; sums; what is listed once
     rewards:ID                set of the requests that set rewards
@@ -42,6 +42,16 @@ local function add_unit(log, id, members, partial)
   redis.call('INCR', k('news'))
   return seq
 end
+local function make_ready(id, key)
+  redis.call('ZADD', k('members', key), redis.call('HGET', k('session', id), 'n'), id)
+  add_unit('s', id, '[]', '')
+end
+local function list(owner, entry, once, counts)
+  if once ~= '' and redis.call('SADD', k('listed', owner), once) == 0 then return end
+  redis.call('XADD', k('filtered', owner), place(), 'entry', entry)
+  local sums = k('counts', owner)
+  for at = 1, #counts, 2 do redis.call('HINCRBY', sums, counts[at], counts[at + 1]) end
+end
 """
 
 INGEST = (
@@ -67,7 +77,6 @@ redis.call('ZADD', k('all', key), n, id)
 redis.call('HINCRBY', k('totals'), 'bytes', bytes)
 redis.call('HINCRBY', k('totals'), 'sessions', 1)
 redis.call('HINCRBY', k('totals'), 'trajectories', trajectories)
-if due ~= '' then redis.call('ZADD', k('due'), due, id) end
 if size ~= '' and not other and not redis.call('ZSCORE', k('removed'), 'g:' .. key) then
   redis.call('HSET', k('group', key), 'size', size, 'first_ms', ARGV[2])
   redis.call('ZADD', k('groups'), n, key)
@@ -76,6 +85,11 @@ if size ~= '' and not other and not redis.call('ZSCORE', k('removed'), 'g:' .. k
     redis.call('ZADD', k('deadlines'), now + tonumber(ARGV[at + 1]), ARGV[at] .. '\0' .. key)
   end
 end
+if due ~= '' then
+  redis.call('ZADD', k('due'), due, id)
+  return 'held'
+end
+make_ready(id, key)
 return 'new'
 """
 )
@@ -84,20 +98,7 @@ READY = (
     _HEAD
     + r"""
 local id, key = ARGV[3], ARGV[4]
-redis.call('HSET', k('session', id), 'ready', 1)
-redis.call('ZADD', k('members', key), redis.call('HGET', k('session', id), 'n'), id)
-add_unit('s', id, '[]', '')
-return 1
-"""
-)
-
-DONE = (
-    _HEAD
-    + r"""
-redis.call('HSET', k('session', ARGV[3]), 'done', 1)
-if redis.call('ZREM', k('due'), ARGV[3]) == 1 and ARGV[4] ~= '' then
-  redis.call('HINCRBY', k('totals'), ARGV[4], 1)
-end
+if redis.call('EXISTS', k('session', id)) == 1 then make_ready(id, key) end
 return 1
 """
 )
@@ -105,18 +106,40 @@ return 1
 MAKE_UNIT = (
     _HEAD
     + r"""
-local log, key, members, partial, drop = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+local log, key, members, partial, settled = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+local reason, entries = ARGV[8], tonumber(ARGV[9])
 local seq = add_unit(log, key, members, partial)
 if not seq then return 0 end
 redis.call('HSET', k('parts', log), key, members)
 redis.call('ZREM', k('deadlines'), log .. '\0' .. key)
 if log == 'g' then redis.call('ZREM', k('groups', 'open'), key) end
-if drop ~= '' then
-  redis.call('ZADD', k('settled', drop), seq, key)
-  redis.call('HSET', k('settled_ms', drop), key, ARGV[2])
+if settled ~= '' then  -- by whom it is from the first
+  redis.call('ZADD', k('settled', settled), seq, key)
+  redis.call('HSET', k('settled_ms', settled), key, ARGV[2])
 end
-for at = 8, #ARGV do  -- consumers of the log: what they settled under another policy stays so
+for at = 10, 9 + 2 * entries, 2 do list(log, ARGV[at + 1], ARGV[at], {reason .. ':u', 1}) end
+for at = 10 + 2 * entries, #ARGV do  -- readers: what they settled under another policy stays so
   redis.call('ZADD', k('settled', ARGV[at]), 'XX', seq, key)
+end
+return 1
+"""
+)
+
+DONE = (
+    _HEAD
+    + r"""
+local id, key, counted, reason, entry = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+if redis.call('EXISTS', k('session', id)) == 0 then return 0 end
+local gone = redis.call('ZSCORE', k('removed'), 'g:' .. key)
+for at = 8, #ARGV do  -- logs in which it came when the group was whole already
+  local parts = gone and '[]' or redis.call('HGET', k('parts', ARGV[at]), key)
+  local late = parts
+  for _, part in ipairs(parts and cjson.decode(parts) or {}) do late = late and part ~= id end
+  if late then list(ARGV[at], entry, 'surplus ' .. id, {reason .. ':u', 1}) end
+end
+redis.call('HSET', k('session', id), 'done', 1)
+if redis.call('ZREM', k('due'), id) == 1 and counted ~= '' then
+  redis.call('HINCRBY', k('totals'), counted, 1)
 end
 return 1
 """
@@ -125,7 +148,7 @@ return 1
 SETTLE = (
     _HEAD
     + r"""
-local name, log, id, reason = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local name, log, id, reason, owner, entry = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local seq = redis.call('ZSCORE', k('units', log), id)
 if not seq or redis.call('ZSCORE', k('settled', name), id) then return 0 end
 if reason == '0' and not redis.call('HGET', k('attempts', name), id) then return 0 end
@@ -135,7 +158,11 @@ redis.call('HSET', k('settled_ms', name), id, ARGV[2])
 redis.call('HDEL', k('attempts', name), id)
 redis.call('XACK', k('log', log), name,
   string.format('%.0f-%d', math.floor(seq / 1024), seq % 1024))
-if reason == '0' then redis.call('HINCRBY', k('consumer', name), 'acknowledged', 1) end
+if reason == '0' then
+  redis.call('HINCRBY', k('consumer', name), 'acknowledged', 1)
+else
+  list(owner, entry, '', {unpack(ARGV, 9)})
+end
 return 1
 """
 )
@@ -143,11 +170,7 @@ return 1
 FILTERED = (
     _HEAD
     + r"""
-local owner, entry, once = ARGV[3], ARGV[4], ARGV[5]
-if once ~= '' and redis.call('SADD', k('listed', owner), once) == 0 then return 0 end
-local at = place()
-redis.call('XADD', k('filtered', owner), at, 'entry', entry)
-for i = 6, #ARGV, 2 do redis.call('HINCRBY', k('counts', owner), ARGV[i], ARGV[i + 1]) end
+list(ARGV[3], ARGV[4], '', {unpack(ARGV, 5)})
 return 1
 """
 )
@@ -156,11 +179,14 @@ REWARD = (
     _HEAD
     + r"""
 local id, head, request, before = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-if redis.call('HGET', k('session', id), 'head') ~= before then return 'changed' end
-if redis.call('SADD', k('rewards', id), request) == 0 then return 'repeat' end
+local known = redis.call('HMGET', k('session', id), 'head', 'key')
+if known[1] ~= before then return {'changed', 0} end
+local waited = redis.call('ZSCORE', k('due'), id)
+if waited then make_ready(id, known[2]) end
+if redis.call('SADD', k('rewards', id), request) == 0 then return {'repeat', waited and 1 or 0} end
 redis.call('HSET', k('session', id), 'head', head)
 redis.call('HINCRBY', k('totals'), 'bytes', #head - #before)
-return 'set'
+return {'set', waited and 1 or 0}
 """
 )
 
@@ -168,13 +194,16 @@ REMOVE = (
     _HEAD
     + r"""
 local key, gone = ARGV[3], 0
+if redis.call('ZCARD', k('all', key)) ~= tonumber(ARGV[4]) then return 0 end  -- one came since
 for _, id in ipairs(redis.call('ZRANGE', k('all', key), 0, -1)) do
-  local kept = redis.call('HMGET', k('session', id), 'head', 'arrays', 'trajectories')
-  redis.call('HINCRBY', k('totals'), 'bytes', -#kept[1] - #kept[2])
+  local session = k('session', id)
+  local bytes = redis.call('HSTRLEN', session, 'head') + redis.call('HSTRLEN', session, 'arrays')
+  redis.call('HINCRBY', k('totals'), 'bytes', -bytes)
   redis.call('HINCRBY', k('totals'), 'sessions', -1)
-  redis.call('HINCRBY', k('totals'), 'trajectories', -kept[3])
-  redis.call('DEL', k('session', id), k('rewards', id))
+  redis.call('HINCRBY', k('totals'), 'trajectories', -redis.call('HGET', session, 'trajectories'))
+  redis.call('DEL', session, k('rewards', id))
   redis.call('ZREM', k('sessions'), id)
+  redis.call('ZREM', k('due'), id)
   redis.call('ZADD', k('removed'), now, id)
   gone = gone + 1
 end

@@ -16,7 +16,7 @@ from rollmesh.collector import (
     redis_scripts as scripts,
 )
 from rollmesh.collector.records import join
-from rollmesh.collector.redis_client import RedisClient, pairs, text
+from rollmesh.collector.redis_client import Command, RedisClient, Script, Value, pairs, text
 from rollmesh.collector.store import (
     GROUP_LOG,
     SESSION_LOG,
@@ -123,13 +123,16 @@ class RedisStore:
             start = await redis_logs.start_of(self._client, name)
         await client.run("HSET", client.key("consumers"), name, hello.SerializeToString())
         await redis_logs.make_group(self._client, name, log, start)
-        if known is not None and before.groups == hello.groups:
+        made = await client.run("HGET", client.key("consumer", name), "groups")
+        if made is not None and pb.GroupPolicy.FromString(made) == hello.groups:
             return
         if log == own_log(name):
             await redis_ingest.backfill(client, hello, start, now_ms)
         else:
             await redis_logs.leave_own_log(self._client, name)
         await redis_logs.renumber(self._client, name, log)
+        policy = hello.groups.SerializeToString()  # last: what breaks off before is done again
+        await client.run("HSET", client.key("consumer", name), "groups", policy)
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:  # noqa: ARG002
         """Returns what nobody holds: first what the dead and the silent left, then what is new."""
@@ -144,6 +147,7 @@ class RedisStore:
             )
             entries += [entry for _, new in found or () for entry in new]
         units: list[Unit] = []
+        over: list[Command] = []
         read = [redis_logs.unit_of(at, values) for at, values in entries]
         settled_key = self._client.key("settled", consumer)
         scores = await self._client.run_all(
@@ -151,9 +155,10 @@ class RedisStore:
         )
         for (at, _), unit, settled in zip(entries, read, scores, strict=True):
             if settled is not None:  # under another policy, or while its owner died
-                await self._client.run("XACK", self._client.key("log", log), consumer, at)
+                over.append(("XACK", self._client.key("log", log), consumer, at))
             else:
                 units.append(unit)
+        await self._client.run_all(over)
         return Page(sorted(units), 0, len(entries) == limit)
 
     async def release(self, consumer: str) -> None:
@@ -174,22 +179,18 @@ class RedisStore:
         self, consumer: str, settlements: Sequence[Settlement], now_ms: int
     ) -> list[str]:
         """Keeps that units are done."""
-        log, done = log_of(await self._hello(consumer)), []
-        calls = [(consumer, log, one.unit_id, int(one.reason)) for one in settlements]
-        answers = await self._client.scripts(scripts.SETTLE, now_ms, calls)
-        for settlement, changed in zip(settlements, answers, strict=True):
-            if not changed:
-                continue
-            done.append(settlement.unit_id)
-            if settlement.reason:
+        log, owner = log_of(await self._hello(consumer)), redis_logs.owner_of(consumer)
+        calls: list[Script] = []
+        for one in settlements:
+            arguments: list[Value] = [consumer, log, one.unit_id, int(one.reason)]
+            if one.reason:
                 entry = pb.FilteredEntry(
-                    delivery_id=settlement.unit_id,
-                    reason=settlement.reason,
-                    unix_ms=now_ms,
-                    removed=settlement.removed,
+                    delivery_id=one.unit_id, reason=one.reason, unix_ms=now_ms, removed=one.removed
                 )
-                await redis_ingest.add_filtered(self._client, redis_logs.owner_of(consumer), entry)
-        return done
+                arguments += redis_ingest.listed(owner, entry)
+            calls.append(Script(scripts.SETTLE, now_ms, arguments))
+        answers = await self._client.run_at_once(calls)
+        return [one.unit_id for one, changed in zip(settlements, answers, strict=True) if changed]
 
     async def seek(self, consumer: str, position: pb.Position) -> Sought:
         """Moves a consumer; what it had settled from there on comes again."""
@@ -204,9 +205,7 @@ class RedisStore:
             await redis_logs.open_between(self._client, consumer, log, first - 1, start + 1), 0
         )
         skipped = max(await redis_logs.open_between(self._client, consumer, log, start, first), 0)
-        for unit_id in await client.run("ZRANGEBYSCORE", settled, first, "+inf"):
-            await client.run("HDEL", client.key("settled_ms", consumer), unit_id)
-        await client.run("ZREMRANGEBYSCORE", settled, first, "+inf")
+        await redis_logs.unsettle(client, consumer, first)
         await client.run("DEL", client.key("attempts", consumer))
         await client.run("HSET", client.key("consumer", consumer), "start", first - 1)
         await redis_logs.unhold(self._client, consumer, log)
