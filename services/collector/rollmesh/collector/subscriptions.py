@@ -111,7 +111,7 @@ class Subscriptions:
             RollmeshError: The consumer sent something wrong, or the stream must begin anew.
         """
         hello = check_hello(await anext(requests, None))
-        await self.finish(self.store.open_consumer(hello, clock.unix_ms()))
+        await self.finish(self.store.open_consumer(hello, clock.steady_unix_ms()))
         stream = Stream(self._know(hello))
         self._streams.add(stream)
         reader = self.tasks.create_task(self._read(stream, requests))
@@ -212,7 +212,7 @@ class Subscriptions:
     async def _acknowledge(self, stream: Stream, delivery_ids: list[str]) -> None:
         consumer = stream.consumer
         settled = await self.store.settle(
-            consumer.name, [Settlement(id_) for id_ in delivery_ids], clock.unix_ms()
+            consumer.name, [Settlement(id_) for id_ in delivery_ids], clock.steady_unix_ms()
         )
         await faults.reach("collector-after-acknowledgement")
         for unit_id in settled:
@@ -254,7 +254,7 @@ class Subscriptions:
         """Loads what a stream has taken, the first of it at least."""
         consumer = stream.consumer
         rules = partial(judge, consumer.filter, consumer.version)
-        found = await self.store.load(consumer.name, stream.taken, rules, clock.unix_ms())
+        found = await self.store.load(consumer.name, stream.taken, rules, clock.steady_unix_ms())
         units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
         for unit, loaded in zip(units, found, strict=True):
             response = await self._made(stream, unit, loaded)
@@ -287,7 +287,7 @@ class Subscriptions:
         return loaded.response
 
     async def _filter(self, consumer: Consumer, settlement: Settlement) -> None:
-        await self.store.settle(consumer.name, [settlement], clock.unix_ms())
+        await self.store.settle(consumer.name, [settlement], clock.steady_unix_ms())
         consumer.settle(settlement.unit_id)
 
     async def _release(self, known: _Known) -> None:

@@ -20,7 +20,7 @@ async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> N
     """Runs until it is cancelled; an error of the store is logged, counted and outlived."""
 
     async def tick() -> None:
-        if await store.tick(clock.unix_ms()):
+        if await store.tick(clock.steady_unix_ms()):
             subscriptions.announce()
         await asyncio.sleep(tick_ms / 1000)
 
@@ -30,7 +30,7 @@ async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> N
         subscriptions.announce()
 
     async def retain() -> None:
-        metrics.REMOVED.inc(await store.retain(clock.unix_ms()))
+        metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
         await asyncio.sleep(_RETAIN_EVERY_S)
 
     async with asyncio.TaskGroup() as group:
