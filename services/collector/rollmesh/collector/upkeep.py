@@ -24,6 +24,10 @@ async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> N
             subscriptions.announce()
         await asyncio.sleep(tick_ms / 1000)
 
+    async def expire() -> None:
+        await subscriptions.expire()
+        await asyncio.sleep(tick_ms / 1000)
+
     async def listen() -> None:
         for name in await store.changed():
             await subscriptions.moved(name)
@@ -34,7 +38,7 @@ async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> N
         await asyncio.sleep(_RETAIN_EVERY_S)
 
     async with asyncio.TaskGroup() as group:
-        for work in (tick, listen, retain):
+        for work in (tick, expire, listen, retain):
             group.create_task(_for_ever(work))
 
 
