@@ -2,8 +2,9 @@
 
 The store knows what is not settled; the consumer holds as much of it as its streams can take.
 Invariants: a unit is here at most once, ready or leased; a stream never holds more than it was
-granted; what a stream held is ready again when it ends or its lease runs out. A stream whose lease
-runs out in the middle of a message has *stalled*: its consumer does not read. Nothing waits for it.
+granted; what a stream held is ready again when it ends or its lease runs out. A stream has
+*stalled* when its message is on its way for as long as a lease: its consumer does not read, and
+nothing waits for it.
 """
 
 import heapq
@@ -49,10 +50,9 @@ class Consumer:
     """By unit: the open stream that let its lease run out last."""
     _settled: set[str] = field(default_factory=set)
     """What was settled while a page was on its way; it may be in that page."""
-    _sending: set[int] = field(default_factory=set)
-    """Streams in the middle of a message."""
+    _sending: dict[int, int] = field(default_factory=dict)
+    """By stream: since when a message is on its way."""
     _stalled: set[int] = field(default_factory=set)
-    """Those of them that let a lease run out meanwhile."""
     _next_stream: int = 1
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class Consumer:
     def close_stream(self, stream_id: int) -> None:
         """Ends a stream; what it held is ready again."""
         self._credits.pop(stream_id, None)
-        self._sending.discard(stream_id)
+        self._sending.pop(stream_id, None)
         self._stalled.discard(stream_id)
         for lease in [lease for lease in self._leased.values() if lease.stream_id == stream_id]:
             self._return(lease)
@@ -135,13 +135,13 @@ class Consumer:
         self._credits[stream_id] += credits_
 
     @contextmanager
-    def sending(self, stream_id: int) -> Iterator[None]:
+    def sending(self, stream_id: int, now_ms: int) -> Iterator[None]:
         """Says that a message is on its way to a stream, as long as its consumer takes to read."""
-        self._sending.add(stream_id)
+        self._sending[stream_id] = now_ms
         try:
             yield
         finally:
-            self._sending.discard(stream_id)
+            self._sending.pop(stream_id, None)
             self._stalled.discard(stream_id)
 
     def take(self, stream_id: int, now_ms: int) -> Unit | None:
@@ -181,18 +181,20 @@ class Consumer:
             self._credits[stream_id] += 1
 
     def expire(self, now_ms: int) -> bool:
-        """Takes back what is past its lease; says whether there was any."""
+        """Takes back what is past its lease; says whether more can be taken than before."""
         late = [lease for lease in self._leased.values() if lease.expires_ms <= now_ms]
         for lease in late:
             self._late[lease.unit.unit_id] = lease.stream_id
-            if lease.stream_id in self._sending:
-                self._stalled.add(lease.stream_id)
             self._return(lease)
-        return bool(late)
+        before, self._stalled = self._stalled, self._slow(now_ms)
+        return bool(late or self._stalled - before)
 
     def next_expiry_ms(self) -> int | None:
         """Returns when the next lease runs out; None where nothing is leased."""
         return min((lease.expires_ms for lease in self._leased.values()), default=None)
+
+    def _slow(self, now_ms: int) -> set[int]:
+        return {id_ for id_, at_ms in self._sending.items() if at_ms + self.lease_ms <= now_ms}
 
     def _return(self, lease: Lease) -> None:
         del self._leased[lease.unit.unit_id]

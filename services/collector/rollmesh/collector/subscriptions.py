@@ -135,11 +135,11 @@ class Subscriptions:
             while not stream.ended:
                 stream.wake.clear()
                 if stream.acknowledged:
-                    with stream.consumer.sending(stream.id):
+                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
                         yield stream.tell()
                 response = await self._next(stream)
                 if response is not None:
-                    with stream.consumer.sending(stream.id):
+                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
                         yield response
                     await faults.reach("collector-after-delivery")
                 elif not stream.acknowledged and not stream.ended:
@@ -181,14 +181,18 @@ class Subscriptions:
         """Takes back what streams let run out; what none of them can take, other collectors may.
 
         A stream that waits does the first itself. One whose consumer does not read cannot.
+
+        Raises:
+            RollmeshError: The store failed; what is here stays until it is tried again.
         """
         for known in list(self._known.values()):
-            if not known.consumer.expire(clock.monotonic_ms()):
-                continue
+            consumer = known.consumer
+            if consumer.expire(clock.monotonic_ms()):
+                self._wake_all()
             async with known.paging:
-                if known.consumer.stalled:
-                    await self._give_back(known.consumer)
-            self._wake_all()
+                if consumer.stalled and consumer.ready + consumer.leased:
+                    await self.store.release(consumer.name)
+                    consumer.reset()
 
     async def drop(self, name: str) -> bool:
         """Forgets a consumer; says whether it was known."""
