@@ -1,8 +1,17 @@
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, MeshAddresses, Session
+from rollmesh.client import (
+    AgentRunner,
+    Client,
+    MeshAddresses,
+    RolloutSummary,
+    SampleOutcome,
+    Session,
+    rollout,
+)
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
 
@@ -14,6 +23,16 @@ async def length(prompt: str, session: Session) -> float:
     """A runner whose reward is the prompt's length."""
     assert session.session_id
     return float(len(prompt))
+
+
+async def one_sample(
+    client: Client, runner: AgentRunner, prompt: str = "p", **settings: Any
+) -> tuple[RolloutSummary, SampleOutcome]:
+    """Rolls out one prompt once; returns the summary and what became of the sample."""
+    seen: list[SampleOutcome] = []
+    summary = await rollout(client, [prompt], runner=runner, n=1, on_sample=seen.append, **settings)
+    (outcome,) = seen
+    return summary, outcome
 
 
 @pytest.fixture

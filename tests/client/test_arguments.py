@@ -11,7 +11,7 @@ from rollmesh.client.delivery import Subscription
 from rollmesh.client.runners.commands import CommandRunner
 from rollmesh.client.runners.remote import RemoteRunner
 from rollmesh.runtime.errors import InvalidFieldError
-from tests.client.conftest import addresses_of, length
+from tests.client.conftest import addresses_of, length, one_sample
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
 NOWHERE = "127.0.0.1:1"
@@ -164,18 +164,10 @@ async def test_a_runner_that_is_not_asynchronous_is_not_tried_again(
     def wrong(_prompt: str, _session: Session) -> Any:
         return 1.0
 
-    errors: list[str] = []
     async with Client(addresses_of(gateway=address)) as mesh:
-        summary = await rollout(
-            mesh,
-            ["p"],
-            runner=wrong,
-            n=1,
-            retries=Retries(tries=3, delay_s=0),
-            on_sample=lambda outcome: errors.append(outcome.error),
-        )
+        summary, outcome = await one_sample(mesh, wrong, retries=Retries(tries=3, delay_s=0))
     assert (summary.errors, summary.retries) == ({"InvalidFieldError": 1}, 0)
-    assert "runner: gave a float; give an asynchronous function" in errors[0]
+    assert "runner: gave a float; give an asynchronous function" in outcome.error
 
 
 async def test_a_sample_that_is_not_json_is_named_before_the_agent_server_hears_of_it() -> None:

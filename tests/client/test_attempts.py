@@ -11,14 +11,13 @@ from rollmesh.client import (
     Client,
     Limits,
     Retries,
-    SampleOutcome,
     Session,
     rollout,
     rollout_groups,
 )
 from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.v1 import types_pb2
-from tests.client.conftest import addresses_of, length
+from tests.client.conftest import addresses_of, length, one_sample
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
 
@@ -47,17 +46,12 @@ async def test_a_failed_attempt_is_superseded_by_one_in_a_new_session(
             raise ValueError("once")
         return 1.0
 
-    seen: list[SampleOutcome] = []
-    summary = await rollout(
+    summary, outcome = await one_sample(
         client,
-        ["p"],
-        runner=run,
-        n=1,
+        run,
         retries=Retries(tries=2, delay_s=0.01),
-        on_sample=seen.append,
         metadata=lambda prompt: {"prompt": prompt},
     )
-    (outcome,) = seen
     assert (summary.counts, summary.retries, outcome.attempts) == ({"COMPLETED": 1}, 1, 2)
     first, second = gateway.closed
     assert (first.superseded, first.outcome) == (True, types_pb2.SESSION_OUTCOME_FAILED)

@@ -11,6 +11,7 @@ from rollmesh.client.scoring import Scorer
 from rollmesh.client.transcripts import Transcript
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.client.conftest import one_sample
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
 
@@ -31,11 +32,8 @@ async def answer(sample: Any, session: Session) -> str:
 
 
 async def score(client: Client, reward: Any, **settings: Any) -> SampleOutcome:
-    seen: list[SampleOutcome] = []
-    await rollout(
-        client, ["q"], runner=answer, n=1, reward=reward, on_sample=seen.append, **settings
-    )
-    return seen[0]
+    _, outcome = await one_sample(client, answer, "q", reward=reward, **settings)
+    return outcome
 
 
 async def test_a_plain_reward_function_runs_in_a_thread_and_sees_the_result(
@@ -150,10 +148,9 @@ async def test_a_reward_that_the_runner_left_in_the_session_stays_where_nothing_
 
 
 async def test_a_result_that_is_no_reward_fails_and_says_what_to_do(client: Client) -> None:
-    seen: list[SampleOutcome] = []
-    await rollout(client, ["q"], runner=answer, n=1, on_sample=seen.append)
-    assert seen[0].error_type == "InvalidFieldError"
-    assert "give the rollout a reward function" in seen[0].error
+    _, outcome = await one_sample(client, answer)
+    assert outcome.error_type == "InvalidFieldError"
+    assert "give the rollout a reward function" in outcome.error
 
 
 @pytest.mark.parametrize(

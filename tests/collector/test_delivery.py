@@ -111,8 +111,40 @@ def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
     assert consumer.take(slow, 200) == unit  # nobody else has credits
 
 
+def test_nothing_waits_for_a_stream_whose_consumer_does_not_read() -> None:
+    consumer = Consumer("trainer", SESSION, lease_ms=100)
+    slow, fast = consumer.open_stream(), consumer.open_stream()
+    for stream in (slow, fast):
+        consumer.grant(stream, 3)
+    consumer.add(unit(1))
+    consumer.add(unit(2))
+    assert consumer.take(slow, 0) == unit(1)
+    with consumer.sending(slow, 50):
+        assert consumer.take(fast, 50) == unit(2)
+        assert consumer.expire(100)
+        assert consumer.take(fast, 100) == unit(1)
+        assert not consumer.expire(149)
+        assert consumer.expire(150)  # of `fast`; `slow`, which has credits, has stalled by now
+        assert consumer.take(fast, 150) == unit(2)
+        assert not consumer.stalled
+        consumer.close_stream(fast)
+        assert consumer.stalled
+    assert not consumer.stalled
+    assert consumer.take(slow, 250) == unit(1)
+
+
 def unit(seq: int) -> Unit:
     return Unit(seq, f"s{seq}")
+
+
+def test_many_credits_do_not_bring_in_the_whole_store() -> None:
+    consumer = Consumer("trainer", SESSION)
+    consumer.grant(consumer.open_stream(), 60_000)
+    for begin in range(0, 1000, 64):
+        wanted = consumer.wanted()
+        units = [unit(seq) for seq in range(begin, begin + wanted)]
+        consumer.add_page(Page(units, cursor=begin, more=True))
+        assert consumer.ready < 2 * 64
 
 
 def test_as_much_is_fetched_as_the_streams_may_take() -> None:

@@ -13,6 +13,8 @@ from rollmesh.router.config import RouterConfig
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.sidecar.config import SidecarConfig
 
+SERVICES = (RouterConfig, EngineConfig, CollectorConfig, GatewayConfig, SidecarConfig)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inherited:
@@ -178,11 +180,7 @@ def test_help_says_the_docstring_of_every_setting(
     }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [RouterConfig, EngineConfig, CollectorConfig, GatewayConfig, SidecarConfig],
-    ids=lambda cls: cls.__name__,
-)
+@pytest.mark.parametrize("config", SERVICES, ids=lambda cls: cls.__name__)
 def test_every_setting_of_every_service_has_its_help(
     config: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,3 +190,37 @@ def test_every_setting_of_every_service_has_its_help(
     told = dict(re.findall(r"^  (--\S+) \S+\s+(\S.*)", capsys.readouterr().out, re.M))
     for field in fields(config):
         assert told[f"--{field.name.replace('_', '-')}"].endswith(".")
+
+
+def numbers_of(config: type) -> list[str]:
+    """Names of the settings that are numbers."""
+    return [field.name for field in fields(config) if field.type in {int, float}]
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "value"),
+    [
+        *(
+            pytest.param(config, name, "-2", id=f"{config.__name__}-{name}")
+            for config in SERVICES
+            for name in numbers_of(config)
+        ),
+        pytest.param(RouterConfig, "keepalive_ms", "0", id="always-asked"),
+        pytest.param(RouterConfig, "max_request_bytes", "0", id="no-request"),
+        pytest.param(RouterConfig, "control_timeout_ms", "0", id="no-time-for-engines"),
+        pytest.param(EngineConfig, "lease_capacity", "0", id="no-lease"),
+        pytest.param(EngineConfig, "reply_tokens", "0", id="no-token"),
+        pytest.param(EngineConfig, "vocabulary_tokens", "2", id="no-words"),
+        pytest.param(EngineConfig, "tokens_per_second", "nan", id="no-number"),
+        pytest.param(GatewayConfig, "max_sessions", "0", id="no-session"),
+        pytest.param(GatewayConfig, "turn_timeout_ms", "0", id="no-time-for-turns"),
+        pytest.param(GatewayConfig, "workers", "0", id="no-thread"),
+        pytest.param(SidecarConfig, "keep_alive_ms", "0", id="nothing-but-comments"),
+        pytest.param(SidecarConfig, "max_body_bytes", "0", id="no-body"),
+    ],
+)
+def test_a_number_that_no_service_can_work_with_is_named_at_the_start(
+    config: type, setting: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting}: is {value}.*; give at least "):
+        parse_config(config, "any", [f"--{setting.replace('_', '-')}={value}"], {})

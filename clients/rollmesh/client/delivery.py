@@ -87,8 +87,13 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         )
         self._credits = credits
         self._by_hand = credits == 0
+        # No more deliveries than credits: whoever takes one allows the next. The limit is not the
+        # queue's own, because `grant` raises it.
         self._ready: asyncio.Queue[Delivery | RollmeshError] = asyncio.Queue()
         self._held: set[str] = set()
+        # A credit for each delivery that was taken, an acknowledgement for each caller that waits
+        # for one, a few bytes for each version that was reported: what the trainer has done while
+        # the collector did not read. A new stream begins with an empty one.
         self._outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None] = asyncio.Queue()
         self._acknowledging: dict[str, asyncio.Future[None]] = {}
         self._refusal: RollmeshError | None = None

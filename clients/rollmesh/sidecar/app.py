@@ -29,6 +29,8 @@ from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 _log = logging.getLogger(__name__)
 _KEY_PREFIX = "rmk-"
 _CHECK_TIMEOUT_S = 5.0
+_LAST_WORD_S = 5.0
+"""What a stream gets beyond its turn's time, to say why it ends."""
 
 
 class Sidecar:
@@ -145,7 +147,7 @@ class ChatEndpoint:
         model = body.get("model")
         name = model if isinstance(model, str) and model else "policy"
         answer = (
-            self._stream(choices, request_id, name, send, include_usage=wants_usage(body))
+            self._stream_in_time(choices, request_id, name, send, include_usage=wants_usage(body))
             if chat.stream
             else self._whole(choices, request_id, name, scope, receive, send)
         )
@@ -231,6 +233,23 @@ class ChatEndpoint:
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    async def _stream_in_time(
+        self,
+        choices: list[gateway_pb2.ChatRequest],
+        request_id: str,
+        model: str,
+        send: Send,
+        *,
+        include_usage: bool,
+    ) -> None:
+        """Streams until the turn's time is over, also to a client that neither reads nor leaves."""
+        limit_s = self._sidecar.config.turn_timeout_ms / 1000 + _LAST_WORD_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._stream(choices, request_id, model, send, include_usage=include_usage)
+        except TimeoutError:  # the server closes a connection whose answer has no end
+            _log.warning("stream not read", extra=fields(after_s=limit_s))
 
     async def _stream(
         self,

@@ -2,6 +2,17 @@
 
 from dataclasses import dataclass
 
+from rollmesh.runtime.config import check_least
+
+_LEAST = {
+    "port": 0,
+    "metrics_port": -1,
+    "turn_timeout_ms": 1,
+    "keep_alive_ms": 1,
+    "max_body_bytes": 1,
+    "grace_ms": 0,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SidecarConfig:
@@ -29,3 +40,11 @@ class SidecarConfig:
     """Stop when standard input ends; for a supervisor, which holds it open while it lives."""
     fault: str = ""
     """Fault points to arm, for tests: NAME or NAME:COUNT, separated by commas."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ConfigError: Names the one with which no request could be answered.
+        """
+        check_least(self, _LEAST)

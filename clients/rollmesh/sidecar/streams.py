@@ -11,7 +11,12 @@ from rollmesh.v1 import gateway_pb2
 
 
 class StreamReply:
-    """Writes a stream; its headers leave with the first event, so early errors have a status."""
+    """Writes a stream; its headers leave with the first event, so early errors have a status.
+
+    Nothing is kept for a client that reads slowly: a write waits while the server holds 64 KiB for
+    it. Then no more is read from the gateway, and gRPC holds what its window lets in: a few MiB for
+    each choice at most.
+    """
 
     def __init__(self, send: Send, request_id: str, writer: ChunkWriter, choices: int) -> None:
         """Takes the ASGI channel and what writes the chunks."""

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.config import ConfigError, check_least
 from rollmesh.runtime.serving import ServerConfig
 
 _LEAST = {
@@ -57,9 +57,8 @@ class CollectorConfig(ServerConfig):
         Raises:
             ConfigError: Names the one that would leave sessions without rewards, or work undone.
         """
-        for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: is {getattr(self, name)}; give at least {least}")
+        super().__post_init__()
+        check_least(self, _LEAST)
         if not _SCORER.fullmatch(self.scorer):
             raise ConfigError(
                 f"scorer: {self.scorer!r}: give package.module:function or grpc://host:port"

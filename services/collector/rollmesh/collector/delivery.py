@@ -2,10 +2,14 @@
 
 The store knows what is not settled; the consumer holds as much of it as its streams can take.
 Invariants: a unit is here at most once, ready or leased; a stream never holds more than it was
-granted; what a stream held is ready again when it ends or its lease runs out.
+granted; what a stream held is ready again when it ends or its lease runs out. A stream has
+*stalled* when its message is on its way for as long as a lease: its consumer does not read, and
+nothing waits for it.
 """
 
 import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rollmesh.collector.store import Page, Unit
@@ -46,6 +50,9 @@ class Consumer:
     """By unit: the open stream that let its lease run out last."""
     _settled: set[str] = field(default_factory=set)
     """What was settled while a page was on its way; it may be in that page."""
+    _sending: dict[int, int] = field(default_factory=dict)
+    """By stream: since when a message is on its way."""
+    _stalled: set[int] = field(default_factory=set)
     _next_stream: int = 1
 
     def __repr__(self) -> str:
@@ -70,10 +77,19 @@ class Consumer:
         """Open streams."""
         return len(self._credits)
 
+    @property
+    def stalled(self) -> bool:
+        """Whether there are streams, and none of them takes anything."""
+        return bool(self._credits) and self._credits.keys() <= self._stalled
+
     def wanted(self) -> int:
-        """Returns how many units to fetch: what the streams may take beyond what is here."""
+        """Returns how many units to fetch: what the streams may take beyond what is here.
+
+        However many credits there are, less than twice `_MOST_FETCHED` units are here and ready,
+        those aside that came back from streams.
+        """
         self._settled.clear()
-        if not self.more:
+        if not self.more or len(self._ready) >= _MOST_FETCHED:
             return 0
         return max(min(sum(self._credits.values()) - len(self._ready), _MOST_FETCHED), 0)
 
@@ -108,6 +124,8 @@ class Consumer:
     def close_stream(self, stream_id: int) -> None:
         """Ends a stream; what it held is ready again."""
         self._credits.pop(stream_id, None)
+        self._sending.pop(stream_id, None)
+        self._stalled.discard(stream_id)
         for lease in [lease for lease in self._leased.values() if lease.stream_id == stream_id]:
             self._return(lease)
         self._late = {id_: late for id_, late in self._late.items() if late != stream_id}
@@ -116,6 +134,16 @@ class Consumer:
         """Allows a stream more deliveries."""
         self._credits[stream_id] += credits_
 
+    @contextmanager
+    def sending(self, stream_id: int, now_ms: int) -> Iterator[None]:
+        """Says that a message is on its way to a stream, as long as its consumer takes to read."""
+        self._sending[stream_id] = now_ms
+        try:
+            yield
+        finally:
+            self._sending.pop(stream_id, None)
+            self._stalled.discard(stream_id)
+
     def take(self, stream_id: int, now_ms: int) -> Unit | None:
         """Leases the oldest ready unit to a stream; None without credits or units.
 
@@ -123,7 +151,8 @@ class Consumer:
         """
         if not self._credits.get(stream_id):
             return None
-        others = any(credits_ for id_, credits_ in self._credits.items() if id_ != stream_id)
+        busy = {stream_id, *self._stalled}
+        others = any(credits_ for id_, credits_ in self._credits.items() if id_ not in busy)
         passed: list[Unit] = []
         while others and self._ready and self._late.get(self._ready[0].unit_id) == stream_id:
             passed.append(heapq.heappop(self._ready))
@@ -152,16 +181,20 @@ class Consumer:
             self._credits[stream_id] += 1
 
     def expire(self, now_ms: int) -> bool:
-        """Takes back what is past its lease; says whether there was any."""
+        """Takes back what is past its lease; says whether more can be taken than before."""
         late = [lease for lease in self._leased.values() if lease.expires_ms <= now_ms]
         for lease in late:
             self._late[lease.unit.unit_id] = lease.stream_id
             self._return(lease)
-        return bool(late)
+        before, self._stalled = self._stalled, self._slow(now_ms)
+        return bool(late or self._stalled - before)
 
     def next_expiry_ms(self) -> int | None:
         """Returns when the next lease runs out; None where nothing is leased."""
         return min((lease.expires_ms for lease in self._leased.values()), default=None)
+
+    def _slow(self, now_ms: int) -> set[int]:
+        return {id_ for id_, at_ms in self._sending.items() if at_ms + self.lease_ms <= now_ms}
 
     def _return(self, lease: Lease) -> None:
         del self._leased[lease.unit.unit_id]

@@ -109,7 +109,8 @@ class Scoring:
         """Stores rewards, trying until the store takes them."""
         while True:
             try:
-                await self._store.set_rewards(session_id, rewards, _REQUEST_ID, clock.unix_ms())
+                now_ms = clock.steady_unix_ms()
+                await self._store.set_rewards(session_id, rewards, _REQUEST_ID, now_ms)
             except (StoreAwayError, StoreFullError, StoreError):
                 await asyncio.sleep(_LAST_RETRY_S)
             else:

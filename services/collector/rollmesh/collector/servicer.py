@@ -171,7 +171,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         try:
             if self.scoring:
                 self.scoring.check_room(sum(scored))
-            duplicates = await self.store.ingest(arrivals, clock.unix_ms())
+            duplicates = await self.store.ingest(arrivals, clock.steady_unix_ms())
         except (StoreFullError, StoreError, StoreAwayError) as error:
             metrics.STORE_ERRORS.labels(error.reason).inc()
             raise
@@ -191,7 +191,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         if not request.HasField("rewards"):
             raise InvalidFieldError("rewards", "is missing; give at least one reward")
         duplicate = await self.store.set_rewards(
-            request.session_id, request.rewards, request.request_id, clock.unix_ms()
+            request.session_id, request.rewards, request.request_id, clock.steady_unix_ms()
         )
         if not duplicate:
             self.subscriptions.announce()

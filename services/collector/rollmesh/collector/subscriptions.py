@@ -24,6 +24,8 @@ from rollmesh.v1 import collector_pb2 as pb
 
 _DEFAULT_LEASE_MS = 600_000
 _MOST_TAKEN = 8
+_MOST_UNTOLD = 4096
+"""Acknowledgements that may wait until the consumer reads that they are durable."""
 _Result = TypeVar("_Result")
 
 
@@ -47,8 +49,9 @@ class Stream:
         self.taken: list[Unit] = []
         """What it leased and is not loaded yet."""
         self.loaded: deque[pb.SubscribeResponse] = deque()
-        """What goes out next."""
+        """What goes out next: `LOAD_BYTES` and a unit more at most, however slowly it is read."""
         self.acknowledged: list[str] = []
+        self.told = asyncio.Event()
         self.ended = False
         self.error: RollmeshError | None = None
 
@@ -57,6 +60,19 @@ class Stream:
         self.error = self.error or error
         self.ended = True
         self.wake.set()
+        self.told.set()
+
+    def tell(self) -> pb.SubscribeResponse:
+        """Returns what the consumer is to know about its acknowledgements."""
+        ids, self.acknowledged = self.acknowledged, []
+        self.told.set()
+        return pb.SubscribeResponse(acknowledged=pb.Acknowledged(delivery_ids=ids))
+
+    async def room(self) -> None:
+        """Waits while the consumer acknowledges and does not read; then it cannot send more."""
+        while len(self.acknowledged) > _MOST_UNTOLD and not self.ended:
+            self.told.clear()
+            await self.told.wait()
 
 
 class Subscriptions:
@@ -111,7 +127,7 @@ class Subscriptions:
             RollmeshError: The consumer sent something wrong, or the stream must begin anew.
         """
         hello = check_hello(await anext(requests, None))
-        await self.finish(self.store.open_consumer(hello, clock.unix_ms()))
+        await self.finish(self.store.open_consumer(hello, clock.steady_unix_ms()))
         stream = Stream(self._know(hello))
         self._streams.add(stream)
         reader = self.tasks.create_task(self._read(stream, requests))
@@ -119,15 +135,17 @@ class Subscriptions:
             while not stream.ended:
                 stream.wake.clear()
                 if stream.acknowledged:
-                    yield _acknowledged(stream)
+                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
+                        yield stream.tell()
                 response = await self._next(stream)
                 if response is not None:
-                    yield response
+                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
+                        yield response
                     await faults.reach("collector-after-delivery")
                 elif not stream.acknowledged and not stream.ended:
                     await self._wait(stream)
             if stream.acknowledged:  # the consumer may have ended its side right after them
-                yield _acknowledged(stream)
+                yield stream.tell()
             if stream.error is not None:
                 raise stream.error
         finally:
@@ -156,10 +174,25 @@ class Subscriptions:
         if known is None:
             return
         async with known.paging:
-            known.consumer.reset()
-            with suppress(RollmeshError):  # the last stream to leave tries again
-                await self.store.release(name)
+            await self._give_back(known.consumer)
         self._end_of(name, f"consumer {name!r} was moved; subscribe again")
+
+    async def expire(self) -> None:
+        """Takes back what streams let run out; what none of them can take, other collectors may.
+
+        A stream that waits does the first itself. One whose consumer does not read cannot.
+
+        Raises:
+            RollmeshError: The store failed; what is here stays until it is tried again.
+        """
+        for known in list(self._known.values()):
+            consumer = known.consumer
+            if consumer.expire(clock.monotonic_ms()):
+                self._wake_all()
+            async with known.paging:
+                if consumer.stalled and consumer.ready + consumer.leased:
+                    await self.store.release(consumer.name)
+                    consumer.reset()
 
     async def drop(self, name: str) -> bool:
         """Forgets a consumer; says whether it was known."""
@@ -204,6 +237,7 @@ class Subscriptions:
                             "part", "send grants, acknowledgements and versions"
                         )
                 stream.wake.set()
+                await stream.room()
         except RollmeshError as error:
             stream.error = error
         finally:
@@ -212,7 +246,7 @@ class Subscriptions:
     async def _acknowledge(self, stream: Stream, delivery_ids: list[str]) -> None:
         consumer = stream.consumer
         settled = await self.store.settle(
-            consumer.name, [Settlement(id_) for id_ in delivery_ids], clock.unix_ms()
+            consumer.name, [Settlement(id_) for id_ in delivery_ids], clock.steady_unix_ms()
         )
         await faults.reach("collector-after-acknowledgement")
         for unit_id in settled:
@@ -254,7 +288,7 @@ class Subscriptions:
         """Loads what a stream has taken, the first of it at least."""
         consumer = stream.consumer
         rules = partial(judge, consumer.filter, consumer.version)
-        found = await self.store.load(consumer.name, stream.taken, rules, clock.unix_ms())
+        found = await self.store.load(consumer.name, stream.taken, rules, clock.steady_unix_ms())
         units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
         for unit, loaded in zip(units, found, strict=True):
             response = await self._made(stream, unit, loaded)
@@ -287,7 +321,7 @@ class Subscriptions:
         return loaded.response
 
     async def _filter(self, consumer: Consumer, settlement: Settlement) -> None:
-        await self.store.settle(consumer.name, [settlement], clock.unix_ms())
+        await self.store.settle(consumer.name, [settlement], clock.steady_unix_ms())
         consumer.settle(settlement.unit_id)
 
     async def _release(self, known: _Known) -> None:
@@ -295,9 +329,13 @@ class Subscriptions:
         async with known.paging:
             if known.consumer.streams:
                 return
-            known.consumer.reset()
-            with suppress(RollmeshError):  # the store gives it to others when we are silent
-                await self.store.release(known.consumer.name)
+            await self._give_back(known.consumer)
+
+    async def _give_back(self, consumer: Consumer) -> None:
+        """Forgets what is here for a consumer: the store gives it to whoever asks."""
+        consumer.reset()
+        with suppress(RollmeshError):  # it does so later: when another stream leaves, or we do
+            await self.store.release(consumer.name)
 
     async def _wait(self, stream: Stream) -> None:
         """Waits for something to do; wakes when a lease runs out."""
@@ -312,8 +350,3 @@ class Subscriptions:
     def _wake_all(self) -> None:
         for stream in self._streams:
             stream.wake.set()
-
-
-def _acknowledged(stream: Stream) -> pb.SubscribeResponse:
-    ids, stream.acknowledged = stream.acknowledged, []
-    return pb.SubscribeResponse(acknowledged=pb.Acknowledged(delivery_ids=ids))

@@ -20,8 +20,12 @@ async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> N
     """Runs until it is cancelled; an error of the store is logged, counted and outlived."""
 
     async def tick() -> None:
-        if await store.tick(clock.unix_ms()):
+        if await store.tick(clock.steady_unix_ms()):
             subscriptions.announce()
+        await asyncio.sleep(tick_ms / 1000)
+
+    async def expire() -> None:
+        await subscriptions.expire()
         await asyncio.sleep(tick_ms / 1000)
 
     async def listen() -> None:
@@ -30,11 +34,11 @@ async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> N
         subscriptions.announce()
 
     async def retain() -> None:
-        metrics.REMOVED.inc(await store.retain(clock.unix_ms()))
+        metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
         await asyncio.sleep(_RETAIN_EVERY_S)
 
     async with asyncio.TaskGroup() as group:
-        for work in (tick, listen, retain):
+        for work in (tick, expire, listen, retain):
             group.create_task(_for_ever(work))
 
 

@@ -3,7 +3,19 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollmesh.runtime.config import check_least
 from rollmesh.runtime.serving import ServerConfig
+
+_LEAST = {
+    "max_context_tokens": 0,
+    "lease_capacity": 1,
+    "gpu_memory_utilization": 0,
+    "weight_transfer_timeout_ms": 1,
+    "tokens_per_second": 0,
+    "reply_tokens": 1,
+    "vocabulary_tokens": 3,  # hashed replies have ids from 2 up
+    "eos_id": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +56,12 @@ class EngineConfig(ServerConfig):
     """Number of ids (scripted)."""
     eos_id: int = 1
     """Id that ends a reply (scripted)."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ConfigError: Names the one with which nothing could be sampled.
+        """
+        super().__post_init__()
+        check_least(self, _LEAST)

@@ -3,7 +3,22 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollmesh.runtime.config import check_least
 from rollmesh.runtime.serving import ServerConfig
+
+_LEAST = {
+    "tool_parser_timeout_ms": 1,
+    "max_context_tokens": 0,
+    "max_sessions": 1,
+    "max_session_nodes": 1,
+    "max_session_tokens": 1,
+    "max_session_bytes": 1,
+    "session_idle_ms": 1,
+    "max_undelivered_sessions": 1,
+    "lease_timeout_ms": 1,
+    "turn_timeout_ms": 1,
+    "workers": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +66,12 @@ class GatewayConfig(ServerConfig):
     """Longest turn, milliseconds."""
     workers: int = 2
     """Threads that tokenise short texts, and as many for long ones."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ConfigError: Names the one with which no session could be served.
+        """
+        super().__post_init__()
+        check_least(self, _LEAST)

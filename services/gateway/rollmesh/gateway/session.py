@@ -65,7 +65,8 @@ class Answered:
 class Turn:
     """One generation and those who wait for its answer.
 
-    Pieces are kept until the end, so that a retry that joins late gets all of them.
+    Pieces are kept until the end, so that a retry that joins late gets all of them, and so that who
+    reads slowly holds up neither the engine nor others: they have no more text than the answer.
     """
 
     def __init__(self, request: TurnRequest) -> None:

@@ -63,6 +63,17 @@ def parse_config(
     return cls(**{name: _convert(name, value, hints[name]) for name, value in values.items()})
 
 
+def check_least(config: object, least: Mapping[str, float]) -> None:
+    """Checks numbers of a config against the least that each may be.
+
+    Raises:
+        ConfigError: Names the setting that is below.
+    """
+    for name, number in least.items():
+        if not getattr(config, name) >= number:  # nor is a NaN
+            raise ConfigError(f"{name}: is {getattr(config, name)}; give at least {number}")
+
+
 def _read_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text("utf-8"))

@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollmesh.runtime.channels import KEEPALIVE_MS, WINDOW_OPTIONS, keepalive_options
-from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.config import ConfigError, check_least
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.runtime.logs import fields
 from rollmesh.runtime.mesh import GRACE_MS
@@ -30,6 +30,13 @@ from rollmesh.runtime.metrics import metrics_endpoint
 _log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.2
 _MOST_PORT = 65_535
+_LEAST = {
+    "port": 0,
+    "metrics_port": -1,
+    "keepalive_ms": 2,  # half of it is the time to answer
+    "max_request_bytes": 1,
+    "grace_ms": 0,
+}
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
     ("grpc.so_reuseport", 0),  # else a second server binds the same port without an error
@@ -64,6 +71,14 @@ class ServerConfig:
     """Stop when standard input ends; for a supervisor, which holds it open while it lives."""
     fault: str = ""
     """Fault points to arm, for tests: NAME or NAME:COUNT, separated by commas."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ConfigError: Names the one with which nothing could be served.
+        """
+        check_least(self, _LEAST)
 
 
 class Listening(Protocol):
