@@ -1,0 +1,57 @@
+"""The examples as programs, for fewer steps than they are made for: the reward rises."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_STEPS = 10  # of 30
+_RISE = 0.1
+_PROGRAM_S = 600.0
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(_PROGRAM_S + 60)]
+
+
+async def _run(example: str, folder: Path) -> tuple[dict[str, float], str]:
+    """Runs an example; returns its result and what it said meanwhile."""
+    command = ["-m", f"examples.{example}", "--steps", str(_STEPS), "--folder", str(folder)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command,
+        cwd=_ROOT, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}, start_new_session=True,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(_PROGRAM_S):
+            output, said = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    assert process.returncode == 0, f"{example} failed:\n{output.decode()}\n{said.decode()}"
+    return json.loads(output.decode().splitlines()[-1]), said.decode()
+
+
+def _learned(result: dict[str, float]) -> bool:
+    return result["reward_last"] > result["reward_first"] + _RISE
+
+
+async def test_grpo_without_waiting_learns_and_shows_how_old_its_tokens_were(
+    tmp_path: Path,
+) -> None:
+    result, said = await _run("grpo_async", tmp_path / "run")
+    assert _learned(result), said
+    assert (result["drift_tokens"], result["lost"], result["duplicated"]) == (0, 0, 0)
+    assert 1 <= result["lag_max"] <= 3
+    assert "lag 1 " in said
+
+
+async def test_trl_learns_through_the_mesh(tmp_path: Path) -> None:
+    result, said = await _run("trl_grpo", tmp_path / "run")
+    assert _learned(result), said
+    assert result["drift_tokens"] == 0
+    assert result["logprob_mean_abs_diff"] < 1e-4
