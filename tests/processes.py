@@ -71,6 +71,31 @@ class ServiceProcess:
         return await self.exit_code()
 
 
+async def run_to_end(
+    *command: str | Path, cwd: Path, env: dict[str, str], limit_s: float
+) -> tuple[str, str]:
+    """Runs a program with all that it starts; returns what it printed, errors second.
+
+    Raises:
+        AssertionError: It failed.
+        TimeoutError: It took too long; it is killed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=cwd, env=env, start_new_session=True,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(limit_s):
+            output, errors = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    failed = f"{command} failed:\n{output.decode()}\n{errors.decode()}"
+    assert process.returncode == 0, failed
+    return output.decode(), errors.decode()
+
+
 def reserved_port() -> socket.socket:
     """Holds a free port of this machine until it is closed.
 

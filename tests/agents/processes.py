@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rollmesh.client import Session
+from tests.processes import run_to_end
 
 _ROOT = Path(__file__).parents[2]
 ENVIRONMENT = _ROOT / ".venv-agents"
@@ -62,18 +63,8 @@ async def run_agent(
         "MSWEA_SILENT_STARTUP": "1",
         "MSWEA_GLOBAL_CONFIG_DIR": str(folder),
     }
-    process = await asyncio.create_subprocess_exec(
-        ENVIRONMENT / "bin" / "python", "-P", _SCRIPTS / f"{script}.py", *arguments,
-        cwd=folder, env=settings,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(_AGENT_S):
-            output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, f"{script} failed:\n{errors.decode()}"
+    python: str | Path = ENVIRONMENT / "bin" / "python"
+    command = (python, "-P", _SCRIPTS / f"{script}.py", *arguments)
+    output, _ = await run_to_end(*command, cwd=folder, env=settings, limit_s=_AGENT_S)
     assert outside.asked == [], f"{script} tried to leave the machine: {outside.asked}"
-    return json.loads(output.decode().splitlines()[-1])
+    return json.loads(output.splitlines()[-1])

@@ -65,6 +65,17 @@ async def watched(url: str) -> AsyncIterator[Watched]:
         await connection.aclose()
 
 
+@asynccontextmanager
+async def two_collectors(folder: Path) -> AsyncIterator[tuple[Watched, RedisStore, RedisStore]]:
+    """Two stores on one Redis; the client is the first one's."""
+    async with (
+        redis_server(folder) as server,
+        watched(server.url) as client,
+        connected(server.url) as another,
+    ):
+        yield client, RedisStore(client, KEEP), RedisStore(another, KEEP)
+
+
 async def _lost() -> None:
     raise StoreAwayError("gone")
 
@@ -120,12 +131,7 @@ async def test_an_ingest_that_loses_any_trip_on_its_way_is_finished_by_its_repea
 async def test_what_another_collector_does_between_the_trips_of_an_ingest_is_said_once(
     tmp_path: Path, trip: int
 ) -> None:
-    async with (
-        redis_server(tmp_path) as server,
-        watched(server.url) as client,
-        connected(server.url) as another,
-    ):
-        store, other = RedisStore(client, KEEP), RedisStore(another, KEEP)
+    async with two_collectors(tmp_path) as (client, store, other):
         groups = await Reader.open(store, "groups", GROUP)
         first = await Reader.open(store, "first", GROUP, groups=FIRST_ONE)
 
@@ -145,12 +151,7 @@ async def test_what_another_collector_does_between_the_trips_of_an_ingest_is_sai
 async def test_a_session_that_one_collector_left_half_stored_counts_for_another_ones_group(
     tmp_path: Path,
 ) -> None:
-    async with (
-        redis_server(tmp_path) as server,
-        watched(server.url) as client,
-        connected(server.url) as another,
-    ):
-        store, other = RedisStore(client, KEEP), RedisStore(another, KEEP)
+    async with two_collectors(tmp_path) as (client, store, other):
         groups = await Reader.open(other, "groups", GROUP)
         client.after = {1: _lost}
         with pytest.raises(StoreAwayError):
@@ -165,12 +166,7 @@ async def test_a_session_that_one_collector_left_half_stored_counts_for_another_
 async def test_a_session_that_comes_while_its_group_is_removed_is_delivered(
     tmp_path: Path, trip: int
 ) -> None:
-    async with (
-        redis_server(tmp_path) as server,
-        watched(server.url) as client,
-        connected(server.url) as another,
-    ):
-        store, other = RedisStore(client, KEEP), RedisStore(another, KEEP)
+    async with two_collectors(tmp_path) as (client, store, other):
         reader = await Reader.open(other)
         await ingest(other, record("early", "g"), 0)
         await reader.take_all()

@@ -1,14 +1,13 @@
 """The examples as programs, for fewer steps than they are made for: the reward rises."""
 
-import asyncio
 import json
 import os
-import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_to_end
 
 _ROOT = Path(__file__).parents[2]
 _STEPS = 10  # of 30
@@ -19,21 +18,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(_PROGRAM_S + 60)]
 
 async def _run(example: str, folder: Path) -> tuple[dict[str, float], str]:
     """Runs an example; returns its result and what it said meanwhile."""
-    command = ["-m", f"examples.{example}", "--steps", str(_STEPS), "--folder", str(folder)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command,
-        cwd=_ROOT, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}, start_new_session=True,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(_PROGRAM_S):
-            output, said = await process.communicate()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    assert process.returncode == 0, f"{example} failed:\n{output.decode()}\n{said.decode()}"
-    return json.loads(output.decode().splitlines()[-1]), said.decode()
+    command = ("-m", f"examples.{example}", "--steps", str(_STEPS), "--folder", folder)
+    settings = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    output, said = await run_to_end(
+        sys.executable, *command, cwd=_ROOT, env=settings, limit_s=_PROGRAM_S
+    )
+    return json.loads(output.splitlines()[-1]), said
 
 
 def _learned(result: dict[str, float]) -> bool:

@@ -1,12 +1,11 @@
 """Trainers' code in processes of its own, with the environment that its packages are locked in."""
 
-import asyncio
 import json
 import os
-import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tests.processes import run_to_end
 
 _ROOT = Path(__file__).parents[2]
 ENVIRONMENT = _ROOT / ".venv-trainers"
@@ -41,17 +40,6 @@ async def run_with(python: str | Path, script: str, folder: Path, /, **arguments
         "TOKENIZERS_PARALLELISM": "false",
         "VERL_USE_EXTERNAL_MODULES": "rollmesh.integrations.verl_weights",
     }
-    process = await asyncio.create_subprocess_exec(
-        python, _SCRIPTS / f"{script}.py", json.dumps(arguments),
-        cwd=folder, env=settings, start_new_session=True,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(_SCRIPT_S):
-            output, errors = await process.communicate()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    assert process.returncode == 0, f"{script} failed:\n{output.decode()}\n{errors.decode()}"
-    return json.loads(output.decode().splitlines()[-1])
+    command = (python, _SCRIPTS / f"{script}.py", json.dumps(arguments))
+    output, _ = await run_to_end(*command, cwd=folder, env=settings, limit_s=_SCRIPT_S)
+    return json.loads(output.splitlines()[-1])

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 
 import grpc
@@ -147,7 +147,9 @@ class ChatEndpoint:
         model = body.get("model")
         name = model if isinstance(model, str) and model else "policy"
         answer = (
-            self._stream_in_time(choices, request_id, name, send, include_usage=wants_usage(body))
+            self._in_time(
+                self._stream(choices, request_id, name, send, include_usage=wants_usage(body))
+            )
             if chat.stream
             else self._whole(choices, request_id, name, scope, receive, send)
         )
@@ -234,20 +236,12 @@ class ChatEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream_in_time(
-        self,
-        choices: list[gateway_pb2.ChatRequest],
-        request_id: str,
-        model: str,
-        send: Send,
-        *,
-        include_usage: bool,
-    ) -> None:
+    async def _in_time(self, stream: Awaitable[None]) -> None:
         """Streams until the turn's time is over, also to a client that neither reads nor leaves."""
         limit_s = self._sidecar.config.turn_timeout_ms / 1000 + _LAST_WORD_S
         try:
             async with asyncio.timeout(limit_s):
-                await self._stream(choices, request_id, model, send, include_usage=include_usage)
+                await stream
         except TimeoutError:  # the server closes a connection whose answer has no end
             _log.warning("stream not read", extra=fields(after_s=limit_s))
 
