@@ -89,7 +89,7 @@ async def _train(folder: Path, plan: Plan) -> Run:
             def show(run: Run, report: StepReport) -> None:
                 value = (
                     f"{run.rewards[-1]:.2f}  groups used {report.groups_used:2d}"
-                    f"  strayed {report.reference_kl:.3f}"
+                    f"  kl {report.reference_kl:.3f}"
                 )
                 progress.update(task, completed=len(run.rewards), value=value)
                 if not _console.is_terminal:

@@ -6,10 +6,10 @@ optimization"): the step is clipped against the policy it begins with, and each 
 as it was likelier under that policy than when it was sampled. Where nothing is old, and up to
 rounding, that is the usual loss.
 
-The loss also counts how far the policy has strayed from the one that training began with (Shao et
-al. 2024, "DeepSeekMath"), over the whole vocabulary. That holds in place what the rewards say
-little about, here the form of a tool call: without it a single update now and then makes one token
-likely where it does not belong, and what is sampled from then on is mostly noise.
+The loss also counts the KL divergence from the policy that training began with, the reference
+(Shao et al. 2024, "DeepSeekMath"), here over the whole vocabulary. That holds in place what the
+rewards say little about, such as the form of a tool call: without it a single update now and then
+makes one token likely where it does not belong, and what is sampled from then on is mostly noise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +28,8 @@ _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _GRADIENT_CLIP = 0.1
 # Most that a token counts for being likelier now than when it was sampled.
 _MOST_WEIGHT = 2.0
-# What a nat a token of having strayed costs, in rewards.
-_REFERENCE_WEIGHT = 0.2
+# What a nat a token costs, in rewards: GRPO's beta.
+_KL_COEFFICIENT = 0.2
 _ROWS_AT_ONCE = 64
 
 
@@ -55,7 +55,7 @@ class StepReport:
     groups_used: int
     """Groups whose rewards differ; the others teach nothing."""
     reference_kl: float
-    """Of the policy before the update from the one that training began with, nats a token."""
+    """Divergence from the reference before each update, in the mean, nats a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +95,26 @@ class Trainer:
         samples = [_samples(group, before) for group in groups]
         used = [group for group in samples if any(sample.advantage for sample in group)]
         losses: list[float] = []
-        strays: list[float] = []
+        divergences: list[float] = []
         norm = 0.0
         for start in range(self._mini_batches):
             part = [sample for group in used[start :: self._mini_batches] for sample in group]
             if not part:
                 continue
-            loss, strayed = self._loss(part)
+            loss, divergence = self._loss(part)
             self._optimizer.zero_grad()
             loss.backward()
             norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), _GRADIENT_CLIP))
             self._optimizer.step()
             self._schedule.step()
             losses.append(loss.item())
-            strays.append(strayed)
+            divergences.append(divergence)
         return StepReport(
             loss=float(np.mean(losses or [0.0])),
             logprob_mean_abs_diff=_difference([one for group in samples for one in group]),
             grad_norm=norm,
             groups_used=len(used),
-            reference_kl=float(np.mean(strays or [0.0])),
+            reference_kl=float(np.mean(divergences or [0.0])),
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -133,7 +133,7 @@ class Trainer:
         rows = [sample.row for sample in samples]
         scores = _scores(self._model, rows)
         reference = _scores(self._reference, rows).full
-        strayed = (scores.full.exp() * (scores.full - reference)).sum(1)
+        divergence = (scores.full.exp() * (scores.full - reference)).sum(1)
         before = torch.cat([sample.before for sample in samples])
         advantages = torch.tensor([sample.advantage for sample in samples])
         advantage = advantages.repeat_interleave(scores.counts)
@@ -141,7 +141,7 @@ class Trainer:
         ratio = torch.exp(scores.chosen - before)
         clipped = torch.clamp(ratio, 1 - _CLIP_LOW, 1 + _CLIP_HIGH)
         gain = weight * torch.minimum(ratio * advantage, clipped * advantage)
-        return (_REFERENCE_WEIGHT * strayed - gain).mean(), strayed.mean().item()
+        return (_KL_COEFFICIENT * divergence - gain).mean(), divergence.mean().item()
 
     @torch.no_grad()
     def _before(self, rows: list[Row]) -> Iterator[torch.Tensor]:

@@ -124,7 +124,7 @@ def print_step(run: Run, report: StepReport) -> None:
     """Prints a step's figures."""
     print(
         f"step {len(run.rewards):2d}  reward {run.rewards[-1]:.3f}"
-        f"  groups used {report.groups_used:2d}  strayed {report.reference_kl:.3f}",
+        f"  groups used {report.groups_used:2d}  kl {report.reference_kl:.3f}",
         file=sys.stderr,
     )
 

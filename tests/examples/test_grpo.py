@@ -13,7 +13,7 @@ from examples.demo.grpo import Row, StepReport, Trainer
 
 _PROMPT, _ANSWER = 6, 5
 _REWARDS = (1.0, 0.0, 0.0, 1.0, 1.0)
-_REFERENCE_WEIGHT = 0.2
+_KL_COEFFICIENT = 0.2
 _Age = Callable[[np.ndarray[Any, Any], float], np.ndarray[Any, Any]]
 
 
@@ -103,7 +103,7 @@ def test_to_stray_from_the_policy_that_training_began_with_is_counted_in_the_los
     report = trainer.step([group])
     assert report.reference_kl == pytest.approx(divergence, rel=1e-3) != 0.0
     gain = -_mean_over_tokens(group, {1.0: 1.0, 0.0: 1.0})
-    assert report.loss == pytest.approx(_REFERENCE_WEIGHT * divergence - gain, abs=1e-5)
+    assert report.loss == pytest.approx(_KL_COEFFICIENT * divergence - gain, abs=1e-5)
 
 
 def test_a_policy_that_has_strayed_is_drawn_back_where_the_rewards_say_nothing(

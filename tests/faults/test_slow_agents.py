@@ -16,7 +16,7 @@ from rollmesh.sidecar import app
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.metrics import CHATS
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.faults.slow_agent import slow_agent
+from tests.faults.slow_agent import SlowAgent, slow_agent
 from tests.meshes import Mesh, scripted_mesh
 from tests.sidecar.scripted_gateway import (
     KEY,
@@ -103,6 +103,14 @@ async def long_mesh(folder: Path, model: Path, **engine: object) -> AsyncIterato
         yield mesh
 
 
+@asynccontextmanager
+async def not_reading(session: Session) -> AsyncIterator[SlowAgent]:
+    """An agent that an answer is on its way to."""
+    async with slow_agent(session.base_url, session.api_key, messages=ASK) as agent:
+        await agent.begun()
+        yield agent
+
+
 async def goes_on(mesh: Mesh, client: Client) -> None:
     """A session of another agent, from its beginning to its end."""
     async with client.session() as session:
@@ -146,8 +154,7 @@ async def test_an_agent_that_reads_late_gets_the_whole_answer_and_the_trainer_ev
 ) -> None:
     async with long_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
         async with client.session() as session:
-            async with slow_agent(session.base_url, session.api_key, messages=ASK) as agent:
-                await agent.begun()
+            async with not_reading(session) as agent:
                 await goes_on(mesh, client)
                 await engine_free(client)  # it waits for nobody
                 assert await streams_ended(mesh) == 3  # the others': this one is held up
@@ -166,8 +173,7 @@ async def test_an_agent_that_never_reads_and_leaves_frees_the_engine_and_its_ses
         mesh.client() as client,
     ):
         async with client.session() as session:
-            async with slow_agent(session.base_url, session.api_key, messages=ASK) as agent:
-                await agent.begun()
+            async with not_reading(session):
                 await goes_on(mesh, client)
                 assert await in_flight(mesh, session) == 1  # it would be for a minute
             await engine_free(client)
@@ -184,8 +190,7 @@ async def test_an_answer_that_was_whole_when_its_agent_left_unread_is_its_retrys
 ) -> None:
     async with long_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
         async with client.session() as session:
-            async with slow_agent(session.base_url, session.api_key, messages=ASK) as agent:
-                await agent.begun()
+            async with not_reading(session):
                 await engine_free(client)
             answer = await mesh.openai(session).chat.completions.create(
                 model="policy", messages=ASK, extra_headers={"x-stainless-retry-count": "1"}
