@@ -139,6 +139,7 @@ class ChatEndpoint:
             body = parse_body(await self._read_body(receive))
             chat = read_request(body)
             choices = [self._choice(chat, scope, at) for at in range(read_choices(body))]
+            include_usage = wants_usage(body)
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - the edge: everything becomes an answer
@@ -148,7 +149,7 @@ class ChatEndpoint:
         name = model if isinstance(model, str) and model else "policy"
         answer = (
             self._in_time(
-                self._stream(choices, request_id, name, send, include_usage=wants_usage(body))
+                self._stream(choices, request_id, name, send, include_usage=include_usage)
             )
             if chat.stream
             else self._whole(choices, request_id, name, scope, receive, send)

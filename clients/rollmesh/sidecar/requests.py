@@ -3,14 +3,11 @@
 from typing import Any
 
 import orjson
-from prometheus_client import Counter
 
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.parameters import check_parameters, count_ignored
 from rollmesh.v1 import gateway_pb2, types_pb2
 
-IGNORED = Counter(
-    "rollmesh_sidecar_ignored_parameters_total", "Parameters that change nothing here.", ["name"]
-)
 _ROLES = {
     "system": types_pb2.ROLE_SYSTEM,
     "developer": types_pb2.ROLE_SYSTEM,
@@ -33,30 +30,16 @@ _FLOATS = {
     "repetition_penalty": (1e-9, 100.0),
 }
 _INTEGERS = ("top_k", "min_tokens", "seed")
-# Each would change the answer in a way that is not served: refusing is honest, ignoring is not.
-_REFUSED = (
-    "audio", "functions", "function_call", "logprobs", "top_logprobs", "logit_bias",
-    "web_search_options", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "bad_words", "best_of", "use_beam_search", "continue_final_message", "echo",
-    "include_stop_str_in_output", "chat_template",
-)  # fmt: skip
-# What is ignored is counted; what is not well known shares one label, so that labels stay few.
-_COUNTED = {
-    "store", "metadata", "user", "service_tier", "prompt_cache_key", "safety_identifier", "include",
-    "verbosity", "prediction", "client_metadata", "cache_control", "refusal", "annotations",
-    "audio", "parsed", "provider_specific_fields",
-}  # fmt: skip
 _MESSAGE_KEYS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
 }  # fmt: skip
+# What the gateway, or transformers, passes to a template beside its options.
+_TEMPLATE_ARGUMENTS = {
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+    "tokenize",
+}  # fmt: skip
 _MAX_STOPS, _MAX_STOP_TOKENS = 16, 64
 _MAX_SCHEMA_BYTES = 64 * 1024
-_KNOWN = {
-    "messages", "model", "stream", "stream_options", "tools", "tool_choice", "stop", "n",
-    "max_tokens", "max_completion_tokens", "response_format", "modalities", "parallel_tool_calls",
-    "chat_template_kwargs", "reasoning_effort", "ignore_eos", "stop_token_ids",
-    *_FLOATS, *_INTEGERS, *_REFUSED,
-}  # fmt: skip
 MAX_CHOICES = 16
 
 
@@ -81,7 +64,8 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
     Raises:
         InvalidFieldError: Names the parameter and what is wrong.
     """
-    _refuse_unserved(body)
+    check_parameters(body)
+    _check_modalities(body.get("modalities"))
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidFieldError("messages", "must be a non-empty list")
@@ -118,33 +102,58 @@ def read_choices(body: dict[str, Any]) -> int:
 
 
 def wants_usage(body: dict[str, Any]) -> bool:
-    """Says whether a stream is to end with a usage chunk."""
+    """Says whether a stream is to end with a usage chunk.
+
+    Raises:
+        InvalidFieldError: The options of the stream are wrong, or there is no stream.
+    """
     options = body.get("stream_options")
-    return isinstance(options, dict) and bool(options.get("include_usage"))
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise InvalidFieldError("stream_options", "is not an object")
+    if options and not body.get("stream"):
+        raise InvalidFieldError("stream_options", "is for streams; give stream: true with it")
+    if options.get("continuous_usage_stats"):
+        raise InvalidFieldError(
+            "stream_options.continuous_usage_stats",
+            "is not served: usage comes in the last chunk; give include_usage",
+        )
+    return _flag(options, "include_usage")
 
 
-def _refuse_unserved(body: dict[str, Any]) -> None:
-    for name in _REFUSED:
-        if body.get(name):
-            raise InvalidFieldError(name, "is not served here; leave it out")
-    if body.get("modalities") not in (None, ["text"]):
+def _check_modalities(modalities: Any) -> None:
+    if modalities not in (None, ["text"]):
         raise InvalidFieldError("modalities", 'only ["text"] is served')
-    _count_ignored(body, _KNOWN)
-
-
-def _count_ignored(given: dict[str, Any], known: set[str]) -> None:
-    for name in given.keys() - known:
-        if given[name] is not None:
-            IGNORED.labels(name if name in _COUNTED else "other").inc()
 
 
 def _template_options(body: dict[str, Any]) -> bytes:
     options = body.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise InvalidFieldError("chat_template_kwargs", "is not an object")
-    if (effort := body.get("reasoning_effort")) is not None:  # templates know it by this name
-        options = {"reasoning_effort": _string(effort, "reasoning_effort"), **options}
+    if taken := options.keys() & _TEMPLATE_ARGUMENTS:
+        raise InvalidFieldError(
+            f"chat_template_kwargs.{min(taken)}", "is not an option; leave it out"
+        )
+    if (effort := body.get("reasoning_effort")) is not None:  # templates know it by two names
+        options = {
+            "enable_thinking": effort != "none",
+            **options,
+            "reasoning_effort": _string(effort, "reasoning_effort"),
+        }
+    if (documents := body.get("documents")) is not None:
+        options = {**options, "documents": _documents(documents)}
     return orjson.dumps(options) if options else b""
+
+
+def _documents(documents: Any) -> list[dict[str, str]]:
+    if not isinstance(documents, list):
+        raise InvalidFieldError("documents", "must be a list")
+    for at, one in enumerate(documents):
+        texts = isinstance(one, dict) and all(isinstance(text, str) for text in one.values())
+        if not texts:
+            raise InvalidFieldError(f"documents[{at}]", "is not an object of strings")
+    return documents
 
 
 def _message(message: Any, field: str) -> types_pb2.ChatMessage:
@@ -160,7 +169,7 @@ def _message(message: Any, field: str) -> types_pb2.ChatMessage:
     for key in ("function_call", "audio"):
         if message.get(key):
             raise InvalidFieldError(f"{field}.{key}", "is not served; send text and tool_calls")
-    _count_ignored(message, _MESSAGE_KEYS)
+    count_ignored(message, _MESSAGE_KEYS)
     content = _text(content, f"{field}.content")
     result = types_pb2.ChatMessage(role=role, content=content or None)
     if role == types_pb2.ROLE_ASSISTANT:

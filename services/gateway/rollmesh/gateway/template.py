@@ -83,9 +83,8 @@ class ChatTemplate:
             return self._template.render(
                 messages=[as_template_message(one, parts=self._parts) for one in messages],
                 tools=json.loads(frame.tools_json) if frame.tools_json else None,
-                documents=None,
                 add_generation_prompt=generation_prompt,
-                **{**self._variables, **options},
+                **{"documents": None, **self._variables, **options},
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise TemplateRenderError(str(error)) from error

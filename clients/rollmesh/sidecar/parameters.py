@@ -1,0 +1,153 @@
+"""What becomes of each parameter of a chat completion: served, refused by name, or without effect.
+
+The names are those of vLLM's `ChatCompletionRequest` and of the OpenAI SDK, and those of other
+servers that would change an answer. docs/openai.md has the same table for readers.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from prometheus_client import Counter
+
+from rollmesh.runtime.errors import InvalidFieldError
+
+IGNORED = Counter(
+    "rollmesh_sidecar_ignored_parameters_total", "Parameters that change nothing here.", ["name"]
+)
+
+SERVED = frozenset(
+    {
+        "messages", "model", "n", "stream", "stream_options", "tools", "tool_choice",
+        "parallel_tool_calls", "response_format", "modalities", "temperature", "top_p", "top_k",
+        "min_p", "seed", "max_tokens", "max_completion_tokens", "min_tokens", "stop",
+        "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "reasoning_effort", "chat_template_kwargs", "documents",
+    }
+)  # fmt: skip
+"""Parameters that do here what they do in vLLM."""
+
+_MASKS = "the tokens it takes out would change what the model samples"
+_GRAMMAR = "give response_format or tool_choice instead"
+_PROMPT = "the session's prompt is exactly what the chat template prints for the messages"
+_TOKENS = "rollmesh takes the conversation, and keeps its tokens itself"
+_ABSENT = "the engine is not started with what it needs"
+
+REFUSED: Mapping[str, str] = {
+    "add_generation_prompt": "an answer begins where the template's generation prompt ends",
+    "add_special_tokens": _PROMPT,
+    "allowed_token_ids": _MASKS,
+    "audio": "only text is served",
+    "bad_words": _MASKS,
+    "best_of": "give n and choose among the answers",
+    "chat_template": "a session has one template, that of the gateway's model",
+    "continue_final_message": "an answer begins where the template's generation prompt ends",
+    "custom_logit_processor": _ABSENT,
+    "early_stopping": "beam search samples no policy",
+    "ebnf": _GRAMMAR,
+    "ec_transfer_params": _ABSENT,
+    "echo": "the answer is what was sampled; give return_token_ids to see the prompt",
+    "function_call": "give tool_choice",
+    "functions": "give tools",
+    "guided_choice": _GRAMMAR,
+    "guided_decoding_backend": _GRAMMAR,
+    "guided_grammar": _GRAMMAR,
+    "guided_json": _GRAMMAR,
+    "guided_regex": _GRAMMAR,
+    "include_reasoning": "reasoning is part of the answer; drop reasoning_content where it comes",
+    "include_stop_str_in_output": "a stop string is no part of the answer",
+    "input_ids": _TOKENS,
+    "kv_transfer_params": _ABSENT,
+    "logit_bias": _MASKS,
+    "logits_processors": _ABSENT,
+    "logprob_token_ids": "give top_logprobs",
+    "logprobs": "the trainer has them",
+    "lora_path": "a mesh serves one policy",
+    "min_new_tokens": "give min_tokens",
+    "prompt": _TOKENS,
+    "prompt_logprobs": "prompt tokens are not sampled, and the engine does not score them",
+    "prompt_token_ids": _TOKENS,
+    "priority": "the router gives sessions their turns; there is no other order",
+    "regex": _GRAMMAR,
+    "repetition_detection": "an answer ends by its tokens, its stop strings or its limit",
+    "return_hidden_states": _ABSENT,
+    "return_prompt_text": "give return_token_ids: the prompt is ids, and may have no one text",
+    "return_token_ids": "the trainer has them",
+    "return_tokens_as_token_ids": "give return_token_ids",
+    "skip_special_tokens": "special tokens are no text",
+    "spaces_between_special_tokens": "special tokens are no text",
+    "stop_regex": "give stop",
+    "structured_outputs": _GRAMMAR,
+    "suffix": _PROMPT,
+    "thinking_token_budget": _ABSENT,
+    "top_logprobs": "the trainer has the log-probabilities",
+    "truncate_prompt_tokens": "nothing of a conversation is cut silently; send less of it",
+    "typical_p": "the engine has top_p, top_k and min_p",
+    "use_beam_search": "beam search samples no policy",
+    "vllm_xargs": "no extension reads them",
+    "web_search_options": "the model has the tools of the request and no others",
+}
+"""Parameters that would change the answer in a way that is not served, and what to do instead."""
+
+UNUSED: Mapping[str, str] = {
+    "cache_salt": "cached prefixes are shared within one mesh",
+    "length_penalty": "of beam search, which is refused",
+    "media_io_kwargs": "only text is served",
+    "metadata": "a label",
+    "mm_payload": "of vLLM's render endpoints",
+    "mm_processor_kwargs": "only text is served",
+    "moderation": "of OpenAI's service",
+    "prediction": "a hint for speed",
+    "prompt_cache_key": "a hint for speed: a session keeps its engine, and its prefix there",
+    "prompt_cache_options": "a hint for speed",
+    "prompt_cache_retention": "a hint for speed",
+    "request_id": "the answer's id is that of its turn",
+    "return_mm_kwargs": "of vLLM's render endpoints",
+    "return_token_offsets": "of vLLM's render endpoints",
+    "routed_experts_prompt_start": "no routed experts are returned",
+    "safety_identifier": "a label",
+    "service_tier": "there is one",
+    "session_id": "a session is named by its key, or by the path",
+    "store": "every turn is stored",
+    "stream_interval": "pieces come as they are sampled",
+    "truncation_side": "of truncate_prompt_tokens, which is refused",
+    "user": "a label",
+    "verbosity": "no template reads it",
+    "watermarking": "the engine has no watermark",
+}
+"""Parameters of the two APIs that change no token and no text of an answer, and why."""
+
+_NEUTRAL: Mapping[str, Any] = {
+    "add_generation_prompt": True,
+    "function_call": "none",
+    "include_reasoning": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+}
+"""Values that ask for nothing, where that is neither null, false, 0 nor empty."""
+_MESSAGE_COUNTED = {
+    "annotations", "audio", "cache_control", "parsed", "provider_specific_fields", "refusal",
+}  # fmt: skip
+_COUNTED = {*UNUSED, *_MESSAGE_COUNTED, "client_metadata", "include"}
+
+
+def check_parameters(body: Mapping[str, Any]) -> None:
+    """Refuses what would change the answer and is not served; counts what changes nothing.
+
+    Raises:
+        InvalidFieldError: Names the parameter and why it is not served.
+    """
+    for name in body.keys() & REFUSED.keys():
+        value = body[name]
+        neutral = _NEUTRAL.get(name)
+        # An empty value asks for nothing, unless the parameter's default is another.
+        if value is None or value == neutral or (neutral in {None, "none"} and not value):
+            continue
+        raise InvalidFieldError(name, f"is not served: {REFUSED[name]}; leave it out")
+    count_ignored(body, SERVED | REFUSED.keys())
+
+
+def count_ignored(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Counts what is given and not known; what nobody knows shares one label, so they stay few."""
+    for name in given:
+        if name not in known and given[name] is not None:
+            IGNORED.labels(name if name in _COUNTED else "other").inc()
