@@ -10,10 +10,11 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 TORCH = torch==2.13.0
 
-PIP = -m pip install -q --disable-pip-version-check
+# verl and torch ask for more than their CPU parts need; the locks are what was tried.
+PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-docker check fmt proto proto-check bench-turns bench-durability bench-delivery bench-async kills lock clean
+.PHONY: help demo test wheel test-docker check fmt proto proto-check bench-turns bench-durability bench-delivery bench-async kills lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -21,7 +22,7 @@ help: ## Lists the targets
 # --- environments: one lock each -------------------------------------------------------------
 
 .venv/.ready: requirements/test.txt pyproject.toml
-	@echo "setup: .venv from requirements/test.txt: vLLM for CPU, torch, tests (about 3.5 GB, minutes)"
+	@echo "setup: .venv from requirements/test.txt: vLLM for CPU, torch, tests (3.5 GB, about 5 minutes)"
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) --no-deps --require-hashes -r requirements/test.txt
 	.venv/bin/python $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
@@ -29,28 +30,34 @@ help: ## Lists the targets
 	@touch $@
 
 .venv-check/.ready: requirements/dev.txt pyproject.toml
-	@echo "setup: .venv-check from requirements/dev.txt: linters and type checkers"
+	@echo "setup: .venv-check from requirements/dev.txt: linters and type checkers (1 minute)"
 	$(PYTHON) -m venv .venv-check
 	.venv-check/bin/python $(PIP) --require-hashes -r requirements/dev.txt
 	@touch $@
 
 .venv-protos/.ready: requirements/protos.txt
-	@echo "setup: .venv-protos from requirements/protos.txt: the stub generator"
+	@echo "setup: .venv-protos from requirements/protos.txt: the stub generator (10 s)"
 	$(PYTHON) -m venv .venv-protos
 	.venv-protos/bin/python $(PIP) --require-hashes -r requirements/protos.txt
 	@touch $@
 
 .venv-agents/.ready: requirements/agents.txt
-	@echo "setup: .venv-agents from requirements/agents.txt: agents as published (0.7 GB)"
+	@echo "setup: .venv-agents from requirements/agents.txt: agents as published (0.7 GB, 2 minutes)"
 	$(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python $(PIP) --require-hashes -r requirements/agents.txt
 	@touch $@
 
 .venv-trainers/.ready: requirements/trainers.txt
-	@echo "setup: .venv-trainers from requirements/trainers.txt: verl, TransferQueue (1.8 GB)"
+	@echo "setup: .venv-trainers from requirements/trainers.txt: verl, TransferQueue (1.8 GB, 3 minutes)"
 	$(PYTHON) -m venv .venv-trainers
 	.venv-trainers/bin/python $(PIP) --no-deps --require-hashes -r requirements/trainers.txt
 	.venv-trainers/bin/python $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+.venv-wheel/.ready: requirements/mesh.txt
+	@echo "setup: .venv-wheel from requirements/mesh.txt: what 'pip install rollmesh[mesh]' brings (10 s)"
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python $(PIP) --require-hashes -r requirements/mesh.txt
 	@touch $@
 
 .venv-peer/.ready: requirements/bench-peer.txt
@@ -64,7 +71,7 @@ help: ## Lists the targets
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
 
-test: .venv/.ready .venv-agents/.ready .venv-trainers/.ready ## Runs all tests
+test: .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-wheel/.ready ## Runs all tests
 	.venv/bin/python -m pytest -q
 
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
@@ -84,6 +91,9 @@ bench-async: .venv/.ready ## GRPO step by step and without waiting: samples per 
 
 kills: .venv/.ready ## SIGKILL 500 times at every boundary; answered turns must arrive once
 	.venv/bin/python -m benchmarks.kills
+
+wheel: .venv/.ready ## Builds the wheel into dist/
+	.venv/bin/python -m hatchling build -t wheel
 
 # --- checks ----------------------------------------------------------------------------------
 
@@ -146,9 +156,9 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
 	  --override requirements/overrides-trainers.txt --no-emit-package torch \
 	  -o requirements/trainers.txt
-	for service in $(SERVICES); do \
+	for service in $(SERVICES) mesh; do \
 	  $(LOCK) pyproject.toml --extra $$service -c requirements/test.txt -o requirements/$$service.txt; \
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel build dist var .mypy_cache .ruff_cache .pytest_cache

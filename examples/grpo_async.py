@@ -19,7 +19,6 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from openai import AsyncOpenAI
 
 from examples.demo.run import (
     AGENT_TIMEOUT_S,
@@ -30,6 +29,7 @@ from examples.demo.run import (
     Run,
     rows_of,
     run_alone,
+    shared_client,
 )
 from examples.demo.tasks import Task
 from examples.demo.trainer_process import trainer_process
@@ -110,7 +110,7 @@ async def train(
         # No credits: a group is judged when it is asked for, by the version that will train it.
         client.subscribe(_CONSUMER, unit="group", credits=0, options=options) as groups,
         trainer_process(plan, model, threads=1) as step,  # the engine has the other core
-        AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=60) as openai,
+        shared_client() as openai,
         rollout_groups(
             client,
             ahead.tasks(plan),
@@ -142,10 +142,11 @@ async def train(
 
 
 async def _follow(rolling: Rollout) -> None:
-    """Takes the groups as they end, so that others can; failures are said."""
+    """Takes the groups as they end, so that others can; says why agents failed."""
     async for group in rolling:
-        if not group.succeeded:
-            print(f"a group failed: {group.sessions[0].error}", file=sys.stderr)
+        for session in group.sessions:
+            if session.error_type:
+                print(f"an agent failed: {session.error}", file=sys.stderr)
 
 
 async def _take(

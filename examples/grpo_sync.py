@@ -7,12 +7,10 @@ loop behind a screen; `examples.grpo_async` is the same without the waiting.
 """
 
 import asyncio
-import sys
 import time
 from pathlib import Path
 
 import torch
-from openai import AsyncOpenAI
 
 from examples.demo.run import (
     AGENT_TIMEOUT_S,
@@ -21,8 +19,10 @@ from examples.demo.run import (
     OnStep,
     Plan,
     Run,
+    print_failures,
     rows_of,
     run_alone,
+    shared_client,
 )
 from rollmesh.client import Client, Delivery, MeshAddresses, Subscription, rollout
 
@@ -35,7 +35,7 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
     async with (
         Client(addresses) as client,
         client.subscribe("trainer", unit="group", credits=plan.groups) as groups,
-        AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=60) as openai,
+        shared_client() as openai,
     ):
         for step in range(plan.steps):
             summary = await rollout(
@@ -47,8 +47,7 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
                 timeout_s=AGENT_TIMEOUT_S,
                 progress=False,
             )
-            if set(summary.counts) != {"COMPLETED"}:
-                print(f"outcomes: {summary.counts}", file=sys.stderr)
+            print_failures(summary)
             deliveries = await _take(groups, plan.groups)
             for delivery in deliveries:
                 run.audit.received(delivery.sessions)
@@ -76,7 +75,7 @@ async def _take(groups: Subscription, count: int) -> list[Delivery]:
     except TimeoutError:
         raise RuntimeError(
             f"{len(taken)} of {count} groups came within {DELIVERY_TIMEOUT_S:.0f} s: "
-            "sessions are missing; see the outcomes above and the mesh's logs"
+            "sessions are missing; see the failures above and the mesh's logs"
         ) from None
     return taken
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
 _START_S = 120.0
@@ -108,9 +108,22 @@ def reserved_port() -> socket.socket:
     return holder
 
 
+def running(
+    service: str, folder: Path, **flags: object
+) -> AbstractAsyncContextManager[ServiceProcess]:
+    """Runs a service until the block ends; flags by their Python names.
+
+    It takes a free port, and an engine serves alone, unless a flag says otherwise.
+    """
+    alone = {"router": ""} if service == "engine" else {}
+    return running_by_default(service, folder, **{"port": 0, **alone, **flags})
+
+
 @asynccontextmanager
-async def running(service: str, folder: Path, **flags: object) -> AsyncIterator[ServiceProcess]:
-    """Runs a service until the block ends; flags by their Python names."""
+async def running_by_default(
+    service: str, folder: Path, **flags: object
+) -> AsyncIterator[ServiceProcess]:
+    """Runs a service until the block ends; what no flag says is as its settings have it."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{service}.log"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]

@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("var/demo"))
     options = parser.parse_args()
     started = time.monotonic()
+    _console.print("about 4 minutes on two cores that do nothing else")
     # A SIGTERM ends the run as Ctrl-C does, so that the mesh is stopped too.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     torch.set_num_threads(2)

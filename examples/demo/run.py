@@ -21,10 +21,12 @@ from examples.demo.grpo import Row, StepReport, Trainer
 from examples.demo.mesh import running_mesh
 from examples.demo.policy import CONTEXT_TOKENS, make_policy
 from examples.demo.tasks import Task, make_tasks, reward
-from rollmesh.client import Delivery, MeshAddresses, Session
+from rollmesh.client import Delivery, MeshAddresses, RolloutSummary, Session
 
-AGENT_TIMEOUT_S = 60.0
-DELIVERY_TIMEOUT_S = 120.0
+# Long enough for a machine that does other work: what is slow is not what has failed.
+_REQUEST_TIMEOUT_S = 300.0
+AGENT_TIMEOUT_S = 900.0
+DELIVERY_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,11 @@ class Agents:
         return reward(task, attempt.calls, attempt.answer)
 
 
+def shared_client() -> AsyncOpenAI:
+    """Returns the client whose connections all agents share; each sets its URL and key."""
+    return AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=_REQUEST_TIMEOUT_S)
+
+
 def rows_of(deliveries: Iterable[Delivery]) -> list[list[Row]]:
     """Returns what the trainer takes: the trajectories of each group."""
     return [
@@ -127,6 +134,12 @@ def print_step(run: Run, report: StepReport) -> None:
         f"  groups used {report.groups_used:2d}  kl {report.reference_kl:.3f}",
         file=sys.stderr,
     )
+
+
+def print_failures(summary: RolloutSummary) -> None:
+    """Prints why agents failed: how often each class of error came, and what the first one said."""
+    for name, count in summary.errors.most_common():
+        print(f"{count} agents failed: {summary.messages[name]}", file=sys.stderr)
 
 
 def run_alone(train: "Train[_Ran]", description: str | None, folder: str) -> _Ran:

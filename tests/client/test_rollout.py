@@ -80,6 +80,7 @@ async def test_a_sample_that_fails_closes_as_failed_and_leaves_its_siblings_alon
     summary = await rollout(client, ["p"], runner=run, n=4, on_sample=seen.append)
     assert summary.counts == {"COMPLETED": 3, "FAILED": 1}
     assert summary.errors == {"ValueError": 1}
+    assert summary.messages == {"ValueError": "ValueError: the agent is confused"}
     failed = next(sample for sample in seen if sample.outcome == "FAILED")
     assert failed.error == "ValueError: the agent is confused"
     outcomes = [closed.outcome for closed in gateway.closed]

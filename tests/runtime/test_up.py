@@ -159,8 +159,8 @@ async def test_a_bad_file_is_named(tmp_path: Path, config: str, names: str) -> N
 async def test_help_says_what_there_is() -> None:
     command = [sys.executable, "-m", "rollmesh.runtime.cli", "--help"]
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stderr=pipe, env=dict(os.environ))
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, env=dict(os.environ))
     async with asyncio.timeout(60):
-        said = (await process.communicate())[1].decode()
+        said = (await process.communicate())[0].decode()
     assert process.returncode == 0
     assert all(name in said for name in ("up", "router", "engine", "gateway", "sidecar"))

@@ -40,6 +40,8 @@ class RolloutSummary:
     """Groups: succeeded, failed."""
     errors: Counter[str] = field(default_factory=Counter)
     """Places by class of the error; "other" beyond 64 classes."""
+    messages: dict[str, str] = field(default_factory=dict)
+    """What the first error of each of these classes said."""
     retries: int = 0
     """Attempts beyond the first."""
     rewarded: int = 0
@@ -59,7 +61,9 @@ class RolloutSummary:
         self.retries += outcome.attempts - 1
         if outcome.error_type:
             known = outcome.error_type in self.errors or len(self.errors) < _MAX_ERROR_TYPES
-            self.errors[outcome.error_type if known else "other"] += 1
+            name = outcome.error_type if known else "other"
+            self.errors[name] += 1
+            self.messages.setdefault(name, outcome.error)
         if outcome.reward is not None:
             self.rewarded += 1
             self.reward_sum += outcome.reward

@@ -20,7 +20,7 @@ class SidecarConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: int = 0
+    port: int = 8000
     """Port to listen on; 0 takes a free one."""
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 takes a free one, -1 turns it off."""

@@ -22,7 +22,7 @@ _LEAST = {
 class EngineConfig(ServerConfig):
     """Settings of an engine."""
 
-    router: str = ""
+    router: str = "127.0.0.1:7100"
     """host:port of the router to register with; empty serves alone."""
     engine_id: str = "engine-0"
     """Id of this engine, unique in the mesh."""

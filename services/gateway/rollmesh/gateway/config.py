@@ -25,6 +25,8 @@ _LEAST = {
 class GatewayConfig(ServerConfig):
     """Settings of a gateway."""
 
+    port: int = 7200
+    """Port to listen on; 0 takes a free one."""
     router: str = "127.0.0.1:7100"
     """host:port of the router."""
     collector: str = "127.0.0.1:7300"

@@ -1,71 +1,74 @@
-"""The `rollmesh` command: one service, or a whole mesh on this machine."""
+"""The `rollmesh` command: starts a service, a mesh on this machine, or a tool.
 
-import argparse
-import asyncio
+It imports nothing but the standard library, so that it works, and says what is missing, wherever
+any part of rollmesh is installed.
+"""
+
 import os
 import sys
-from contextlib import closing
-from pathlib import Path
+from dataclasses import dataclass
+from importlib import metadata, util
 
-from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.logs import configure_logging
-from rollmesh.runtime.mesh import SERVICES, plan_mesh, read_mesh
-from rollmesh.runtime.serving import stop_signals
-from rollmesh.runtime.supervisor import StartError, Supervisor, free_ports
-
-_USAGE = f"""usage: rollmesh up [--config mesh.toml]
-       rollmesh SERVICE [flags]        one of {", ".join(SERVICES)}
-       rollmesh SERVICE --help         its flags
+_USAGE = """usage: rollmesh up [--config mesh.toml]
+       rollmesh SERVICE [flags]        router, engine, collector, gateway or sidecar
+       rollmesh SERVICE --help         lists the service's flags
        rollmesh collector export|inspect|replay [flags]
-       rollmesh template check MODEL   what a gateway finds about a chat template
+       rollmesh template check MODEL   shows what a gateway finds about a chat template
+       rollmesh --version
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Command:
+    module: str
+    extra: str
+    """Extra of the distribution that installs what it imports."""
+    imports: tuple[str, ...]
+    """Packages of that extra that it cannot do without."""
+
+
+_SERVER = ("grpc_health", "grpc_reflection", "prometheus_client", "uvloop")
+_GATEWAY = (*_SERVER, "tokenizers", "jinja2")
+_COMMANDS = {
+    ("router",): _Command("rollmesh.router", "router", _SERVER),
+    ("engine",): _Command("rollmesh.engine", "engine", (*_SERVER, "safetensors")),
+    ("collector",): _Command("rollmesh.collector", "collector", (*_SERVER, "redis")),
+    ("gateway",): _Command("rollmesh.gateway", "gateway", _GATEWAY),
+    ("sidecar",): _Command("rollmesh.sidecar", "sidecar", (*_SERVER, "starlette", "orjson")),
+    ("template", "check"): _Command("rollmesh.gateway.template_check", "gateway", _GATEWAY),
+    ("up",): _Command(
+        "rollmesh.runtime.up",
+        "mesh",
+        (*_GATEWAY, "safetensors", "redis", "starlette", "orjson"),
+    ),
+}
+"""Each command runs as `python -m` of its module."""
+
+
 def main() -> int:
-    """Returns the exit code."""
+    """Becomes the command that the arguments name; returns only where it cannot."""
     arguments = sys.argv[1:]
-    if arguments and arguments[0] in SERVICES:
-        command = [sys.executable, "-m", f"rollmesh.{arguments[0]}", *arguments[1:]]
-        os.execv(sys.executable, command)  # noqa: S606 - becomes the service
-    if arguments[:2] == ["template", "check"]:
-        command = [sys.executable, "-m", "rollmesh.gateway.template_check", *arguments[2:]]
-        os.execv(sys.executable, command)  # noqa: S606 - becomes the check
-    if arguments and arguments[0] == "up":
-        return _up(arguments[1:])
-    print(_USAGE, end="", file=sys.stderr)
-    return 0 if arguments in (["--help"], ["-h"]) else 2
+    for words, command in _COMMANDS.items():
+        if tuple(arguments[: len(words)]) == words:
+            return _run(" ".join(words), command, arguments[len(words) :])
+    if arguments == ["--version"]:
+        print(f"rollmesh {metadata.version('rollmesh')}")
+        return 0
+    asked = arguments in (["--help"], ["-h"])
+    print(_USAGE, end="", file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
-def _up(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rollmesh up", description=_up.__doc__)
-    parser.add_argument("--config", type=Path, help="TOML file that describes the mesh")
-    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
-    options = parser.parse_args(arguments)
-    configure_logging("up", "info")
-    try:
-        tables = read_mesh(options.config)
-        with closing(free_ports()) as ports:
-            specs = plan_mesh(tables, ports.__next__)
-    except ConfigError as error:
-        print(f"rollmesh up: {error}", file=sys.stderr)
-        return 2
-    log_dir = Path(tables.get("mesh", {}).get("data_dir", "var/mesh")) / "logs"
-    supervisor = Supervisor(specs, log_dir, options.start_timeout)
-    failure = asyncio.run(_supervise(supervisor))
-    if failure:
-        print(f"rollmesh up: {failure}", file=sys.stderr)
-    return 1 if failure else 0
-
-
-async def _supervise(supervisor: Supervisor) -> str:
-    """Returns why the mesh could not start; empty after a stop."""
-    failure = ""
-    with stop_signals() as stop:
-        try:
-            await supervisor.run(stop)
-        except* StartError as errors:
-            failure = str(errors.exceptions[0])
-    return failure
+def _run(name: str, command: _Command, arguments: list[str]) -> int:
+    missing = [package for package in command.imports if util.find_spec(package) is None]
+    if not missing:
+        os.execv(sys.executable, [sys.executable, "-m", command.module, *arguments])  # noqa: S606
+    print(
+        f"rollmesh {name}: {', '.join(missing)} not installed; "
+        f"run: pip install 'rollmesh[{command.extra}]'",
+        file=sys.stderr,
+    )
+    return 2
 
 
 if __name__ == "__main__":

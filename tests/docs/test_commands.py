@@ -1,0 +1,86 @@
+"""Every command and configuration that the pages show is one that there is."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from itertools import count
+
+import pytest
+
+from rollmesh.runtime.mesh import SERVICES, plan_mesh, read_mesh
+from tests.docs.pages import PAGES, ROOT, Block, blocks
+
+LANGUAGES = {"python", "toml", "sh", "json", "text"}
+"""What a block may be; one without a language is shown and not run."""
+_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+_COLLECTOR_TOOLS = {"export", "inspect", "replay"}
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every line of every `sh` block, as words."""
+    return [
+        (block.name, words)
+        for block in blocks("sh")
+        for line in block.text.splitlines()
+        if (words := shlex.split(line, comments=True))
+    ]
+
+
+def helps(*module: str) -> str:
+    command = [sys.executable, "-m", *module, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def check_flags(words: list[str], known: str) -> None:
+    for word in words:
+        if word.startswith("--"):
+            assert re.search(rf"{re.escape(word.partition('=')[0])}\b", known), word
+
+
+def test_every_block_says_what_it_is() -> None:
+    for path in PAGES:
+        fences = re.findall(r"^```(\w*)$", path.read_text("utf-8"), re.M)
+        for language in fences[::2]:
+            assert language in LANGUAGES, f"{path.name}: a block of {language!r}"
+
+
+@pytest.mark.parametrize(
+    ("where", "words"), [pytest.param(*one, id=" ".join(one[1])[:60]) for one in commands()]
+)
+def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
+    match words:
+        case ["make", *targets]:
+            assert {target for target in targets if "=" not in target} <= _TARGETS, where
+        case ["rollmesh", "--version"]:
+            assert "--version" in helps("rollmesh.runtime.cli")
+        case ["rollmesh", "up", *rest]:
+            check_flags(rest, helps("rollmesh.runtime.up"))
+        case ["rollmesh", "template", "check", *rest]:
+            check_flags(rest, helps("rollmesh.gateway.template_check"))
+        case ["rollmesh", "collector", tool, *rest] if tool in _COLLECTOR_TOOLS:
+            check_flags(rest, helps("rollmesh.collector", tool))
+        case ["rollmesh", service, *rest] if service in SERVICES:
+            check_flags(rest, helps(f"rollmesh.{service}"))
+        case ["pip", "install", wheel]:
+            assert wheel.startswith("dist/rollmesh-"), where
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            assert f"-{project['version']}-py3" in wheel
+            assert wheel.rstrip("]").partition("[")[2] in project["optional-dependencies"]
+        case ["docker", "compose", *_]:
+            pass  # tests/docker runs it
+        case _:
+            pytest.fail(f"{where}: nothing tests {words}")
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.name)
+def test_a_mesh_that_is_shown_can_be_planned(
+    block: Block, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("shown") / "mesh.toml"
+    path.write_text(block.text)
+    ports = count(20_000)
+    for spec in plan_mesh(read_mesh(path), ports.__next__):
+        check_flags(list(spec.flags), helps(f"rollmesh.{spec.service}"))

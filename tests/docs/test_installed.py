@@ -1,0 +1,143 @@
+"""The wheel, installed into an environment that has never seen this repository."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from openai import AsyncOpenAI
+
+from rollmesh.client import Client, MeshAddresses
+from tests.docs.pages import ROOT
+
+pytestmark = pytest.mark.timeout(300)
+ENVIRONMENT = ROOT / ".venv-wheel"
+MESH = """
+[mesh]
+data_dir = "data"
+model_path = "{model}"
+
+[engine]
+backend = "scripted"
+vocabulary_tokens = 500
+reply_tokens = 4
+"""
+
+
+def call(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    return subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the sources, as `make wheel` does."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in ("protos", "services", "clients"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    built = call(
+        sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, folder=source
+    )
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def install(wheel: Path, folder: Path, *paths: Path) -> Path:
+    """Returns the commands of a fresh environment with the wheel and the packages in `paths`."""
+    made = call(sys.executable, "-m", "venv", "env", folder=folder)
+    assert made.returncode == 0, made.stderr
+    python = folder / "env" / "bin" / "python"
+    quiet = ("--no-deps", "--no-index", "-q", "--disable-pip-version-check")
+    done = call(python, "-m", "pip", "install", *quiet, wheel, folder=folder)
+    assert done.returncode == 0, done.stderr
+    (packages,) = (folder / "env" / "lib").glob("python3*/site-packages")
+    (packages / "mesh.pth").write_text("".join(f"{path}\n" for path in paths))
+    return python.parent
+
+
+@pytest.fixture(scope="module")
+def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Commands where `rollmesh[mesh]` is installed: nothing but the wheel and its lock."""
+    assert (ENVIRONMENT / ".ready").exists(), "run `make .venv-wheel/.ready`"
+    (packages,) = (ENVIRONMENT / "lib").glob("python3*/site-packages")
+    return install(wheel, tmp_path_factory.mktemp("installed"), packages)
+
+
+def test_it_says_its_version(commands: Path, tmp_path: Path) -> None:
+    done = call(commands / "rollmesh", "--version", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "rollmesh 0.1.0\n")
+
+
+async def until_up(output: asyncio.StreamReader) -> AsyncIterator[str]:
+    async for line in output:
+        yield line.decode()
+        if line.startswith(b"UP "):
+            return
+
+
+async def test_a_mesh_runs_from_it(commands: Path, tmp_path: Path, tokenizer_dir: Path) -> None:
+    (tmp_path / "mesh.toml").write_text(MESH.format(model=tokenizer_dir))
+    process = await asyncio.create_subprocess_exec(
+        commands / "rollmesh",
+        "up",
+        "--config=mesh.toml",
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"]},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(200):
+            lines = [line async for line in until_up(process.stdout)]
+            addresses = MeshAddresses.from_json(lines[-1].removeprefix("UP "))
+            async with Client(addresses) as client, client.session() as session:
+                agent = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+                async with agent:
+                    answer = await agent.chat.completions.create(
+                        model="policy", messages=[{"role": "user", "content": "hello"}]
+                    )
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 4
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        assert await process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [(["up"], "mesh"), (["gateway"], "gateway"), (["template", "check", "x"], "gateway")],
+)
+def test_what_is_not_installed_is_named(
+    wheel: Path, tmp_path: Path, words: list[str], extra: str
+) -> None:
+    """The wheel alone, with nothing that it depends on."""
+    rollmesh = install(wheel, tmp_path) / "rollmesh"
+    done = call(rollmesh, *words, folder=tmp_path)
+    assert done.returncode == 2
+    assert f"rollmesh {words[0]}" in done.stderr
+    assert f"pip install 'rollmesh[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert call(rollmesh, "--version", folder=tmp_path).stdout == "rollmesh 0.1.0\n"
+
+
+def test_the_lock_holds_what_the_extra_asks_for() -> None:
+    """So what `pip install rollmesh[mesh]` brings is what these tests ran with."""
+    python = ENVIRONMENT / "bin" / "python"
+    code = (
+        "import importlib.metadata as m, json, sys;"
+        "print(json.dumps([d.metadata['Name'].lower() for d in m.distributions()]))"
+    )
+    installed = json.loads(call(python, "-c", code, folder=ROOT).stdout)
+    for name in ("grpcio", "uvloop", "tokenizers", "redis", "starlette", "safetensors"):
+        assert name in installed

@@ -1,0 +1,197 @@
+"""Every Python block of the pages runs: against a mesh where it talks to one, else against the
+signatures of what it calls."""
+
+import ast
+import inspect
+import json
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec, patch
+
+import numpy as np
+import pytest
+import trl
+from openai import AsyncOpenAI
+
+from rollmesh.client import MeshAddresses, Retries, Session, SubscribeOptions, register_runner
+from rollmesh.integrations.trl import MeshRollouts
+from rollmesh.v1 import collector_pb2, types_pb2
+from tests.docs.pages import Block, blocks
+from tests.meshes import Mesh
+from tests.trainers.processes import run_script
+
+pytestmark = pytest.mark.timeout(180)
+GROUP = 8
+ADDRESSES = MeshAddresses(router="-", gateway="-", collector="-", sidecar="-")
+
+
+class Model:
+    """What a trainer trains; the scripted engine takes any weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": np.zeros(4, np.float32)}
+
+
+async def agent(prompt: str, session: Session) -> float:
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
+        await openai.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": prompt}]
+        )
+    return 1.0
+
+
+async def run(block: Block, names: dict[str, Any]) -> None:
+    """Runs a block as it stands, with `await` at its top level."""
+    code = compile(block.text, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    outcome = eval(code, names)  # noqa: S307 - our own pages
+    if inspect.iscoroutine(outcome):
+        await outcome
+
+
+async def readme(block: Block, mesh: Mesh) -> None:
+    trained: list[Any] = []
+    line = json.dumps(asdict(mesh.addresses))
+    names = {"line": line, "steps": 2, "prompts": ["a", "b"], "model": Model()}
+    await run(block, {**names, "score": lambda prompt, text: 1.0, "train": trained.append})
+    assert [len(sessions) for sessions in trained] == [GROUP] * 4
+    versions = {
+        version
+        for sessions in trained
+        for session in sessions
+        for one in session.trajectories
+        for version in one.policy_versions[one.loss_mask].tolist()
+    }
+    assert versions == {0, 1}
+
+
+async def delivery(block: Block, mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        for index in range(GROUP):
+            async with client.session(
+                group_id="g", sample_index=index, group_size=GROUP
+            ) as session:
+                session.reward = await agent("a", session) + index
+        names = {
+            "SubscribeOptions": SubscribeOptions,
+            "pb": collector_pb2,
+            "types_pb2": types_pb2,
+            "client": client,
+            "steps": 1,
+        }
+        await run(block, names)
+        (consumer,) = (await client.stats()).consumers
+        assert consumer.acknowledged == 1
+
+
+async def runners(block: Block, mesh: Mesh) -> None:
+    register_runner("coder", agent)
+    async with mesh.client() as client:
+        names = {
+            "client": client,
+            "dataset": ["a"],
+            "Retries": Retries,
+            "score": lambda episode: 2.0,
+        }
+        exec("from rollmesh.client import rollout_groups", names)  # noqa: S102
+        await run(block, names)
+    assert names["groups"].summary.mean_reward == 2.0  # type: ignore[attr-defined]
+
+
+async def trainer_loop(block: Block, mesh: Mesh) -> None:
+    names = {
+        "addresses": mesh.addresses,
+        "prompts": ["a"],
+        "run_agent": agent,
+        "model": Model(),
+        "version": 1,
+        "device": "cpu",
+    }
+    await run(block, names)
+    assert len(names["advantages"]) == GROUP  # type: ignore[arg-type]
+
+
+async def verl_runner(block: Block, folder: Path) -> None:
+    names: dict[str, Any] = {"AsyncOpenAI": AsyncOpenAI}
+    await run(block, names)
+    await names["run"]({"raw_prompt": []}, Session("id", "key", "http://127.0.0.1:1/v1"))
+
+
+async def queue_writer(block: Block, folder: Path) -> None:
+    """In the trainers' own environment, with a real queue."""
+    keys = await run_script("snippet_run", folder, text=block.text)
+    assert len(keys) == 1
+
+
+async def trl_trainer(block: Block, folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL has not been told of this vLLM yet
+        trainer = create_autospec(trl.GRPOTrainer)
+    names = {
+        "MeshRollouts": create_autospec(MeshRollouts),
+        "GRPOTrainer": trainer,
+        "addresses": ADDRESSES,
+        "runner": agent,
+    }
+    await run(block, names)
+    trainer.return_value.train.assert_called_once()
+
+
+async def nccl(block: Block, folder: Path) -> None:
+    with _patched("rollmesh.client.sync.Client") as client:
+        client.return_value.replicas.return_value.replicas = []
+        factory = "vllm.distributed.weight_transfer.WeightTransferTrainerFactory.trainer_init"
+        with _patched(factory) as init, _patched("torch.distributed.get_rank", return_value=0):
+            names = {
+                "addresses": ADDRESSES,
+                "tensor_parallel": 2,
+                "pipeline_parallel": 1,
+                "host": "127.0.0.1",
+                "port": 1,
+                "model": Model(),
+                "step": 1,
+            }
+            exec("import torch", names)  # noqa: S102
+            await run(block, names)
+            init.return_value.send_weights.assert_called_once()
+
+
+@contextmanager
+def _patched(name: str, **settings: Any) -> Iterator[Any]:
+    with patch(name, autospec=True, **settings) as stand_in:
+        yield stand_in
+
+
+WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
+    "README.md python 1": readme,
+    "docs/delivery.md python 1": delivery,
+    "docs/runners.md python 1": runners,
+    "docs/trainers.md python 1": trainer_loop,
+}
+ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
+    "docs/trainers.md python 2": verl_runner,
+    "docs/trainers.md python 3": queue_writer,
+    "docs/trainers.md python 4": trl_trainer,
+    "docs/trainers.md python 5": nccl,
+}
+
+
+def shown(cases: dict[str, Any]) -> list[Block]:
+    return [block for block in blocks("python") if block.name in cases]
+
+
+@pytest.mark.parametrize("block", shown(WITH_MESH), ids=lambda block: block.name)
+async def test_a_snippet_does_with_a_mesh_what_its_page_says(block: Block, mesh: Mesh) -> None:
+    await WITH_MESH[block.name](block, mesh)
+
+
+@pytest.mark.parametrize("block", shown(ALONE), ids=lambda block: block.name)
+async def test_a_snippet_calls_what_there_is(block: Block, tmp_path: Path) -> None:
+    await ALONE[block.name](block, tmp_path)
+
+
+def test_every_snippet_is_tested() -> None:
+    assert {block.name for block in blocks("python")} == {*WITH_MESH, *ALONE}
