@@ -2,18 +2,18 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeAlias
 
 import grpc
-import uvicorn
 
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.runtime.interceptors import Context, RpcInterceptor
 from rollmesh.sidecar.app import Sidecar
 from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar.server import HttpServer
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 
 Events: TypeAlias = AsyncIterator[gateway_pb2.ChatResponse]
@@ -166,30 +166,13 @@ async def serving(servicer: gateway_pb2_grpc.GatewayServiceServicer) -> AsyncIte
         await server.stop(0)
 
 
-class _Server(uvicorn.Server):
-    """Serves inside the test, which keeps its own signal handlers."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @asynccontextmanager
 async def sidecar_of(config: SidecarConfig) -> AsyncIterator[str]:
     """Runs a sidecar's app on a free port; yields its `http://host:port`."""
     async with asyncio.timeout(60), open_channel(config.gateway) as channel:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            server = _Server(
-                uvicorn.Config(
-                    Sidecar(config, channel).app(),
-                    http="httptools",
-                    lifespan="off",
-                    access_log=False,
-                    log_config=None,
-                    timeout_graceful_shutdown=1,
-                )
-            )
+            server = HttpServer(Sidecar(config, channel).app(), config)
             listener.listen()
             async with asyncio.TaskGroup() as group:
                 group.create_task(server.serve([listener]))

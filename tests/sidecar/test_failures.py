@@ -306,6 +306,26 @@ async def test_a_body_over_the_limit_is_413_and_one_of_many_kilobytes_is_not(
     assert caught.value.status_code == 413
 
 
+@pytest.mark.parametrize("more", [{"n": "n" * 100_000}, {"messages": [{"role": "r" * 100_000}]}])
+async def test_an_error_repeats_little_of_the_request(base_url: str, more: dict[str, Any]) -> None:
+    async with httpx2.AsyncClient() as http:
+        path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+        answer = await http.post(path, json={"messages": ASK, **more})
+    assert answer.status_code == 400
+    assert len(answer.content) < 2000
+
+
+@pytest.mark.parametrize("model", ["m" * 257, 5, ["m"]])
+async def test_a_model_that_is_no_name_is_refused(
+    gateway: ScriptedGateway, base_url: str, model: Any
+) -> None:
+    async with httpx2.AsyncClient() as http:
+        path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+        answer = await http.post(path, json={"messages": ASK, "model": model})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert gateway.requests == []
+
+
 async def test_other_paths_and_methods_are_refused_in_the_same_form(base_url: str) -> None:
     async with httpx2.AsyncClient(base_url=base_url) as http:
         unknown = await http.post("/v1/embeddings", json={})

@@ -1,13 +1,10 @@
 """Runs a sidecar: `python -m rollmesh.sidecar --help`."""
 
 import asyncio
-import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
 
-import uvicorn
 import uvloop
 
 from rollmesh.runtime import faults
@@ -19,14 +16,7 @@ from rollmesh.runtime.process import print_ready
 from rollmesh.runtime.serving import Bound, bind_host, stop_signals
 from rollmesh.sidecar.app import Sidecar
 from rollmesh.sidecar.config import SidecarConfig
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to us and says when it serves."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+from rollmesh.sidecar.server import HttpServer
 
 
 async def _serve(config: SidecarConfig) -> None:
@@ -42,15 +32,7 @@ async def _serve_on(
     listener: socket.socket, config: SidecarConfig, metrics_port: int | None
 ) -> None:
     async with open_channel(config.gateway) as channel:
-        settings = uvicorn.Config(
-            Sidecar(config, channel).app(),
-            http="httptools",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=config.grace_ms // 1000,
-        )
-        server = _Server(settings)
+        server = HttpServer(Sidecar(config, channel).app(), config)
         with stop_signals(supervised=config.supervised) as stop:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(server.serve([listener]))

@@ -19,9 +19,15 @@ from rollmesh.runtime.channels import read_stream, typed_errors, whole_call
 from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError
 from rollmesh.runtime.logs import fields, set_request_id
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.errors import BodyTooLargeError, PathUnknownError, to_http
+from rollmesh.sidecar.errors import PathUnknownError, to_http
 from rollmesh.sidecar.metrics import measured
-from rollmesh.sidecar.requests import parse_body, read_choices, read_request, wants_usage
+from rollmesh.sidecar.requests import (
+    parse_body,
+    read_choices,
+    read_model,
+    read_request,
+    wants_usage,
+)
 from rollmesh.sidecar.responses import ChunkWriter, whole_answer
 from rollmesh.sidecar.streams import StreamReply
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
@@ -138,6 +144,7 @@ class ChatEndpoint:
         try:
             body = parse_body(await self._read_body(receive))
             chat = read_request(body)
+            name = read_model(body)
             choices = [self._choice(chat, scope, at) for at in range(read_choices(body))]
             include_usage = wants_usage(body)
         except ClientDisconnect:
@@ -145,8 +152,6 @@ class ChatEndpoint:
         except Exception as error:  # noqa: BLE001 - the edge: everything becomes an answer
             await _error_response(_typed(error), request_id)(scope, receive, send)
             return
-        model = body.get("model")
-        name = model if isinstance(model, str) and model else "policy"
         answer = (
             self._in_time(
                 self._stream(choices, request_id, name, send, include_usage=include_usage)
@@ -162,18 +167,12 @@ class ChatEndpoint:
 
     async def _read_body(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
-        size, more = 0, True
-        while more:
+        more = True
+        while more:  # the server bounds it
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            part: bytes = message.get("body", b"")
-            size += len(part)
-            if size > self._sidecar.config.max_body_bytes:
-                raise BodyTooLargeError(
-                    "body", f"is larger than {self._sidecar.config.max_body_bytes} bytes"
-                )
-            parts.append(part)
+            parts.append(message.get("body", b""))
             more = message.get("more_body", False)
         return b"".join(parts)
 
@@ -318,8 +317,9 @@ async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
     """Answers an unknown path or method as the SDKs read errors."""
-    path, method = request.url.path, request.method
-    refused = PathUnknownError(f"{method} {path} is not served; call /sessions/{{id}}/v1 or /v1")
+    refused = PathUnknownError(  # the path is not repeated: it may hold a key
+        f"{request.method}: this path is not served; call .../v1/chat/completions or .../v1/models"
+    )
     response = _error_response(refused, uuid.uuid4().hex)
     response.status_code = error.status_code if isinstance(error, HTTPException) else 404
     return response

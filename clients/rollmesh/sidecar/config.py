@@ -10,6 +10,14 @@ _LEAST = {
     "turn_timeout_ms": 1,
     "keep_alive_ms": 1,
     "max_body_bytes": 1,
+    "max_header_bytes": 1024,
+    "max_url_bytes": 256,
+    "max_pipelined_requests": 0,
+    "max_connections": 1,
+    "head_timeout_ms": 1,
+    "body_idle_timeout_ms": 1,
+    "body_timeout_ms": 1,
+    "idle_timeout_ms": 1,
     "grace_ms": 0,
 }
 
@@ -33,7 +41,24 @@ class SidecarConfig:
     keep_alive_ms: int = 10_000
     """Silence after which a stream gets a comment line, milliseconds."""
     max_body_bytes: int = 32 * 1024 * 1024
-    """Largest request body."""
+    """Largest request body; a larger one is answered 413."""
+    max_header_bytes: int = 64 * 1024
+    """Most bytes of a request's line and headers together (431), and of a body's trailers."""
+    max_url_bytes: int = 8 * 1024
+    """Longest URL, bytes; a longer one is answered 414."""
+    max_pipelined_requests: int = 8
+    """Requests of one connection that may wait for the answer to an earlier one."""
+    max_connections: int = 8192
+    """Most connections; a further one is answered 503 with a delay."""
+    head_timeout_ms: int = 30_000
+    """Longest time for a request's line and headers (408), milliseconds; and for the first byte."""
+    body_idle_timeout_ms: int = 30_000
+    """Longest wait for the next bytes of a body (408), milliseconds."""
+    body_timeout_ms: int = 300_000
+    """Longest time for a whole body (408), milliseconds."""
+    idle_timeout_ms: int = 60_000
+    """A connection without a request for so long is closed, milliseconds, in whole seconds. Longer
+    than clients keep theirs (httpx: 5 s), so that none sends a request on a closed connection."""
     grace_ms: int = 10_000
     """Time that running requests get to finish on a stop, milliseconds."""
     supervised: bool = False

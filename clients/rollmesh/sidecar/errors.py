@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import grpc
 import orjson
 
-from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
+from rollmesh.runtime.errors import (
+    MAX_MESSAGE_BYTES,
+    InvalidFieldError,
+    RemoteError,
+    RollmeshError,
+    cut_text,
+)
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -22,7 +28,14 @@ _STATUS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error"),
     grpc.StatusCode.UNIMPLEMENTED: (501, "server_error"),
 }
-_STATUS_OF_REASON = {"BODY_TOO_LARGE": 413}
+_STATUS_OF_REASON = {
+    "REQUEST_TIMEOUT": 408,
+    "BODY_TOO_LARGE": 413,
+    "URL_TOO_LONG": 414,
+    "HEADERS_TOO_LARGE": 431,
+    "TOO_MANY_CONNECTIONS": 503,
+}
+_MAX_PARAM_BYTES = 200
 _MOST_DELAY_S = 120  # SDKs give up on a longer one
 _PARAMS = {
     "tools_json": "tools",
@@ -35,6 +48,44 @@ class BodyTooLargeError(InvalidFieldError):
     """A request body is over the limit."""
 
     reason = "BODY_TOO_LARGE"
+
+
+class HttpInvalidError(RollmeshError):
+    """What a client sent is not a request of HTTP/1.1."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "HTTP_INVALID"
+
+
+class HeadersTooLargeError(HttpInvalidError):
+    """A request's headers, or a body's trailers, are over the limit."""
+
+    reason = "HEADERS_TOO_LARGE"
+
+
+class UrlTooLongError(HttpInvalidError):
+    """A URL is over the limit."""
+
+    reason = "URL_TOO_LONG"
+
+
+class RequestTimeoutError(HttpInvalidError):
+    """A request did not arrive in time."""
+
+    reason = "REQUEST_TIMEOUT"
+
+
+class PipelineTooLongError(HttpInvalidError):
+    """A client sends requests faster than it can be answered."""
+
+    reason = "PIPELINE_TOO_LONG"
+
+
+class TooManyConnectionsError(RollmeshError):
+    """The sidecar holds as many connections as it may."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "TOO_MANY_CONNECTIONS"
 
 
 class PathUnknownError(RollmeshError):
@@ -54,12 +105,13 @@ class HttpError:
 
 
 def to_http(error: RollmeshError) -> HttpError:
-    """Returns the HTTP form of an error."""
+    """Returns the HTTP form of an error; what it repeats of a request is cut to 1,500 bytes."""
     code = error.status_code if isinstance(error, RemoteError) else error.code
     status, kind = _STATUS.get(code, (500, "server_error"))
     status = _STATUS_OF_REASON.get(error.reason, status)
     param = error.field if isinstance(error, InvalidFieldError) else ""
-    message = error.message
+    param = cut_text(param, _MAX_PARAM_BYTES)
+    message = cut_text(error.message, MAX_MESSAGE_BYTES)
     if error.reason == "CONTEXT_LENGTH_EXCEEDED":  # clients know it by how the wording begins
         message = message.removeprefix(f"{param}: ")
     reason = code.name if isinstance(error, RemoteError) else error.reason

@@ -10,6 +10,11 @@ CHATS = Counter(
     "Chat completions, by HTTP status; 499 where the client left before an answer.",
     ["status"],
 )
+REFUSED = Counter(
+    "rollmesh_sidecar_refused_total",
+    "Requests that no endpoint saw, as they went beyond a bound of HTTP, by reason.",
+    ["reason"],
+)
 FIRST_BYTE_SECONDS = Histogram(
     "rollmesh_sidecar_first_byte_seconds",
     "Time from a request's arrival to the first byte of its answer.",

@@ -39,6 +39,7 @@ _TEMPLATE_ARGUMENTS = {
     "tokenize",
 }  # fmt: skip
 _MAX_STOPS, _MAX_STOP_TOKENS = 16, 64
+_MAX_MODEL_CHARACTERS = 256
 _MAX_SCHEMA_BYTES = 64 * 1024
 MAX_CHOICES = 16
 
@@ -85,6 +86,22 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
         stream=_flag(body, "stream"),
         template_options_json=_template_options(body),
     )
+
+
+def read_model(body: dict[str, Any]) -> str:
+    """Returns the model's name as the answer repeats it; any name is served.
+
+    Raises:
+        InvalidFieldError: It is not a string, or longer than a name can be.
+    """
+    name = body.get("model")
+    if not isinstance(name, str | None):
+        raise InvalidFieldError("model", "must be a string")
+    if name and len(name) > _MAX_MODEL_CHARACTERS:
+        raise InvalidFieldError(
+            "model", f"has {len(name)} characters; give at most {_MAX_MODEL_CHARACTERS}"
+        )
+    return name or "policy"
 
 
 def read_choices(body: dict[str, Any]) -> int:

@@ -13,7 +13,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "rollmesh"
 _DETAILS_KEY = "grpc-status-details-bin"
-_MAX_TEXT_BYTES = 1500  # of message and of metadata: trailers above 8 KiB are dropped by peers
+MAX_MESSAGE_BYTES = 1500
+"""Of a message, and of the metadata together: peers drop trailers above 8 KiB."""
 
 
 class RollmeshError(Exception):
@@ -298,20 +299,21 @@ def status_code_of(error: RollmeshError) -> grpc.StatusCode:
     return error.status_code if isinstance(error, RemoteError) else error.code
 
 
-def _cut(text: str, most_bytes: int) -> str:
-    return text.encode()[:most_bytes].decode(errors="ignore")
+def cut_text(text: str, most_bytes: int) -> str:
+    """Returns the beginning of a text: at most so many bytes of UTF-8; surrogates become `?`."""
+    return text[:most_bytes].encode(errors="replace")[:most_bytes].decode(errors="ignore")
 
 
 def to_status(error: RollmeshError) -> status_pb2.Status:
     """Returns the wire form of an error."""
     status = status_pb2.Status(
         code=code_pb2.Code.Value(status_code_of(error).name),
-        message=_cut(error.message, _MAX_TEXT_BYTES),
+        message=cut_text(error.message, MAX_MESSAGE_BYTES),
     )
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
-    left = _MAX_TEXT_BYTES
+    left = MAX_MESSAGE_BYTES
     for key, value in error.metadata.items():
-        text = info.metadata[key] = _cut(value, max(left, 0))
+        text = info.metadata[key] = cut_text(value, max(left, 0))
         left -= len(key) + len(text.encode())
     status.details.add().Pack(info)
     if error.retry_delay_ms is not None:

@@ -1,0 +1,297 @@
+"""HTTP/1.1 with bounds: uvicorn's httptools protocol, and the most that one connection may cost.
+
+uvicorn leaves sizes and times to a proxy in front of it. The sidecar has none: agents call it
+directly, so the bounds are here. docs/decisions/http-server.md has the measurements.
+"""
+
+import asyncio
+import math
+from typing import Any, ClassVar
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.sidecar.config import SidecarConfig
+from rollmesh.sidecar.errors import (
+    BodyTooLargeError,
+    HeadersTooLargeError,
+    HttpInvalidError,
+    PipelineTooLongError,
+    RequestTimeoutError,
+    TooManyConnectionsError,
+    UrlTooLongError,
+    to_http,
+)
+from rollmesh.sidecar.metrics import REFUSED
+
+_LINGER_S = 2.0
+"""How long a refused client may go on sending before its connection is reset."""
+_BUSY_MS = 1000
+_OFFER = (b"connection", b"upgrade", b"http2-settings")
+_PHRASES = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    413: b"Content Too Large",
+    414: b"URI Too Long",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+
+
+def bounded(config: SidecarConfig) -> type[asyncio.Protocol]:
+    """Returns the protocol of one server's connections."""
+    return type("Connection", (BoundedProtocol,), {"bounds": config})
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection.
+
+    A request is in its head until the parser has all headers, then in its body. The parser gets no
+    more than `max_header_bytes` at a time and is asked after each piece, so a head, a chunk's
+    extension or a trailer that does not end costs no more than that. One timer serves all
+    deadlines; a request that arrives at once sets none.
+    """
+
+    bounds: ClassVar[SidecarConfig]
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Takes what uvicorn gives each connection."""
+        super().__init__(config, server_state, app_state, _loop)
+        self._running: RequestResponseCycle | None = None
+        self._refusal: RollmeshError | None = None
+        self._receiving: RequestResponseCycle | None = None  # the one whose body arrives
+        self._in_head = self._in_body = False
+        self._field_bytes = 0  # of the head, or of the trailers
+        self._unread_bytes = 0  # given to the parser since it last told of something
+        self._body_bytes = 0
+        self._begun = 0.0  # the head, then the body
+        self._deadline = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accepts a connection, or refuses one that is too many."""
+        super().connection_made(transport)
+        most = self.bounds.max_connections
+        if len(self.connections) > 2 * most:
+            transport.abort()
+        elif len(self.connections) > most:
+            self._refuse(
+                TooManyConnectionsError(
+                    f"the sidecar holds {most} connections; come again", retry_delay_ms=_BUSY_MS
+                )
+            )
+        else:
+            self._wait_until(self.loop.time() + self.bounds.head_timeout_ms / 1000)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the timer; the application is told that its client has gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running is not None and self._running is not self.cycle:
+            self._running.disconnected = True  # uvicorn tells the newest request only
+            self._running.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feeds the parser in pieces that stay within the bounds."""
+        if self._refusal is not None:
+            return  # what a refused client still sends is read and dropped
+        self._unset_keepalive_if_required()
+        view, most = memoryview(data), self.bounds.max_header_bytes
+        while view and self._refusal is None and not self.transport.is_closing():
+            piece = view[: max(most - self._unread_bytes, 1)]
+            self._unread_bytes += len(piece)
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                view = view[upgrade.args[0] :]
+                self._begin_again()
+                continue
+            except httptools.HttpParserError as error:
+                self._refuse(
+                    self._refusal or HttpInvalidError(f"not a request of HTTP/1.1: {error}")
+                )
+                return
+            if self._unread_bytes >= most:
+                self._refuse(self._too_much_head())
+                return
+            view = view[len(piece) :]
+        self._set_deadline()
+
+    def on_message_begin(self) -> None:
+        """Begins a head."""
+        super().on_message_begin()
+        self._in_head, self._begun, self._receiving = True, self.loop.time(), None
+        self._field_bytes = self._unread_bytes = self._body_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """Takes a piece of the URL."""
+        most = self.bounds.max_url_bytes
+        if len(self.url) + len(url) > most:
+            self._stop(UrlTooLongError(f"the URL has more than {most} bytes"))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header; a trailer is counted and dropped, it must not become one."""
+        self._field_bytes += len(name) + len(value) + len(b": \r\n")
+        if self._field_bytes > self.bounds.max_header_bytes:
+            self._stop(self._too_much_head())
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begins the request, unless it is plain that it will be refused."""
+        if self.parser.should_upgrade():  # the parser stops here, before the body
+            if self.parser.get_method() == b"CONNECT":
+                self._stop(HttpInvalidError("CONNECT: this is no proxy"))
+            return
+        self._in_head, self._in_body = False, True
+        self._field_bytes = self._unread_bytes = 0
+        most = self.bounds.max_body_bytes
+        for name, value in self.headers:
+            if name == b"content-length" and int(value) > most:
+                self._stop(BodyTooLargeError("body", f"is larger than {most} bytes"))
+        if self._answering() and len(self.pipeline) >= self.bounds.max_pipelined_requests:
+            waiting = self.bounds.max_pipelined_requests
+            self._stop(PipelineTooLongError(f"more than {waiting} requests wait for an answer"))
+        super().on_headers_complete()
+        self._receiving = self.cycle
+        self._begun = self.loop.time()
+        if self.pipeline:  # they are bounded: reading on is how it is seen that a client leaves
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a piece of the body."""
+        self._unread_bytes = 0
+        self._body_bytes += len(body)
+        most = self.bounds.max_body_bytes
+        if self._body_bytes > most:
+            self._stop(BodyTooLargeError("body", f"is larger than {most} bytes"))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Ends a request."""
+        if self.parser.should_upgrade():
+            return
+        self._in_body, self._unread_bytes, self._receiving = False, 0, None
+        super().on_message_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes an idle connection; one whose client does not even read its answer is reset."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    def _begin_again(self) -> None:
+        """Takes a request that offers another protocol as if it did not.
+
+        Java's client offers HTTP/2 with every first request. httptools takes the body of such a
+        request for the other protocol, so a new parser reads it, behind the same head without the
+        offer. RFC 9110, section 7.8: a server may ignore the offer.
+        """
+        head = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+        head += [b"%s: %s" % header for header in self.headers if header[0] not in _OFFER]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.feed_data(b"\r\n".join([*head, b"", b""]))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        self._begun = self.loop.time()
+        super()._start_asgi_task(cycle, app)
+        self._set_deadline()
+
+    def _answering(self) -> bool:
+        """Says whether a request is being answered, or is still to be."""
+        return self._running is not None and not self._running.response_complete
+
+    def _too_much_head(self) -> RollmeshError:
+        most = self.bounds.max_header_bytes
+        return HeadersTooLargeError(f"the headers have more than {most} bytes together")
+
+    def _set_deadline(self) -> None:
+        """Sets until when the client has to send more."""
+        now, bounds = self.loop.time(), self.bounds
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        if self._in_body and self._receiving is self._running:
+            idle = now + bounds.body_idle_timeout_ms / 1000
+            self._wait_until(min(idle, self._begun + bounds.body_timeout_ms / 1000))
+        elif self._in_head:
+            self._wait_until(self._begun + bounds.head_timeout_ms / 1000)
+        elif self._answering() or self.timeout_keep_alive_task is not None:
+            self._deadline = math.inf
+        else:  # bytes that begin nothing; uvicorn's own timer has been stopped by them
+            self._wait_until(now + bounds.head_timeout_ms / 1000)
+
+    def _wait_until(self, deadline: float) -> None:
+        self._deadline = deadline
+        if self._timer is not None and self._timer.when() > deadline:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self.loop.call_at(deadline, self._look_at_deadline)
+
+    def _look_at_deadline(self) -> None:
+        self._timer = None
+        if self._deadline > self.loop.time():
+            if self._deadline < math.inf:
+                self._wait_until(self._deadline)
+        elif self._in_head or self._in_body:
+            part = "head" if self._in_head else "body"
+            self._refuse(RequestTimeoutError(f"the request's {part} took too long"))
+        else:
+            self.transport.close()
+
+    def _stop(self, error: RollmeshError) -> None:
+        """Refuses from inside the parser, which must not go on."""
+        self._refusal = error
+        raise error
+
+    def _refuse(self, error: RollmeshError) -> None:
+        """Answers with an error where the protocol has a place for it, and reads no more requests.
+
+        An answer that is under way ends first; then the connection is closed.
+        """
+        self._refusal = error
+        REFUSED.labels(error.reason).inc()
+        self.pipeline.clear()
+        receiving, running = self._receiving, self._running
+        if receiving is not None and receiving.response_complete:
+            self._hang_up()  # the request had its answer before all of it was sent
+            return
+        if running is not None and self._answering():
+            if receiving is not running or not self._in_body:
+                running.keep_alive = False  # the fault is of a later request
+                self.flow.resume_reading()
+                return
+            running.disconnected = True
+            running.message_event.set()
+            if running.response_started:
+                self.transport.abort()
+                return
+        http = to_http(error)
+        head = [b"HTTP/1.1 %d %s" % (http.status, _PHRASES[http.status])]
+        head += [b"%s: %s" % header for header in http.headers]
+        head += [b"content-length: %d" % len(http.body), b"connection: close", b"", http.body]
+        self.transport.write(b"\r\n".join(head))
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Ends our half and drops what still comes: a close at once would destroy the answer."""
+        if self.transport.is_closing():
+            return
+        self.transport.write_eof()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+        self.flow.resume_reading()
