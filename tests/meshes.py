@@ -105,16 +105,27 @@ async def scripted_mesh(
         yield mesh
 
 
-def write_script(path: Path, tokenizer: Tokenizer, rules: Sequence[tuple[str, str]]) -> None:
-    """Writes a script: what the user (or tool) said last, and the reply; `<|im_end|>` is added."""
-    ending = "<|im_end|>\n<|im_start|>assistant\n"
+CHATML = "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
+
+
+def write_script(
+    path: Path,
+    tokenizer: Tokenizer,
+    rules: Sequence[tuple[str, str]],
+    turn: tuple[str, str] = CHATML,
+) -> None:
+    """Writes a script: what the user (or tool) said last, and the reply to it.
+
+    `turn` is what the template prints between the two, and what ends the reply; both are added.
+    """
+    ending, end = turn
     path.write_text(
         json.dumps(
             [
                 {
                     # The last turn as the template ends it; ids, because scripts know no text.
                     "after": tokenizer.encode(f"{said}{ending}").tolist(),
-                    "reply": tokenizer.encode(f"{reply}<|im_end|>").tolist(),
+                    "reply": tokenizer.encode(f"{reply}{end}").tolist(),
                 }
                 for said, reply in rules
             ]

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import trl
 
-from rollmesh.gateway.formats import HARMONY, AnswerFormat, detect
+from rollmesh.gateway import vllm_parser
+from rollmesh.gateway.detection import VLLM_DETECTED, choose, detect
+from rollmesh.gateway.formats import HARMONY, UNKNOWN, VLLM, AnswerFormat
 from rollmesh.gateway.pieces import (
     CallStart,
 )
@@ -80,12 +82,58 @@ def test_reasoning_is_the_same_however_it_is_cut(
         ("glm4moe", AnswerFormat("glm45", reasoning=True)),
         ("deepseekv3", AnswerFormat("deepseek_v3", reasoning=True)),
         ("llama3_1", AnswerFormat("llama3_json", reasoning=False)),
-        ("phi3", AnswerFormat("hermes", reasoning=False)),
+        ("phi3", AnswerFormat("none", reasoning=False)),
+        ("gemma4", AnswerFormat("gemma4", reasoning=False)),
+        ("gemma4_v5", AnswerFormat("gemma4", reasoning=False)),
+        ("muse_glimmer", AnswerFormat("muse_glimmer", reasoning=False)),
+        ("lfm2", AnswerFormat("lfm2", reasoning=False)),
+        ("lfm2_v2", AnswerFormat("lfm2", reasoning=False)),
+        ("lfm2_2_5", AnswerFormat("lfm2", reasoning=True)),
         ("gptoss", AnswerFormat(HARMONY, reasoning=False)),
     ],
 )
 def test_a_template_shows_its_format(template: str, expected: AnswerFormat) -> None:
     assert detect((TEMPLATES / f"{template}.jinja").read_text()) == expected
+
+
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
+def test_no_template_with_tools_is_taken_for_another_format(path: Path) -> None:
+    source = path.read_text()
+    found = detect(source).tools
+    assert found != UNKNOWN
+    assert (found == "none") <= ("tools" not in source)
+    assert found != "hermes" or "<tool_call>" in source
+
+
+def test_calls_of_a_format_that_nobody_knows_are_unknown_and_not_hermes() -> None:
+    assert detect("{{ tools }} <<call f>>").tools == UNKNOWN
+    assert detect("{{ messages }}").tools == "none"
+
+
+def test_what_is_left_to_vllm_is_what_vllm_has() -> None:
+    assert {name.removeprefix(VLLM) for name in VLLM_DETECTED} <= vllm_parser.names()
+
+
+def chosen(source: str, tool_parser: str = "auto") -> AnswerFormat:
+    return choose(source, tool_parser=tool_parser, reasoning_parser="auto", shown=("<|x|>",))
+
+
+def test_a_format_of_vllms_is_chosen_only_where_vllm_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{{ tools }} <|start_of_role|> <|tool_call|>"
+    assert (chosen(source).tools, chosen(source).marks) == ("vllm:granite", ("<|x|>",))
+    monkeypatch.setattr(vllm_parser, "installed", lambda: False)
+    assert chosen(source).tools == UNKNOWN
+
+
+def test_channels_are_parted_where_calls_stay_text() -> None:
+    form = chosen((TEMPLATES / "gemma4.jinja").read_text(), "none")
+    assert (form.tools, form.reasoning_name) == ("none", "gemma4")
+    parser = form.parser(FRAME)
+    assert parser is not None
+    parser.feed("<|channel>thought\nHm.\n<channel|>Yes. <|tool_call>call:g{}<tool_call|>")
+    parser.finish()
+    assert (parser.reasoning, parser.calls) == ("Hm.", [])
+    assert parser.content == "Yes. <|tool_call>call:g{}<tool_call|>"
 
 
 @pytest.mark.parametrize(

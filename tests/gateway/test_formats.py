@@ -209,6 +209,10 @@ VECTORS: list[Any] = [
     ("llama4_pythonic", "It is <|python_end|>", ("It is <|python_end|>", [], False)),
     ("llama4_pythonic", "<|python_start|>", ("<|python_start|>", [], True)),
     ("llama4_pythonic", "<|python_start|>[g()<|python_end|>", ("", [("g", "{}")], True)),
+    ("lfm2", "I do. <|tool_call_start|>[f(n=1), g()]<|tool_call_end|>",
+     ("I do.", [("f", '{"n": 1}'), ("g", "{}")], False)),
+    ("lfm2", "<|tool_call_start|>[no()]<|tool_call_end|>",
+     ("<|tool_call_start|>[no()]<|tool_call_end|>", [], True)),
 ]  # fmt: skip
 
 

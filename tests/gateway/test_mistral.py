@@ -18,7 +18,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Referen
 from rollmesh.gateway.answer import Answer, ReasoningDelta
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.continuation import Continuation
-from rollmesh.gateway.formats import detect
+from rollmesh.gateway.detection import detect
 from rollmesh.gateway.messages import Message, ToolCall, units_of
 from rollmesh.gateway.mistral import MistralTokenizer
 from rollmesh.gateway.model_files import load_model

@@ -28,6 +28,16 @@ def test_the_report_says_what_was_found(model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("append-only except drops earlier reasoning")
     assert "<|im_end|>" in done.stdout
+    assert "tool calls            hermes\nreasoning             think\n" in done.stdout
+
+
+def test_the_report_says_where_calls_cannot_be_read_and_what_to_set(model: Path) -> None:
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(template.replace("tool_call>", "other_call>"))
+    done = check(model)
+    assert done.returncode == 0, done.stderr
+    assert "tool calls            unknown\n" in done.stdout
+    assert "Set tool_parser to one of: none (calls stay text), deepseek_v3, " in done.stdout
 
 
 def test_a_refused_template_gives_its_reason(model: Path) -> None:

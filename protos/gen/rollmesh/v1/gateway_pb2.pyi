@@ -768,6 +768,8 @@ class GetGatewayInfoResponse(_message.Message):
     UNDELIVERED_SESSIONS_FIELD_NUMBER: _builtins.int
     TEMPLATE_FINDINGS_FIELD_NUMBER: _builtins.int
     REFUSED_ORDERS_FIELD_NUMBER: _builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
+    REASONING_FORMAT_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway, unique in the mesh."""
     model: _builtins.str
@@ -784,6 +786,16 @@ class GetGatewayInfoResponse(_message.Message):
     """Open sessions."""
     undelivered_sessions: _builtins.int
     """Closed sessions not yet taken by the collector."""
+    tool_format: _builtins.str
+    """How the model writes tool calls: a value of the gateway's setting tool_parser. "none": its
+    template prints no tools, or the setting says so; calls stay text. "unknown": the template
+    shows no format that is known, and requests with tools are refused (INVALID_ARGUMENT) until
+    tool_parser is set.
+    """
+    reasoning_format: _builtins.str
+    """How the model writes reasoning: "think" (<think>), "mistral" ([THINK]), "openai", "gemma4" and
+    "muse_glimmer" (channels), "seed_oss", "cohere_command", or "none".
+    """
     @_builtins.property
     def template_findings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the template was seen to do, one short phrase each."""
@@ -804,10 +816,12 @@ class GetGatewayInfoResponse(_message.Message):
         undelivered_sessions: _builtins.int = ...,
         template_findings: _abc.Iterable[_builtins.str] | None = ...,
         refused_orders: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tool_format: _builtins.str = ...,
+        reasoning_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "refused_orders", b"refused_orders", "template_contract", b"template_contract", "template_findings", b"template_findings", "template_sha256", b"template_sha256", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "reasoning_format", b"reasoning_format", "refused_orders", b"refused_orders", "template_contract", b"template_contract", "template_findings", b"template_findings", "template_sha256", b"template_sha256", "tool_format", b"tool_format", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

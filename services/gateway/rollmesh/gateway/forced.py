@@ -12,15 +12,30 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from rollmesh.gateway import harmony, object_formats
-from rollmesh.gateway.formats import FORMATS, HARMONY, AnswerFormat, tool_schemas
+from rollmesh.gateway import gemma_calls, harmony, object_formats
+from rollmesh.gateway.formats import (
+    CHANNELS,
+    FORMATS,
+    GEMMA,
+    HARMONY,
+    MUSE,
+    AnswerFormat,
+    tool_schemas,
+)
 from rollmesh.gateway.messages import Frame
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2
 
 _MOST_BLANKS = 32  # in a row; without a limit some models never end them
 _NAME = re.compile(r"[\w.-]+", re.ASCII)  # what every format can carry
-_ANALYSIS = "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"
+# By format: what begins the reasoning, what ends it, and what stands behind it.
+_CHANNELED = {
+    HARMONY: ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+    GEMMA: (f"{gemma_calls.THOUGHT}\n", "<channel|>", ""),
+    MUSE: (" to=self<|message|>", "<|eom|>", "<|start|>assistant"),
+}
+_SAID = {HARMONY: "<|channel|>final<|message|>", GEMMA: "", MUSE: " to=user<|message|>"}
+"""What begins the text of an answer."""
 _Format = dict[str, Any]
 
 
@@ -206,19 +221,21 @@ def _call(syntax: _Syntax, name: str, schema: Mapping[str, Any]) -> _Format:
 
 def _json(schema: bytes, format_: AnswerFormat, *, beside_calls: bool) -> _Format:
     value = json.loads(schema) if schema else {"type": "object"}
-    if format_.tools == HARMONY:
-        return _sequence(_text("<|channel|>final<|message|>"), _schema(value, harmony.MARKS))
+    if format_.in_channels:
+        return _sequence(
+            _text(_SAID[format_.in_channels]), _schema(value, CHANNELS[format_.in_channels])
+        )
     calls = FORMATS.get(format_.tools) if beside_calls else None
     return _schema(value, () if calls is None else calls.opens)
 
 
 def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
     """Returns what stands in front of the answer: free text up to the mark that ends it."""
-    if format_.tools == HARMONY:
-        begin, end, behind = _ANALYSIS
-        others = [mark for mark in harmony.MARKS if mark != end]
-        thought = _sequence(_free(begin, end, others), _text(behind))
-        return [{"type": "optional", "content": thought}]
+    if format_.in_channels:
+        begin, end, behind = _CHANNELED[format_.in_channels]
+        others = [mark for mark in CHANNELS[format_.in_channels] if mark != end]
+        thought = _sequence(_free("" if inside else begin, end, others), _text(behind))
+        return [thought if inside else {"type": "optional", "content": thought}]
     if not format_.reasoning:
         return []
     opening, closing = format_.reasoning_tags

@@ -1,4 +1,4 @@
-"""Which parser reads a model's answers: by name, or by what its chat template prints."""
+"""The formats in which models write calls and reasoning, and which parser reads each."""
 
 import json
 from collections.abc import Mapping
@@ -6,20 +6,35 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rollmesh.gateway import harmony, object_formats, pythonic_calls, tagged_calls
+from rollmesh.gateway import (
+    gemma_calls,
+    harmony,
+    muse_calls,
+    object_formats,
+    pythonic_calls,
+    tagged_calls,
+)
 from rollmesh.gateway.messages import Frame
 from rollmesh.gateway.object_calls import ObjectCallParser
 from rollmesh.gateway.object_formats import ObjectFormat
 from rollmesh.gateway.pieces import ToolParser
 from rollmesh.gateway.pythonic_calls import PythonicCallParser, PythonicFormat
-from rollmesh.gateway.reasoning import MISTRAL_TAGS, TAGS
-from rollmesh.gateway.tagged_calls import TaggedCallParser, TaggedFormat
+from rollmesh.gateway.reasoning import REASONING_TAGS, TAGS
+from rollmesh.gateway.tagged_calls import Schemas, TaggedCallParser, TaggedFormat
 from rollmesh.gateway.whole_calls import WholeCallParser
 
 VLLM = "vllm:"
 """In front of the name of a parser that vLLM has."""
 
-HARMONY = "openai"
+UNKNOWN = "unknown"
+"""The tools of a format that nobody has named and that no template showed."""
+HARMONY, GEMMA, MUSE = "openai", "gemma4", "muse_glimmer"
+CHANNELS: dict[str, tuple[str, ...]] = {
+    HARMONY: harmony.MARKS,
+    GEMMA: gemma_calls.MARKS,
+    MUSE: muse_calls.MARKS,
+}
+"""The marks of formats that part reasoning, text and calls in one way; such a parser does both."""
 FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
     "hermes": object_formats.HERMES,
     "llama3_json": object_formats.LLAMA3,
@@ -31,24 +46,9 @@ FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
     "glm45": tagged_calls.GLM,
     "pythonic": pythonic_calls.PYTHONIC,
     "llama4_pythonic": pythonic_calls.LLAMA4,
+    "lfm2": pythonic_calls.LFM2,
 }
 """By the names that vLLM's `--tool-call-parser` has for them."""
-# The first whose marks all stand in the template's source; the order matters where one format's
-# marks are part of another's.
-_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (HARMONY, ("<|channel|>analysis",)),
-    ("qwen3_coder", ("<function=", "<parameter=")),
-    ("glm45", ("<arg_key>",)),
-    ("kimi_k2", ("<|tool_call_begin|>",)),
-    ("deepseek_v3", ("<\uff5ctool\u2581call\u2581begin\uff5c>", "```json")),
-    ("deepseek_v31", ("<\uff5ctool\u2581call\u2581begin\uff5c>",)),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("hermes", ("<tool_call>",)),
-    ("llama4_pythonic", ("<|python_start|>",)),
-    ("pythonic", ("[func_name1(",)),
-    ("llama3_json", ("<|python_tag|>",)),
-    ("llama3_json", ('"parameters": ', "<|eot_id|>")),
-)
 
 
 _CACHED = 64
@@ -59,7 +59,7 @@ class AnswerFormat:
     """How a model writes tool calls and reasoning."""
 
     tools: str
-    """A name of `FORMATS`, `HARMONY`, `vllm:` and a name that vLLM has, or "none"."""
+    """A name of `FORMATS` or `CHANNELS`, `vllm:` and a name that vLLM has, "none" or `UNKNOWN`."""
     reasoning: bool
     """Whether answers may begin with reasoning between `reasoning_tags`."""
     shown: tuple[str, ...] = ()
@@ -67,26 +67,46 @@ class AnswerFormat:
     args_mark: bool = False
     """Whether the template prints `[ARGS]` between a call's name and its arguments."""
     reasoning_tags: tuple[str, str] = TAGS
+    channels: str = ""
+    """A name of `CHANNELS` where the model writes in channels and its calls stay text."""
+
+    @property
+    def reasoning_name(self) -> str:
+        """The format of the reasoning: a name of `CHANNELS` or `REASONING_TAGS`, or "none"."""
+        if self.in_channels:
+            return self.in_channels
+        named = {tags: name for name, tags in REASONING_TAGS.items()}
+        return named[self.reasoning_tags] if self.reasoning else "none"
+
+    @property
+    def opening(self) -> str:
+        """What opens the reasoning, which the generation prompt may end with; may be empty."""
+        if self.in_channels == GEMMA:
+            return gemma_calls.THOUGHT
+        return self.reasoning_tags[0] if self.reasoning else ""
 
     @property
     def marks(self) -> tuple[str, ...]:
         """What must be visible in the text, special tokens included."""
-        if self.tools == HARMONY:
-            return harmony.MARKS
+        if self.in_channels:
+            return CHANNELS[self.in_channels]
         marks = FORMATS[self.tools].marks if self.tools in FORMATS else self.shown
         return (*marks, *self.reasoning_tags) if self.reasoning else marks
 
-    def parser(self, frame: Frame, *, calls: bool = True) -> ToolParser | None:
+    def parser(
+        self, frame: Frame, *, calls: bool = True, inside_reasoning: bool = False
+    ) -> ToolParser | None:
         """Returns a parser for one answer; None where there is nothing to look for.
 
         Args:
             frame: The tools that there are.
             calls: Look for calls; else they are text.
+            inside_reasoning: The generation prompt has opened the reasoning.
         """
         schemas = tool_schemas(frame.tools_json) if frame.tools_json and calls else {}
-        if self.tools == HARMONY:
-            return harmony.HarmonyParser(schemas.keys())
-        if not schemas or self.tools == "none":
+        if self.in_channels:
+            return self._channel_parser({} if self.channels else schemas, inside_reasoning)
+        if not schemas or self.tools in {"none", UNKNOWN}:
             return None
         if self.tools.startswith(VLLM):
             return WholeCallParser(schemas.keys())
@@ -97,18 +117,17 @@ class AnswerFormat:
             return PythonicCallParser(format_, schemas.keys())
         return ObjectCallParser(format_, schemas.keys())
 
+    @property
+    def in_channels(self) -> str:
+        """The name of `CHANNELS` in whose channels the model writes; empty where it has none."""
+        return self.tools if self.tools in CHANNELS else self.channels
 
-def detect(template_source: str) -> AnswerFormat:
-    """Returns the format that a template's marks speak for; Hermes where none do."""
-    found = (name for name, signs in _SIGNS if all(sign in template_source for sign in signs))
-    name = next(found, "hermes")
-    tags = MISTRAL_TAGS if all(tag in template_source for tag in MISTRAL_TAGS) else TAGS
-    return AnswerFormat(
-        name,
-        reasoning=tags[0] in template_source and name != HARMONY,
-        args_mark="[ARGS]" in template_source,
-        reasoning_tags=tags,
-    )
+    def _channel_parser(self, schemas: Schemas, inside_reasoning: bool) -> ToolParser:  # noqa: FBT001
+        if self.in_channels == GEMMA:
+            return gemma_calls.GemmaParser(schemas, inside_reasoning=inside_reasoning)
+        if self.in_channels == MUSE:
+            return muse_calls.MuseParser(schemas)
+        return harmony.HarmonyParser(schemas.keys())
 
 
 @lru_cache(_CACHED)

@@ -4,30 +4,23 @@
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 4}<|call|>
     <|channel|>final<|message|> ... <|return|>
 
-The analysis channel is the reasoning, a recipient `functions.f` makes a call, all else is text. Its
-marks are special tokens: no text contains them. Rules as for other calls (`object_calls`).
+The analysis channel is the reasoning, a recipient `functions.f` makes a call, all else is text.
 """
 
 import re
 from collections.abc import Set
 
-from rollmesh.gateway.pieces import (
-    Machine,
-    Piece,
-    ReasoningPiece,
-    first_of,
-    is_object,
-    possible_start,
-)
+from rollmesh.gateway.channels import MESSAGE, ChannelParser, Kind
+from rollmesh.gateway.pieces import Piece, is_object
 
-_MESSAGE, _ENDS = "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-MARKS = (_MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
+MARKS = (MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
 
 
-class HarmonyParser(Machine):
-    """One answer's text, cut into pieces. `_held` is text not yet passed on."""
+class HarmonyParser(ChannelParser):
+    """One answer's text, cut into pieces."""
 
     def __init__(self, names: Set[str] | None = None) -> None:
         """Begins an empty answer.
@@ -35,69 +28,25 @@ class HarmonyParser(Machine):
         Args:
             names: The tools that there are; None takes any name.
         """
-        super().__init__()
+        super().__init__(_ENDS)
         self._names = names
-        self._kind = "header"
 
-    @property
-    def idle(self) -> bool:
-        """Whether all text was passed on: no call, nor what may begin one, is being read."""
-        return self._kind == "header" and not self._held
+    def _is_header(self, text: str) -> bool:
+        return text.strip().startswith(("<|start|>", "<|channel|>"))
 
-    def finish(self) -> list[Piece]:
-        """Says that no more text comes; returns the last pieces."""
-        pieces: list[Piece] = []
-        if self._kind == "header":
-            left = self._held.strip()
-            if left and not left.startswith(("<|start|>", "<|channel|>")):
-                self.malformed = True  # no channel: what the model wrote is all there is
-                self.emit_text(self._held, pieces)
-        else:
-            self._emit(self._held, pieces)
-            self._end_body()
-        self._held = ""
-        self.end_text(pieces)
-        return pieces
-
-    def _step(self, pieces: list[Piece]) -> bool:
-        if self._kind == "header":
-            header, found, rest = self._held.partition(_MESSAGE)
-            if found:
-                self._held = rest
-                self._begin_body(header, pieces)
-            return bool(found)
-        at, mark = first_of(self._held, _ENDS)
-        if at < 0:
-            keep = possible_start(self._held, _ENDS)
-            self._emit(self._held[: len(self._held) - keep], pieces)
-            self._held = self._held[len(self._held) - keep :]
-            return False
-        self._emit(self._held[:at], pieces)
-        self._held = self._held[at + len(mark) :]
-        self._end_body()
-        return True
-
-    def _begin_body(self, header: str, pieces: list[Piece]) -> None:
+    def _begin_body(self, header: str, pieces: list[Piece]) -> Kind:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         analysis = channel is not None and channel[1] == "analysis"
         if recipient is None:
-            self._kind = "reasoning" if analysis else "text"
-        elif self._names is None or recipient[1] in self._names:
-            self._kind = "call"
+            return "reasoning" if analysis else "text"
+        if self._names is None or recipient[1] in self._names:
             self.begin_call(recipient[1], pieces)
-        else:
-            self._kind, self.malformed = "text", True
+            return "call"
+        self.malformed = True
+        return "text"
 
-    def _emit(self, text: str, pieces: list[Piece]) -> None:
-        if self._kind == "call":
-            self.emit_arguments(text, pieces)
-        elif self._kind == "text":
-            self.emit_text(text, pieces)
-        elif text:
-            self.reasoning += text
-            pieces.append(ReasoningPiece(text))
+    def _emit_call(self, text: str, pieces: list[Piece]) -> None:
+        self.emit_arguments(text, pieces)
 
-    def _end_body(self) -> None:
-        if self._kind == "call":
-            self.malformed |= not is_object(self.calls[-1][1])
-        self._kind = "header"
+    def _end_call(self, pieces: list[Piece]) -> None:  # noqa: ARG002 - its arguments have left
+        self.malformed |= not is_object(self.calls[-1][1])

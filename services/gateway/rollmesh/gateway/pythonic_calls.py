@@ -1,6 +1,7 @@
-"""Tool calls that are written as a list of Python calls: Llama 3.2 and Llama 4.
+"""Tool calls that are written as a list of Python calls: Llama 3.2, Llama 4 and LFM2.
 
     [f(city="Paris", n=3), g()]          <|python_start|>[f(city="Paris")]<|python_end|>
+                                         <|tool_call_start|>[f(city="Paris")]<|tool_call_end|>
 
 The list stands at the beginning of the answer, or behind its mark. A call is passed on when it is
 whole; one that is not, or names no tool there is, is text, and flagged. So is what stands in a list
@@ -47,6 +48,7 @@ class PythonicFormat:
 
 PYTHONIC = PythonicFormat()
 LLAMA4 = PythonicFormat("<|python_start|>", "<|python_end|>")
+LFM2 = PythonicFormat("<|tool_call_start|>", "<|tool_call_end|>")
 
 
 class _State(Enum):

@@ -1,6 +1,7 @@
 """Parts the reasoning of an answer from the rest: `<think> ... </think>` at its beginning.
 
-Later models of Mistral write `[THINK] ... [/THINK]`, which are control tokens.
+Some families have other tags, often control tokens. Formats whose reasoning stands in channels
+(harmony, Gemma 4, Muse) have parsers of their own, which read the calls too.
 """
 
 from rollmesh.gateway.pieces import possible_start
@@ -8,6 +9,13 @@ from rollmesh.gateway.pieces import possible_start
 OPEN, CLOSE = "<think>", "</think>"
 TAGS = (OPEN, CLOSE)
 MISTRAL_TAGS = ("[THINK]", "[/THINK]")
+REASONING_TAGS = {
+    "mistral": MISTRAL_TAGS,
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "cohere_command": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "think": TAGS,
+}
+"""What opens and closes the reasoning, by the name of the format."""
 
 
 class ReasoningSplitter:

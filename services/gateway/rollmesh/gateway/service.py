@@ -1,21 +1,22 @@
 """The gateway as a service: what it starts, in which order, and how it stops."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 
 import grpc
 
 from rollmesh.client.leases import LeaseClient
 from rollmesh.client.membership import Membership
-from rollmesh.gateway import journal, metrics, vllm_parser
+from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.contract import MOVING
+from rollmesh.gateway.detection import choose, known_parsers
 from rollmesh.gateway.engines import EngineClients
-from rollmesh.gateway.formats import FORMATS, HARMONY, VLLM, AnswerFormat, detect
+from rollmesh.gateway.formats import UNKNOWN, VLLM
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.model_files import load_model
 from rollmesh.gateway.outbox import Outbox
@@ -26,7 +27,10 @@ from rollmesh.gateway.turns import TurnRunner
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.database import Database
+from rollmesh.runtime.logs import fields
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
+
+_log = logging.getLogger(__name__)
 
 
 class GatewayService:
@@ -44,7 +48,12 @@ class GatewayService:
         self._config = config
         template, self._tokenizer = load_model(config.model_path)
         self._continuation = Continuation(template, self._tokenizer)
-        self._format = _format_of(config, template.source, self._shown())
+        self._format = choose(
+            template.source,
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
+            shown=self._shown(),
+        )
         if config.history not in {"keep", "rewrite"}:
             raise ConfigError(f"history: there is no {config.history!r}; give keep or rewrite")
         moved = self._continuation.contract.findings & MOVING
@@ -60,6 +69,8 @@ class GatewayService:
                 template_findings=sorted(self._continuation.contract.findings),
                 refused_orders=self._continuation.contract.refused,
                 max_context_tokens=self._max_context_tokens,
+                tool_format=self._format.tools,
+                reasoning_format=self._format.reasoning_name,
             )
         )
         self._membership: Membership | None = None
@@ -72,6 +83,7 @@ class GatewayService:
     async def running(self, address: str) -> AsyncIterator[None]:
         """Opens the journal, rebuilds the sessions, joins the mesh; undoes it in reverse."""
         config = self._config
+        self._log_formats()
         async with AsyncExitStack() as stack:
             database = await stack.enter_async_context(
                 Database(config.data_dir / "journal.sqlite", journal.SCHEMA, journal.SCHEMA_VERSION)
@@ -140,6 +152,19 @@ class GatewayService:
         await asyncio.Event().wait()
         return ""
 
+    def _log_formats(self) -> None:
+        """Says how answers are read, and warns where calls cannot be."""
+        _log.info(
+            "answer formats",
+            extra=fields(tools=self._format.tools, reasoning=self._format.reasoning_name),
+        )
+        if self._format.tools == UNKNOWN:
+            _log.warning(
+                "the chat template shows no known format of tool calls: requests with tools are "
+                "refused until tool_parser is set",
+                extra=fields(give=known_parsers()),
+            )
+
     def _shown(self) -> tuple[str, ...]:
         """Special tokens that an answer may contain before its end."""
         ends = self._continuation.end_ids | self._tokenizer.stop_ids
@@ -167,29 +192,6 @@ class GatewayService:
 
     def _load(self, gateway: Gateway) -> router_pb2.ReplicaLoad:
         return router_pb2.ReplicaLoad(live_sessions=gateway.live_sessions)
-
-
-def _format_of(config: GatewayConfig, template_source: str, shown: tuple[str, ...]) -> AnswerFormat:
-    """Returns how the model writes calls and reasoning: as set, else as its template shows.
-
-    Raises:
-        ConfigError: There is no such parser, or it cannot be used here.
-    """
-    found = detect(template_source)
-    tools = found.tools if config.tool_parser == "auto" else config.tool_parser
-    if tools.startswith(VLLM):
-        vllm_parser.check(tools.removeprefix(VLLM))
-    elif tools not in {*FORMATS, HARMONY, "none"}:
-        known = ", ".join(sorted((*FORMATS, HARMONY)))
-        raise ConfigError(
-            f"tool_parser: there is no {tools!r}; give auto, none, {known}, "
-            "or vllm: and a name that vLLM has"
-        )
-    if config.reasoning_parser not in {"auto", "none", "think"}:
-        raise ConfigError("reasoning_parser: give auto, none or think")
-    reasoning = {"auto": found.reasoning, "think": True, "none": False}[config.reasoning_parser]
-    shown = shown if tools.startswith(VLLM) else ()
-    return replace(found, tools=tools, reasoning=reasoning, shown=shown)
 
 
 def _context_of(config: GatewayConfig) -> int:

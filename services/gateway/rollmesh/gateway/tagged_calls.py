@@ -199,8 +199,8 @@ class TaggedCallParser(Machine):
 
 def typed(text: str, schema: object) -> Any:
     """Returns a value's text as its JSON schema wants it; the text itself where it does not fit."""
-    kinds = _kinds(schema)
-    if not kinds or kinds == {"string"}:
+    allowed = kinds(schema)
+    if not allowed or allowed == {"string"}:
         return text
     try:
         value = json.loads(text)
@@ -210,21 +210,22 @@ def typed(text: str, schema: object) -> Any:
         if word not in spelled:
             return text
         value = spelled[word]
-    return value if _kind_of(value) & kinds else text
+    return value if _kind_of(value) & allowed else text
 
 
-def _kinds(schema: object) -> set[str]:
+def kinds(schema: object) -> set[str]:
+    """Returns the types that a JSON schema allows; nothing where it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    kinds = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
+    found = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         if isinstance(options, list):
-            kinds |= {one for option in options for one in _kinds(option)}
-    if not kinds and isinstance(schema.get("enum"), list):
-        kinds = {one for value in schema["enum"] for one in _kind_of(value)}
-    return kinds
+            found |= {one for option in options for one in kinds(option)}
+    if not found and isinstance(schema.get("enum"), list):
+        found = {one for value in schema["enum"] for one in _kind_of(value)}
+    return found
 
 
 def _kind_of(value: object) -> set[str]:

@@ -7,17 +7,21 @@ from pathlib import Path
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.contract import REWRITING, Contract
 from rollmesh.gateway.cutter import TemplateRefusedError
+from rollmesh.gateway.detection import choose, known_parsers
+from rollmesh.gateway.formats import UNKNOWN, AnswerFormat
 from rollmesh.gateway.model_files import load_model
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelFilesError
 
 
-def report(contract: Contract) -> str:
+def report(contract: Contract, format_: AnswerFormat) -> str:
     """Returns what was found, for people."""
     ends = contract.end_text or " or ".join(
         text for role, text in contract.headers.items() if role != "assistant"
     )
     lines = [f"{contract}", "", f"an answer ends with   {ends}"]
+    lines.append(f"tool calls            {format_.tools}")
+    lines.append(f"reasoning             {format_.reasoning_name}")
     lines.append(f"probes, whole render  {contract.verified}")
     lines.append(f"probes, last turn     {contract.kept}")
     if kept := contract.findings & REWRITING:
@@ -29,6 +33,12 @@ def report(contract: Contract) -> str:
     if contract.refused:
         lines += ["", "Requests with these orders of roles are refused:"]
         lines += [f"  - {order}: {why}" for order, why in sorted(contract.refused.items())]
+    if format_.tools == UNKNOWN:
+        lines += [
+            "",
+            "The template shows no known format of tool calls, so requests with tools are refused.",
+            f"Set tool_parser to one of: {known_parsers()}",
+        ]
     return "\n".join(lines)
 
 
@@ -38,14 +48,16 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="folder with tokenizer.json and chat template")
     model: Path = parser.parse_args().model
     try:
-        found = Continuation(*load_model(model)).contract
+        template, tokenizer = load_model(model)
+        found = Continuation(template, tokenizer).contract
     except ModelFilesError as error:
         print(f"rollmesh template check: {error}", file=sys.stderr)
         return 2
     except (TemplateRefusedError, TemplateRenderError) as error:
         print(f"refused: {error}")
         return 1
-    print(report(found))
+    format_ = choose(template.source, tool_parser="auto", reasoning_parser="auto", shown=())
+    print(report(found, format_))
     return 0
 
 

@@ -19,6 +19,7 @@ from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import Answer
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.cutter import TemplateRefusedError
+from rollmesh.gateway.detection import check_readable
 from rollmesh.gateway.engines import EngineClients
 from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.forced import Calls, constraint_of
@@ -136,6 +137,8 @@ class TurnRunner:
         self, session: Session, turn: Turn
     ) -> tuple[Prepared, Message, Sample, frozenset[Fidelity]]:
         request = turn.request
+        if request.frame.tools_json and request.wanted.calls is not Calls.NONE:
+            check_readable(self._format)
         units = units_of(request.messages)
         self._limits.check(session)
         match = session.tree.match(request.frame, units)
@@ -195,9 +198,8 @@ class TurnRunner:
             glue = self._continuation.behind(match.node, glue)
         pieces = list(zip(units[match.depth :], fresh, strict=True))
         prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
-        inside = self._format.reasoning and self._continuation.opens_reasoning(
-            units, frame, self._format.reasoning_tags[0]
-        )
+        opening = self._format.opening
+        inside = bool(opening) and self._continuation.opens_reasoning(units, frame, opening)
         constraint = constraint_of(request.wanted, self._format, frame, inside_reasoning=inside)
         packed = pack_ids(prompt)
         crc32 = zlib.crc32(packed)
@@ -267,7 +269,9 @@ class TurnRunner:
                 IncrementalDecoder(self._tokenizer, self._format.marks),
                 request.stops,
                 parser=self._format.parser(
-                    request.frame, calls=request.wanted.calls is not Calls.NONE
+                    request.frame,
+                    calls=request.wanted.calls is not Calls.NONE,
+                    inside_reasoning=prepared.inside_reasoning,
                 ),
                 reasoning=(
                     ReasoningSplitter(

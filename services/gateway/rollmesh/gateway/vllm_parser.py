@@ -204,20 +204,28 @@ def check(name: str) -> None:
     Raises:
         ConfigError: vLLM is not installed, or has no parser of this name.
     """
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    if not installed():
         raise ConfigError(
             f"tool_parser: vllm:{name} needs the vllm package, which is not installed"
         )
-    names = _names(Path(found.origin).parent / "tool_parsers" / "__init__.py")
-    if names and name not in names:
+    known = names()
+    if known and name not in known:
         raise ConfigError(
-            f"tool_parser: vLLM has no parser {name!r}; it has {', '.join(sorted(names))}"
+            f"tool_parser: vLLM has no parser {name!r}; it has {', '.join(sorted(known))}"
         )
 
 
-def _names(source: Path) -> set[str]:
-    """Returns the keys of the table of parsers; nothing where it stands elsewhere."""
+def installed() -> bool:
+    """Says whether the vllm package is there, without importing it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def names() -> set[str]:
+    """Returns the names of vLLM's parsers, without importing it; nothing where they are unknown."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return set()
+    source = Path(found.origin).parent / "tool_parsers" / "__init__.py"
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
