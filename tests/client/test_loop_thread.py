@@ -1,9 +1,13 @@
 """Ctrl-C in the client for programs without an event loop: work ends in order, always."""
 
+import asyncio
 import subprocess
 import sys
+from concurrent.futures import CancelledError
 
 import pytest
+
+from rollmesh.client.loop_thread import LoopThread
 
 _WORK = """
 import asyncio, os, signal
@@ -115,3 +119,32 @@ def test_an_interrupt(program: str, said: str) -> None:
         check=False,
     )
     assert (run.returncode, run.stdout.strip()) == (0, said), run.stderr
+
+
+class Dying:
+    """A context that somebody ends while it is entered, or while it is open."""
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+        self.left: list[object] = []
+
+    async def __aenter__(self) -> "Dying":
+        task = asyncio.current_task()
+        assert task is not None
+        if self._at == "entry":
+            task.cancel()
+            await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(task.cancel)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.left.append(error[0])
+
+
+@pytest.mark.parametrize("at", ["entry", "open"])
+def test_a_context_whose_task_is_ended_leaves_nobody_waiting(at: str) -> None:
+    thread, scope = LoopThread(), Dying(at)
+    with pytest.raises(CancelledError), thread.entered(scope):
+        pass
+    thread.close()
+    assert scope.left == ([] if at == "entry" else [asyncio.CancelledError])

@@ -209,3 +209,16 @@ def test_a_transcript_leaves_auxiliary_turns_out_of_what_is_last() -> None:
     assert [message["content"] for message in side] == ["c", "d"]
     empty = Transcript.from_proto(gateway_pb2.GetSessionResponse(session_id="s"))
     assert (empty.last, empty.messages()) == (None, [])
+
+
+async def test_a_thread_that_cannot_be_started_holds_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scorer = Scorer(lambda _: 1.0, timeout_s=60, threads=1)
+    empty = gateway_pb2.GetSessionResponse()
+    episode = Episode("q", Session("s", "", ""), None, Transcript.from_proto(empty))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: next(iter(())))
+        with pytest.raises(RuntimeError):
+            await scorer(episode)
+    assert await scorer(episode) == 1.0

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.client.delivery import SubscribeOptions, Subscription
 from rollmesh.client.trajectories import SessionResult, Trajectory
 from rollmesh.runtime.channels import open_channel
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, ShuttingDownError
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.collector.collectors import TIMEOUT_S, collector_at, ingest_all
 from tests.collector.records import record, trajectory
@@ -39,7 +39,7 @@ async def test_who_acknowledges_while_the_subscription_ends_is_not_left_waiting(
             delivery = await anext(subscription)
             waiting = asyncio.ensure_future(subscription.acknowledge(delivery))
             await asyncio.sleep(0)  # it has asked; nobody has answered
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(ShuttingDownError):
             await waiting
 
 
@@ -106,3 +106,19 @@ def test_arrays_of_different_lengths_are_refused(field: str) -> None:
     setattr(proto, field, getattr(proto, field)[:-4])
     with pytest.raises(InvalidFieldError):
         Trajectory.from_proto(proto)
+
+
+async def test_a_subscription_that_has_ended_leaves_nobody_waiting(tmp_path: Path) -> None:
+    async with collector_at(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
+        async with open_channel(address) as channel:
+            await ingest_all(collector_pb2_grpc.CollectorServiceStub(channel), "s")
+        async with Subscription(address, consumer="c", unit="session") as subscription:
+            delivery = await anext(subscription)
+            waiting = asyncio.ensure_future(anext(subscription))
+            await asyncio.sleep(0)
+        with pytest.raises(ShuttingDownError):
+            await waiting
+        with pytest.raises(ShuttingDownError):
+            await anext(subscription)
+        with pytest.raises(ShuttingDownError):
+            await subscription.acknowledge(delivery)

@@ -240,3 +240,17 @@ async def test_what_is_removed_is_not_written_once_more(tmp_path: Path) -> None:
         assert page == 16_384  # a file keeps its own
         await database.run(lambda db: db.execute("DELETE FROM blobs").close())
         assert path.with_name("store.sqlite-wal").stat().st_size < 400_000
+
+
+async def test_a_database_whose_thread_dies_leaves_nobody_waiting(tmp_path: Path) -> None:
+    def deadly(_db: sqlite3.Connection) -> None:
+        raise SystemExit
+
+    async with asyncio.timeout(60):
+        database = Database(tmp_path / "store.sqlite", SCHEMA, VERSION)
+        async with database:
+            works = (database.run(work) for work in (deadly, rows_of))
+            for result in await asyncio.gather(*works, return_exceptions=True):
+                assert isinstance(result, StoreError)
+            with pytest.raises(StoreError, match="restart"):
+                await database.run(rows_of)

@@ -14,7 +14,12 @@ import grpc
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.trajectories import Delivery, SessionResult
 from rollmesh.runtime.channels import open_channel, read_stream
-from rollmesh.runtime.errors import ConsumerMovedError, InvalidFieldError, RollmeshError
+from rollmesh.runtime.errors import (
+    ConsumerMovedError,
+    InvalidFieldError,
+    RollmeshError,
+    ShuttingDownError,
+)
 from rollmesh.runtime.logs import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 
@@ -105,6 +110,8 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         """Begins to read; returns at once."""
         await self._group.__aenter__()
         self._task = self._group.create_task(self._stay())
+        # Whatever ends the task, nobody waits for what it would have brought.
+        self._task.add_done_callback(lambda _: self._refuse(_ended()))
         return self
 
     async def __aexit__(
@@ -116,8 +123,6 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         """Ends the stream; what is not acknowledged will be delivered to the next one."""
         if self._task is not None:
             self._task.cancel()
-        for future in self._acknowledging.values():
-            future.cancel()  # nobody will answer any more
         await self._group.__aexit__(None, None, None)
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
@@ -128,6 +133,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         """Waits for the next delivery and lets the collector send another.
 
         Raises:
+            ShuttingDownError: The subscription has ended.
             RollmeshError: The collector refuses the subscription.
         """
         item = await self._ready.get()
@@ -157,6 +163,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         """Says that deliveries are safe here; returns once the collector has that on disk.
 
         Raises:
+            ShuttingDownError: The subscription has ended; the deliveries will come again.
             RollmeshError: The collector refuses the subscription.
         """
         if self._refusal is not None:
@@ -212,6 +219,9 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
                 self._held.discard(item.delivery_id)
 
     def _refuse(self, error: RollmeshError) -> None:
+        """Lets all who wait, now and later, get an error; the first one counts."""
+        if self._refusal is not None:
+            return
         self._refusal = error
         self._ready.put_nowait(error)
         for future in self._acknowledging.values():
@@ -261,6 +271,10 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         yield collector_pb2.SubscribeRequest(hello=self._hello)
         while (message := await outgoing.get()) is not None:
             yield message
+
+
+def _ended() -> RollmeshError:
+    return ShuttingDownError("the subscription has ended; open another")
 
 
 def _check_credits(field: str, count: object, *, least: int) -> None:

@@ -64,10 +64,10 @@ class LoopThread:
         try:
             yield value
         except BaseException as error:
-            loop.call_soon_threadsafe(leave.set_result, error)
+            loop.call_soon_threadsafe(_settle, leave, error)
             self._end(holding.result, error)
             raise
-        loop.call_soon_threadsafe(leave.set_result, None)
+        loop.call_soon_threadsafe(_settle, leave, None)
         holding.result()
 
     @staticmethod
@@ -154,6 +154,11 @@ async def _await(future: asyncio.Future[_Result]) -> _Result:
     return await future
 
 
+def _settle(leave: asyncio.Future[BaseException | None], cause: BaseException | None) -> None:
+    if not leave.done():  # its task was ended meanwhile
+        leave.set_result(cause)
+
+
 async def _hold(
     scope: AbstractAsyncContextManager[_Result],
     entry: asyncio.Future[_Result],
@@ -165,8 +170,16 @@ async def _hold(
     except Exception as error:  # noqa: BLE001 - the edge of the thread: the caller gets it
         entry.set_exception(error)
         return
+    except BaseException:  # the context ended its own task
+        entry.cancel()
+        raise
     entry.set_result(value)
-    cause = await leave
+    try:
+        cause = await leave
+    except BaseException as error:  # the same, while it was open
+        if not await scope.__aexit__(type(error), error, error.__traceback__):
+            raise
+        return
     if cause is None:
         await scope.__aexit__(None, None, None)
     elif not await scope.__aexit__(type(cause), cause, cause.__traceback__):

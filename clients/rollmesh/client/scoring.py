@@ -85,5 +85,9 @@ class Scorer:
                 loop.call_soon_threadsafe(give, give_it, value)
 
         # A thread of a pool would be waited for at exit, and one that hangs would stop that.
-        threading.Thread(target=work, name="rollmesh-reward", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="rollmesh-reward", daemon=True).start()
+        except BaseException:  # the machine has no more threads
+            self._places.release()
+            raise
         return await scored

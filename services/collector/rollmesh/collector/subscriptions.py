@@ -131,6 +131,7 @@ class Subscriptions:
         stream = Stream(self._know(hello))
         self._streams.add(stream)
         reader = self.tasks.create_task(self._read(stream, requests))
+        reader.add_done_callback(lambda _: stream.end())  # whatever ended it
         try:
             while not stream.ended:
                 stream.wake.clear()
@@ -240,8 +241,6 @@ class Subscriptions:
                 await stream.room()
         except RollmeshError as error:
             stream.error = error
-        finally:
-            stream.end()
 
     async def _acknowledge(self, stream: Stream, delivery_ids: list[str]) -> None:
         consumer = stream.consumer

@@ -110,9 +110,7 @@ class Gateway:
         session = self._sessions.get(session_id)
         if session is None or session.closing:
             if session is not None or session_id in self._closed:
-                raise SessionClosedError(
-                    f"session {session_id} is closed; open another", session_id=session_id
-                )
+                raise _closed(session_id)
             raise SessionUnknownError(
                 f"session_id: there is no session {session_id!r}; "
                 "give the id that CreateSession returned",
@@ -209,6 +207,8 @@ class Gateway:
             turn = Turn(request)
             session.in_flight[request.identity] = turn
             turn.task = self._tasks.create_task(self._run(session, turn))
+            # Not in the task: one that is cancelled before its first step runs nothing.
+            turn.task.add_done_callback(lambda _: _end(session, turn, _cancelled()))
         async with _subscribed(session, turn):
             async for event in turn.events():
                 if isinstance(event, Answered):
@@ -242,7 +242,7 @@ class Gateway:
         check_rewards(session.tree, trajectory_ids(session), request.rewards)
         session.closing = True
         try:
-            await _end_turns(session)
+            await _end_turns(session, _closed(request.session_id))
             # Again: a turn that was being committed may have gone on from a leaf.
             check_rewards(session.tree, trajectory_ids(session), request.rewards)
             record = await asyncio.to_thread(write_record, session, request, clock.unix_ms())
@@ -282,11 +282,10 @@ class Gateway:
             await asyncio.sleep(min(idle_ms / 4000, _IDLE_CHECK_S))
 
     async def stop(self) -> None:
-        """Ends the turns that are still running."""
-        for session in self._sessions.values():
-            for turn in session.in_flight.values():
-                if turn.task is not None:
-                    turn.task.cancel()
+        """Ends the turns that are still running; waits for those on their way to the journal."""
+        error = ShuttingDownError("the gateway stopped; nothing was kept", retry_delay_ms=_RETRY_MS)
+        for session in list(self._sessions.values()):
+            await _end_turns(session, error)
 
     async def _mark_replayed(self, session: Session, node: Node) -> None:
         """Records that a turn was answered more than once from one sample."""
@@ -303,22 +302,15 @@ class Gateway:
             if turn.joins > 1:  # here, for a retry may have come while the turn was committed
                 await self._mark_replayed(session, answered.node)
             metrics.committed(answered.node)
-            turn.end(answered)
+            _end(session, turn, answered)
             if not turn.subscribers:
                 session.deserted(turn)
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
-            turn.end(error)
-        except asyncio.CancelledError:
-            turn.end(GenerationAbortedError("the turn was cancelled; nothing was kept"))
-            raise
+            _end(session, turn, error)
         except Exception as error:  # noqa: BLE001 - the edge of a task: one turn must not end the others
             _log.exception("turn failed", extra=fields(session=session.spec.session_id))
-            turn.end(RollmeshError(f"unexpected {type(error).__name__}; the log has it"))
-        finally:
-            session.used_ms = clock.monotonic_ms()
-            if session.in_flight.get(turn.request.identity) is turn:
-                del session.in_flight[turn.request.identity]
+            _end(session, turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
 
 
 @asynccontextmanager
@@ -333,21 +325,27 @@ async def _subscribed(session: Session, turn: Turn) -> AsyncIterator[None]:
         if not turn.subscribers:
             session.deserted(turn)
         abandoned = turn.subscribers == 0 and not (turn.ended or turn.committing)
-        if abandoned and not turn.request.finish_on_disconnect and turn.task is not None:
+        if abandoned and not turn.request.finish_on_disconnect:
             turn.abandoned = True
-            turn.task.cancel()
+            turn.cancel(_cancelled())
 
 
-async def _end_turns(session: Session) -> None:
-    """Ends what is being sampled; waits for what is on its way to the journal."""
+def _end(session: Session, turn: Turn, result: Answered | RollmeshError) -> None:
+    """Ends a turn that may have ended, and takes it out of those in flight."""
+    if session.in_flight.get(turn.request.identity) is turn:
+        del session.in_flight[turn.request.identity]
+        session.used_ms = clock.monotonic_ms()
+    turn.end(result)
+
+
+async def _end_turns(session: Session, error: RollmeshError) -> None:
+    """Ends what is being sampled with an error; waits for what is on its way to the journal."""
     committing: list[asyncio.Task[None]] = []
     for turn in session.in_flight.values():
-        if turn.task is None:
-            continue
-        if turn.committing:
+        if not turn.committing:
+            turn.cancel(error)
+        elif turn.task is not None:
             committing.append(turn.task)
-        else:
-            turn.task.cancel()
     if committing:
         await asyncio.wait(committing)
 
@@ -364,6 +362,16 @@ def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:
         for index, call in enumerate(message.tool_calls)
     ]
     return pieces
+
+
+def _cancelled() -> GenerationAbortedError:
+    return GenerationAbortedError("the turn was cancelled; nothing was kept")
+
+
+def _closed(session_id: str) -> SessionClosedError:
+    return SessionClosedError(
+        f"session {session_id} is closed; open another", session_id=session_id
+    )
 
 
 def _digest(key: str) -> bytes:

@@ -106,9 +106,16 @@ class Turn:
             self._wake()
 
     def end(self, result: Answered | RollmeshError) -> None:
-        """Ends the turn."""
-        self._result = result
-        self._wake()
+        """Ends the turn; the first end counts."""
+        if self._result is None:
+            self._result = result
+            self._wake()
+
+    def cancel(self, error: RollmeshError) -> None:
+        """Ends a turn that is not on its way to the journal; who waits for it gets the error."""
+        self.end(error)
+        if self.task is not None:
+            self.task.cancel()
 
     async def events(self) -> AsyncIterator[Delta | Answered]:
         """Yields the pieces and then the answer.

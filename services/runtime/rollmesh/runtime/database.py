@@ -7,12 +7,13 @@ a file at a time: a lock beside it ends with the process, however that ends.
 
 import asyncio
 import fcntl
+import logging
 import queue
 import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import AbstractAsyncContextManager, closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeAlias, TypeVar
@@ -27,6 +28,7 @@ from rollmesh.runtime.errors import (
 
 _Result = TypeVar("_Result")
 Work: TypeAlias = Callable[[sqlite3.Connection], _Result]
+_log = logging.getLogger(__name__)
 _Item: TypeAlias = "tuple[Work[Any], Future[Any]] | None"
 
 _MAX_PENDING = 4096
@@ -57,6 +59,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         self._queue: queue.Queue[_Item] = queue.Queue(_MAX_PENDING)
         self._thread = threading.Thread(target=self._serve, name=f"sqlite-{path.stem}")
         self._closing = False
+        self._died = False
         self._opened: Future[None] = Future()
 
     async def __aenter__(self) -> "Database":
@@ -90,6 +93,8 @@ class Database(AbstractAsyncContextManager["Database"]):
         """
         if self._closing:
             raise ShuttingDownError("the store is closed; ask another")
+        if self._died:
+            raise _dead()
         future: Future[_Result] = Future()
         try:
             self._queue.put_nowait((work, future))
@@ -97,6 +102,8 @@ class Database(AbstractAsyncContextManager["Database"]):
             raise StoreFullError(
                 "the store is behind; try again", retry_delay_ms=_RETRY_MS
             ) from None
+        if self._died:  # while this was put there
+            self._fail_waiting()
         return await asyncio.wrap_future(future)
 
     def _serve(self) -> None:
@@ -104,13 +111,26 @@ class Database(AbstractAsyncContextManager["Database"]):
             with self._lock(), closing(self._open()) as connection:
                 self._opened.set_result(None)
                 while batch := self._next_batch():
-                    _run_batch(connection, batch)
+                    try:
+                        _run_batch(connection, batch)
+                    except BaseException:  # noqa: BLE001 - the edge of the thread: nobody may hang
+                        _log.critical("the store's thread dies", exc_info=True)
+                        self._died = True
+                        _fail(batch)
+                        self._fail_waiting()
+                        return
         except (sqlite3.Error, OSError, StoreError) as error:
             if self._opened.done():
                 raise
             # Told once the lock is free: who hears of it may try again at once.
             typed = error if isinstance(error, StoreError) else StoreError(f"{self._path}: {error}")
             self._opened.set_exception(typed)
+
+    def _fail_waiting(self) -> None:
+        """Tells all who wait that the thread is gone."""
+        with suppress(queue.Empty):
+            while True:
+                _fail([item] if (item := self._queue.get_nowait()) else [])
 
     def _lock(self) -> IO[bytes]:
         """Returns what holds the lock until it is closed; children do not inherit it."""
@@ -197,6 +217,16 @@ def _run_work(connection: sqlite3.Connection, work: Work[Any]) -> tuple[Any, Exc
         return None, _typed(error) if isinstance(error, sqlite3.Error) else error
     connection.execute("RELEASE work")
     return result, None
+
+
+def _fail(batch: list[tuple[Work[Any], Future[Any]]]) -> None:
+    for _, future in batch:
+        if not future.done() and future.set_running_or_notify_cancel():
+            future.set_exception(_dead())
+
+
+def _dead() -> StoreError:
+    return StoreError("the store's thread has died, the log says of what; restart the service")
 
 
 def _typed(error: sqlite3.Error) -> RollmeshError:

@@ -5,7 +5,10 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from rollmesh.runtime.errors import ShuttingDownError
+
 _log = logging.getLogger(__name__)
+_RETRY_MS = 1000
 _Result = TypeVar("_Result")
 
 
@@ -13,13 +16,15 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
     """Begins work and returns its outcome; cancelling that future does not end the work.
 
     For what a store commits and the state in memory must learn. Wait for it under `asyncio.shield`
-    where others wait too.
+    where others wait too. The outcome always comes: work that its owner ends, even before the first
+    step, and work for an owner that takes none any more, end with `ShuttingDownError`.
 
     Args:
         tasks: Owns the work; an error of it does not end the others.
         work: What is to be done.
     """
     outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+    outcome.add_done_callback(_seen)
 
     async def run() -> None:
         try:
@@ -33,8 +38,22 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
             if not outcome.done():
                 outcome.set_result(result)
 
-    tasks.create_task(run())
-    outcome.add_done_callback(_seen)
+    def ended(_: object) -> None:
+        work.close()  # it may never have begun
+        if not outcome.done():
+            outcome.set_exception(
+                ShuttingDownError(
+                    "the service stopped in the middle of the call; try again",
+                    retry_delay_ms=_RETRY_MS,
+                )
+            )
+
+    running = run()
+    try:
+        tasks.create_task(running).add_done_callback(ended)
+    except RuntimeError:  # the group ends, or has ended
+        running.close()
+        ended(None)
     return outcome
 
 

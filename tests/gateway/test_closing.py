@@ -1,0 +1,101 @@
+"""Chats that meet the end of their session, or of their gateway, get an answer or an error."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterable, AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rollmesh.gateway.gateway import Gateway
+from rollmesh.gateway.wire import read_chat
+from rollmesh.runtime.errors import RollmeshError, SessionClosedError, from_rpc_error
+from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.gateway.live import LiveMesh
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
+    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as running:
+        yield running
+
+
+def chat_request(session_id: str) -> gateway_pb2.ChatRequest:
+    ask = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
+    return gateway_pb2.ChatRequest(session_id=session_id, messages=[ask])
+
+
+def close_request(session_id: str) -> gateway_pb2.CloseSessionRequest:
+    return gateway_pb2.CloseSessionRequest(
+        session_id=session_id, outcome=types_pb2.SESSION_OUTCOME_COMPLETED
+    )
+
+
+async def chat(gateway: Gateway, session_id: str) -> None:
+    """One chat, as the servicer makes it."""
+    session = gateway.session(session_id)
+    request = read_chat(chat_request(session_id), session)
+    async for _ in gateway.chat(session, request):
+        pass
+
+
+async def opened(mesh: LiveMesh) -> str:
+    return (await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())).session_id
+
+
+async def test_a_chat_in_the_moment_of_the_close_is_told_that_the_session_is_closed(
+    mesh: LiveMesh,
+) -> None:
+    session_id = await opened(mesh)
+    async with asyncio.timeout(TIMEOUT_S):
+        # The close has begun and not looked for turns: it ends this one before its first step.
+        closed, answered = await asyncio.gather(
+            mesh.gateway.close(close_request(session_id)),
+            chat(mesh.gateway, session_id),
+            return_exceptions=True,
+        )
+    assert closed == []
+    assert isinstance(answered, SessionClosedError)
+
+
+async def test_chats_that_race_with_the_close_all_end(mesh: LiveMesh) -> None:
+    async def race() -> None:
+        session_id = await opened(mesh)
+        calls = [mesh.stub.CloseSession(close_request(session_id), timeout=TIMEOUT_S)]
+        asks = [mesh.stub.Chat(chat_request(session_id), timeout=TIMEOUT_S) for _ in range(4)]
+        answers = [asyncio.ensure_future(answers_of(ask)) for ask in asks]
+        await asyncio.gather(*calls)
+        assert len(await asyncio.gather(*answers)) == 4
+
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.gather(*(race() for _ in range(20)))
+
+
+async def answers_of(call: AsyncIterable[gateway_pb2.ChatResponse]) -> str:
+    """What became of a chat."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        reason = from_rpc_error(error).reason
+        assert reason == "SESSION_CLOSED"
+        return reason
+    return "answered"
+
+
+async def test_a_turn_that_a_stopping_gateway_ends_before_its_first_step_says_so(
+    mesh: LiveMesh,
+) -> None:
+    session_id = await opened(mesh)
+    gateway = mesh.gateway
+    async with asyncio.timeout(TIMEOUT_S):
+        chatting = asyncio.ensure_future(chat(gateway, session_id))
+        await asyncio.sleep(0)  # the turn is begun, its task is not
+        await gateway.stop()
+        with pytest.raises(RollmeshError) as ended:
+            await chatting
+    assert ended.value.reason == "SHUTTING_DOWN"
+    assert not gateway.session(session_id).in_flight

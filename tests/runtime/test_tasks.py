@@ -1,0 +1,70 @@
+"""Whoever waits for work learns how it ended, whatever became of the task that did it."""
+
+import asyncio
+
+import pytest
+
+from rollmesh.runtime.errors import ShuttingDownError
+from rollmesh.runtime.tasks import begun, finish
+
+TIMEOUT_S = 30
+
+
+async def nothing() -> int:
+    return 0
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def fails() -> None:
+    raise LookupError
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["before its first step", "in the middle"])
+async def test_work_whose_owner_fails_is_an_error_to_who_waits(*, started: bool) -> None:
+    outcomes: list[asyncio.Future[None]] = []
+
+    async def owner() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if started:
+                outcomes.append(begun(tasks, for_ever()))
+                await asyncio.sleep(0)
+            tasks.create_task(fails())
+            if not started:
+                await asyncio.sleep(0)
+                outcomes.append(begun(tasks, for_ever()))  # the group is about to end it
+            await for_ever()
+
+    with pytest.raises(ExceptionGroup):
+        await owner()
+    async with asyncio.timeout(TIMEOUT_S):
+        for outcome in outcomes:
+            with pytest.raises(ShuttingDownError):
+                await outcome
+
+
+async def test_work_that_is_cancelled_before_it_began_is_an_error_to_who_waits() -> None:
+    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        before = asyncio.all_tasks()
+        outcome = begun(tasks, for_ever())
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        with pytest.raises(ShuttingDownError):
+            await outcome
+
+
+async def test_work_for_a_group_that_has_ended_is_refused() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        pass
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(ShuttingDownError):
+            await finish(tasks, nothing())
+
+
+async def test_an_error_of_the_work_is_its_waiters_and_nobody_elses() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        with pytest.raises(LookupError):
+            await finish(tasks, fails())
+        assert await finish(tasks, nothing()) == 0
