@@ -22,6 +22,7 @@ async def test_an_engine_whose_host_is_gone_leaves_the_mesh(tmp_path: Path) -> N
         replica_id="engine-x",
         kind=router_pb2.REPLICA_KIND_ENGINE,
         address="127.0.0.1:9",
+        model="policy",
         lease_capacity=1,
     )
     settings = {"port": 0, "data_dir": tmp_path / "router", "keepalive_ms": _KEEPALIVE_MS}

@@ -1,8 +1,10 @@
+from typing import Any
+
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollmesh.router.leases import Engine, Grant, LeaseTable, Refusal, pick
+from rollmesh.router.leases import Engine, Grant, LeaseTable, Refusal, Target, pick
 
 
 def engine(name: str, sessions: int = 0, leases: int = 0, picked: int = 0) -> Engine:
@@ -58,18 +60,20 @@ def granted(result: Grant | Refusal) -> str:
     "unfit",
     [
         pytest.param({"draining": True}, id="draining"),
-        pytest.param({"updating": True}, id="updating"),
         pytest.param({"policy_version": 1}, id="behind"),
+        pytest.param({"policy_version": 3}, id="ahead"),
+        pytest.param({"push_id": "y"}, id="another-push"),
     ],
 )
-def test_an_unfit_engine_is_not_leased_even_to_its_own_session(unfit: dict[str, int]) -> None:
+def test_an_unfit_engine_is_not_leased_even_to_its_own_session(unfit: dict[str, Any]) -> None:
     leases = table("a", "b")
     first = granted(leases.acquire("g", "1", "s"))
-    leases.target_version = 2
-    for name in ("a", "b"):
-        leases.engines[name].policy_version = 2
+    leases.targets["m"] = Target(2, "x")
+    for engine in leases.engines.values():
+        engine.policy_version, engine.push_id = leases.targets["m"]
     for name, value in unfit.items():
         setattr(leases.engines[first], name, value)
+    assert leases.left_out(leases.engines[first])
     assert granted(leases.acquire("g", "2", "s")) != first
 
 

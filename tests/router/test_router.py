@@ -33,6 +33,7 @@ def hello(name: str = "engine-x", **fields: object) -> router_pb2.ReplicaHello:
         "replica_id": name,
         "kind": router_pb2.REPLICA_KIND_ENGINE,
         "address": "127.0.0.1:9",
+        "model": "policy",
         "lease_capacity": 1,
         **fields,
     }
@@ -66,6 +67,7 @@ async def router(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
         ("replica_id", "x" * 129),
         ("kind", router_pb2.REPLICA_KIND_UNSPECIFIED),
         ("address", ""),
+        ("model", ""),
         ("lease_capacity", 0),
     ],
 )

@@ -132,6 +132,7 @@ async def test_a_transfer_that_is_over_is_sent_to_no_engine_that_comes_later(mes
         replica_id="late",
         kind=router_pb2.REPLICA_KIND_ENGINE,
         address=f"127.0.0.1:{port}",
+        model="policy",
         lease_capacity=1,
     )
     await mesh.add("a")

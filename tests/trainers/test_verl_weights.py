@@ -35,8 +35,8 @@ async def test_verls_worker_pushes_to_the_mesh_with_its_step_as_the_version(
                 (delivered,) = (await anext(deliveries)).sessions
     (trajectory,) = delivered.trajectories
     assert set(trajectory.policy_versions[trajectory.loss_mask]) == {STEP}
-    assert replicas.target_policy_version == STEP
-    (file,) = tmp_path.rglob("weights.safetensors")
+    assert [model.target_policy_version for model in replicas.models] == [STEP]
+    (file,) = tmp_path.rglob(f"{STEP}-*.safetensors")
     sent = load_file(file)
     assert sent.keys() == {"model.a.weight", "model.b.weight"}
     np.testing.assert_array_equal(sent["model.a.weight"], [0, 0, 1, 1])  # of both ranks

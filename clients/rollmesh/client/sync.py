@@ -154,6 +154,14 @@ class Client(AbstractContextManager["Client"]):
         """Makes all engines join the trainer, which must join meanwhile in another thread."""
         return self._thread.run(self._inner.init_weight_transfer(backend, init_info, **options))
 
+    def policy_version(self, model: str = "") -> int:
+        """Returns the highest policy version that was pushed; 0 before the first push."""
+        return self._thread.run(self._inner.policy_version(model))
+
+    def forget_weights(self, model: str = "") -> router_pb2.ForgetWeightsResponse:
+        """Makes the router forget what was pushed, so that the next push may have any version."""
+        return self._thread.run(self._inner.forget_weights(model))
+
     def replicas(self) -> router_pb2.ListReplicasResponse:
         """Returns who is in the mesh."""
         return self._thread.run(self._inner.replicas())

@@ -50,18 +50,25 @@ async def push_weights(
     stub: "router_pb2_grpc.RouterServiceAsyncStub",
     weights: Mapping[str, Any] | Path | Transfer,
     policy_version: int,
-    *,
     mode: str,
+    model: str,
+    *,
     allow_partial: bool,
 ) -> list[router_pb2.EngineResult]:
     """Pushes weights the way that their kind asks for; see `Client.push_weights`."""
+    header = filled(
+        engine_pb2.UpdateWeightsHeader,
+        policy_version=policy_version,
+        pause_mode=chosen("mode", mode, _MODES),
+        model=model,
+    )
     match weights:
         case Transfer():
-            results = await _push_transfer(stub, weights, policy_version, mode)
+            results = await _push_transfer(stub, weights, header)
         case Path():
-            results = await _push_checkpoint(stub, weights, policy_version, mode)
+            results = await _push_checkpoint(stub, weights, header)
         case Mapping():
-            results = await _push_tensors(stub, weights, policy_version, mode)
+            results = await _push_tensors(stub, weights, header)
         case _:
             kind = type(weights).__name__
             raise InvalidFieldError("weights", f"is a {kind}; give tensors, a Path or a Transfer")
@@ -71,11 +78,9 @@ async def push_weights(
 async def _push_tensors(
     stub: "router_pb2_grpc.RouterServiceAsyncStub",
     tensors: Mapping[str, Any],
-    policy_version: int,
-    mode: str,
+    header: engine_pb2.UpdateWeightsHeader,
 ) -> list[router_pb2.EngineResult]:
     """Streams tensors as one safetensors file; it is never in memory as a whole."""
-    header = _header(policy_version, mode)
     header.safetensors_bytes, pieces = file_of(tensors)
 
     async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
@@ -88,10 +93,11 @@ async def _push_tensors(
 
 
 async def _push_checkpoint(
-    stub: "router_pb2_grpc.RouterServiceAsyncStub", directory: Path, policy_version: int, mode: str
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    directory: Path,
+    header: engine_pb2.UpdateWeightsHeader,
 ) -> list[router_pb2.EngineResult]:
     """Names a directory that every engine can read."""
-    header = _header(policy_version, mode)
     header.checkpoint_dir = str(directory.absolute())  # noqa: ASYNC240 - no disk access
 
     async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
@@ -103,11 +109,9 @@ async def _push_checkpoint(
 async def _push_transfer(
     stub: "router_pb2_grpc.RouterServiceAsyncStub",
     transfer: Transfer,
-    policy_version: int,
-    mode: str,
+    header: engine_pb2.UpdateWeightsHeader,
 ) -> list[router_pb2.EngineResult]:
     """Tells every engine what the trainer sends; returns when all have it, or have failed."""
-    header = _header(policy_version, mode)
     header.transfer.backend = transfer.backend
     header.transfer.update_json.extend(_json(update, "updates") for update in transfer.updates)
 
@@ -122,6 +126,7 @@ async def init_transfers(
     backend: str,
     init_info: Mapping[str, Any],
     by_engine: Mapping[str, Mapping[str, Any]],
+    model: str,
 ) -> list[router_pb2.EngineResult]:
     """Makes every engine join the trainer; see `Client.init_weight_transfer`."""
     request = router_pb2.InitWeightTransfersRequest(
@@ -134,6 +139,7 @@ async def init_transfers(
             )
             for engine_id, own in by_engine.items()
         ],
+        model=model,
     )
     with typed_errors():
         response = await stub.InitWeightTransfers(request, timeout=_TIMEOUT_S)
@@ -162,9 +168,23 @@ async def _push(
     return list(response.results)
 
 
-def _header(policy_version: int, mode: str) -> engine_pb2.UpdateWeightsHeader:
-    return filled(
-        engine_pb2.UpdateWeightsHeader,
-        policy_version=policy_version,
-        pause_mode=chosen("mode", mode, _MODES),
-    )
+async def forget_weights(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub", model: str
+) -> router_pb2.ForgetWeightsResponse:
+    """Makes the router forget what was pushed; see `Client.forget_weights`."""
+    request = router_pb2.ForgetWeightsRequest(model=model)
+    with typed_errors():
+        return await stub.ForgetWeights(request, timeout=_TIMEOUT_S)
+
+
+def weights_of(response: router_pb2.ListReplicasResponse, model: str) -> router_pb2.ModelWeights:
+    """Returns what the router says of a model's weights; an empty name means the only one.
+
+    Raises:
+        InvalidFieldError: The mesh has no such model, or several and none is named.
+    """
+    found = [one for one in response.models if model in {"", one.model}]
+    if len(found) != 1:
+        names = ", ".join(one.model for one in response.models) or "none"
+        raise InvalidFieldError("model", f"is {model!r}; name one of the mesh's ({names})")
+    return found[0]

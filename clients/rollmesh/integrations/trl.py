@@ -176,8 +176,7 @@ class _Weights:
 
     async def _push(self, parameters: dict[str, Any]) -> None:
         async with Client(self._addresses) as client:
-            version = (await client.replicas()).target_policy_version + 1
-            await client.push_weights(parameters, version)
+            await client.push_weights(parameters, await client.policy_version() + 1)
 
 
 def _take_reward(session: Session, given: Any) -> None:

@@ -17,6 +17,7 @@ from torch import distributed
 from verl.workers.rollout import base, replica
 
 from rollmesh.client import Client, MeshAddresses
+from rollmesh.client.weights import weights_of
 from rollmesh.runtime.errors import InvalidFieldError
 
 NAME = "rollmesh"
@@ -75,7 +76,8 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
             raise InvalidFieldError("rollout.engine_kwargs.rollmesh.router", "is missing; name it")
         addresses = MeshAddresses(router=settings["router"], gateway="", collector="", sidecar="")
         async with Client(addresses) as client:
-            if (await client.replicas()).target_policy_version == policy_version:
+            present = weights_of(await client.replicas(), model="")
+            if present.target_policy_version == policy_version:
                 return
             await client.push_weights(tensors, policy_version, mode=settings.get("mode", "keep"))
 

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import types_pb2 as rollmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/engine.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\xdc\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x17\n\x0ftoken_ids_u32le\x18\x03 \x01(\x0c\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x18\n\x10max_chunk_tokens\x18\x05 \x01(\r\x12\x30\n\nconstraint\x18\x06 \x01(\x0b\x32\x17.rollmesh.v1.ConstraintH\x00\x88\x01\x01\x42\r\n\x0b_constraint\"4\n\nConstraint\x12\x16\n\x0estructural_tag\x18\x01 \x01(\t\x12\x0e\n\x06strict\x18\x02 \x01(\x08\"\x80\x01\n\x10GenerateResponse\x12\x17\n\x0ftoken_ids_u32le\x18\x01 \x01(\x0c\x12\x16\n\x0elogprobs_f32le\x18\x02 \x01(\x0c\x12\x30\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x1b.rollmesh.v1.GenerateFinishH\x00\x88\x01\x01\x42\t\n\x07_finish\"\xde\x01\n\x0eGenerateFinish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.rollmesh.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12/\n\rversion_spans\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.VersionSpan\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x14\n\x0cprompt_crc32\x18\x06 \x01(\x07\x42\x10\n\x0e_stop_token_id\"0\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"$\n\rAbortResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x10\n\x0eGetInfoRequest\"\xf8\x01\n\x0fGetInfoResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0e\n\x06paused\x18\t \x01(\x08\x12\x10\n\x08sleeping\x18\n \x01(\x08\x12\x1f\n\x17weight_transfer_backend\x18\x0b \x01(\t\"4\n\x0cPauseRequest\x12$\n\x04mode\x18\x01 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"o\n\x14UpdateWeightsRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xcb\x01\n\x13UpdateWeightsHeader\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12*\n\npause_mode\x18\x02 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x12\x18\n\x0e\x63heckpoint_dir\x18\x03 \x01(\tH\x00\x12\x1b\n\x11safetensors_bytes\x18\x04 \x01(\x04H\x00\x12/\n\x08transfer\x18\x05 \x01(\x0b\x32\x1b.rollmesh.v1.WeightTransferH\x00\x42\x08\n\x06source\"6\n\x0eWeightTransfer\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0bupdate_json\x18\x02 \x03(\t\"?\n\x19InitWeightTransferRequest\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x11\n\tinit_json\x18\x02 \x01(\t\"\x1c\n\x1aInitWeightTransferResponse\"B\n\x15UpdateWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tpaused_ms\x18\x02 \x01(\r\",\n\x0cSleepRequest\x12\x12\n\x05level\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_level\"\x0f\n\rSleepResponse\"\x0f\n\rWakeUpRequest\"\x10\n\x0eWakeUpResponse\"\x19\n\x17ResetPrefixCacheRequest\")\n\x18ResetPrefixCacheResponse\x12\r\n\x05reset\x18\x01 \x01(\x08*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x03\x32\x88\x06\n\rEngineService\x12I\n\x08Generate\x12\x1c.rollmesh.v1.GenerateRequest\x1a\x1d.rollmesh.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.rollmesh.v1.AbortRequest\x1a\x1a.rollmesh.v1.AbortResponse\x12\x44\n\x07GetInfo\x12\x1b.rollmesh.v1.GetInfoRequest\x1a\x1c.rollmesh.v1.GetInfoResponse\x12>\n\x05Pause\x12\x19.rollmesh.v1.PauseRequest\x1a\x1a.rollmesh.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.rollmesh.v1.ResumeRequest\x1a\x1b.rollmesh.v1.ResumeResponse\x12X\n\rUpdateWeights\x12!.rollmesh.v1.UpdateWeightsRequest\x1a\".rollmesh.v1.UpdateWeightsResponse(\x01\x12\x65\n\x12InitWeightTransfer\x12&.rollmesh.v1.InitWeightTransferRequest\x1a\'.rollmesh.v1.InitWeightTransferResponse\x12>\n\x05Sleep\x12\x19.rollmesh.v1.SleepRequest\x1a\x1a.rollmesh.v1.SleepResponse\x12\x41\n\x06WakeUp\x12\x1a.rollmesh.v1.WakeUpRequest\x1a\x1b.rollmesh.v1.WakeUpResponse\x12_\n\x10ResetPrefixCache\x12$.rollmesh.v1.ResetPrefixCacheRequest\x1a%.rollmesh.v1.ResetPrefixCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/engine.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\xdc\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x17\n\x0ftoken_ids_u32le\x18\x03 \x01(\x0c\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x18\n\x10max_chunk_tokens\x18\x05 \x01(\r\x12\x30\n\nconstraint\x18\x06 \x01(\x0b\x32\x17.rollmesh.v1.ConstraintH\x00\x88\x01\x01\x42\r\n\x0b_constraint\"4\n\nConstraint\x12\x16\n\x0estructural_tag\x18\x01 \x01(\t\x12\x0e\n\x06strict\x18\x02 \x01(\x08\"\x80\x01\n\x10GenerateResponse\x12\x17\n\x0ftoken_ids_u32le\x18\x01 \x01(\x0c\x12\x16\n\x0elogprobs_f32le\x18\x02 \x01(\x0c\x12\x30\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x1b.rollmesh.v1.GenerateFinishH\x00\x88\x01\x01\x42\t\n\x07_finish\"\xde\x01\n\x0eGenerateFinish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.rollmesh.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12/\n\rversion_spans\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.VersionSpan\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x14\n\x0cprompt_crc32\x18\x06 \x01(\x07\x42\x10\n\x0e_stop_token_id\"0\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"$\n\rAbortResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x10\n\x0eGetInfoRequest\"\xf8\x01\n\x0fGetInfoResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x0e\n\x06paused\x18\t \x01(\x08\x12\x10\n\x08sleeping\x18\n \x01(\x08\x12\x1f\n\x17weight_transfer_backend\x18\x0b \x01(\t\"4\n\x0cPauseRequest\x12$\n\x04mode\x18\x01 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"o\n\x14UpdateWeightsRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .rollmesh.v1.UpdateWeightsHeaderH\x00\x12\x1b\n\x11safetensors_chunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xeb\x01\n\x13UpdateWeightsHeader\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12*\n\npause_mode\x18\x02 \x01(\x0e\x32\x16.rollmesh.v1.PauseMode\x12\x18\n\x0e\x63heckpoint_dir\x18\x03 \x01(\tH\x00\x12\x1b\n\x11safetensors_bytes\x18\x04 \x01(\x04H\x00\x12/\n\x08transfer\x18\x05 \x01(\x0b\x32\x1b.rollmesh.v1.WeightTransferH\x00\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0f\n\x07push_id\x18\x07 \x01(\tB\x08\n\x06source\"6\n\x0eWeightTransfer\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0bupdate_json\x18\x02 \x03(\t\"?\n\x19InitWeightTransferRequest\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x11\n\tinit_json\x18\x02 \x01(\t\"\x1c\n\x1aInitWeightTransferResponse\"B\n\x15UpdateWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tpaused_ms\x18\x02 \x01(\r\",\n\x0cSleepRequest\x12\x12\n\x05level\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_level\"\x0f\n\rSleepResponse\"\x0f\n\rWakeUpRequest\"\x10\n\x0eWakeUpResponse\"\x19\n\x17ResetPrefixCacheRequest\")\n\x18ResetPrefixCacheResponse\x12\r\n\x05reset\x18\x01 \x01(\x08*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x03\x32\x88\x06\n\rEngineService\x12I\n\x08Generate\x12\x1c.rollmesh.v1.GenerateRequest\x1a\x1d.rollmesh.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.rollmesh.v1.AbortRequest\x1a\x1a.rollmesh.v1.AbortResponse\x12\x44\n\x07GetInfo\x12\x1b.rollmesh.v1.GetInfoRequest\x1a\x1c.rollmesh.v1.GetInfoResponse\x12>\n\x05Pause\x12\x19.rollmesh.v1.PauseRequest\x1a\x1a.rollmesh.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.rollmesh.v1.ResumeRequest\x1a\x1b.rollmesh.v1.ResumeResponse\x12X\n\rUpdateWeights\x12!.rollmesh.v1.UpdateWeightsRequest\x1a\".rollmesh.v1.UpdateWeightsResponse(\x01\x12\x65\n\x12InitWeightTransfer\x12&.rollmesh.v1.InitWeightTransferRequest\x1a\'.rollmesh.v1.InitWeightTransferResponse\x12>\n\x05Sleep\x12\x19.rollmesh.v1.SleepRequest\x1a\x1a.rollmesh.v1.SleepResponse\x12\x41\n\x06WakeUp\x12\x1a.rollmesh.v1.WakeUpRequest\x1a\x1b.rollmesh.v1.WakeUpResponse\x12_\n\x10ResetPrefixCache\x12$.rollmesh.v1.ResetPrefixCacheRequest\x1a%.rollmesh.v1.ResetPrefixCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAUSEMODE']._serialized_start=1868
-  _globals['_PAUSEMODE']._serialized_end=1971
+  _globals['_PAUSEMODE']._serialized_start=1900
+  _globals['_PAUSEMODE']._serialized_end=2003
   _globals['_GENERATEREQUEST']._serialized_start=67
   _globals['_GENERATEREQUEST']._serialized_end=287
   _globals['_CONSTRAINT']._serialized_start=289
@@ -61,27 +61,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1162
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1273
   _globals['_UPDATEWEIGHTSHEADER']._serialized_start=1276
-  _globals['_UPDATEWEIGHTSHEADER']._serialized_end=1479
-  _globals['_WEIGHTTRANSFER']._serialized_start=1481
-  _globals['_WEIGHTTRANSFER']._serialized_end=1535
-  _globals['_INITWEIGHTTRANSFERREQUEST']._serialized_start=1537
-  _globals['_INITWEIGHTTRANSFERREQUEST']._serialized_end=1600
-  _globals['_INITWEIGHTTRANSFERRESPONSE']._serialized_start=1602
-  _globals['_INITWEIGHTTRANSFERRESPONSE']._serialized_end=1630
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1632
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1698
-  _globals['_SLEEPREQUEST']._serialized_start=1700
-  _globals['_SLEEPREQUEST']._serialized_end=1744
-  _globals['_SLEEPRESPONSE']._serialized_start=1746
-  _globals['_SLEEPRESPONSE']._serialized_end=1761
-  _globals['_WAKEUPREQUEST']._serialized_start=1763
-  _globals['_WAKEUPREQUEST']._serialized_end=1778
-  _globals['_WAKEUPRESPONSE']._serialized_start=1780
-  _globals['_WAKEUPRESPONSE']._serialized_end=1796
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1798
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1823
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1825
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1866
-  _globals['_ENGINESERVICE']._serialized_start=1974
-  _globals['_ENGINESERVICE']._serialized_end=2750
+  _globals['_UPDATEWEIGHTSHEADER']._serialized_end=1511
+  _globals['_WEIGHTTRANSFER']._serialized_start=1513
+  _globals['_WEIGHTTRANSFER']._serialized_end=1567
+  _globals['_INITWEIGHTTRANSFERREQUEST']._serialized_start=1569
+  _globals['_INITWEIGHTTRANSFERREQUEST']._serialized_end=1632
+  _globals['_INITWEIGHTTRANSFERRESPONSE']._serialized_start=1634
+  _globals['_INITWEIGHTTRANSFERRESPONSE']._serialized_end=1662
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1664
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1730
+  _globals['_SLEEPREQUEST']._serialized_start=1732
+  _globals['_SLEEPREQUEST']._serialized_end=1776
+  _globals['_SLEEPRESPONSE']._serialized_start=1778
+  _globals['_SLEEPRESPONSE']._serialized_end=1793
+  _globals['_WAKEUPREQUEST']._serialized_start=1795
+  _globals['_WAKEUPREQUEST']._serialized_end=1810
+  _globals['_WAKEUPRESPONSE']._serialized_start=1812
+  _globals['_WAKEUPRESPONSE']._serialized_end=1828
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1830
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1855
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1857
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1898
+  _globals['_ENGINESERVICE']._serialized_start=2006
+  _globals['_ENGINESERVICE']._serialized_end=2782
 # @@protoc_insertion_point(module_scope)

@@ -451,14 +451,24 @@ class UpdateWeightsHeader(_message.Message):
     CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
     SAFETENSORS_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PUSH_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Version of the new weights; above the present one."""
+    """Version of the new weights; above the present one. With a `push_id` it may be any: the router
+    knows which weights its engines are to hold.
+    """
     pause_mode: Global___PauseMode.ValueType
     """What happens to running requests: KEEP goes on with the new weights."""
     checkpoint_dir: _builtins.str
     """A directory of safetensors files that the engine can read."""
     safetensors_bytes: _builtins.int
     """The size of the safetensors file that follows in chunks."""
+    model: _builtins.str
+    """Name of the model. Empty at an engine means its own; empty at a router means its only one."""
+    push_id: _builtins.str
+    """Id of the push, which tells two pushes of one version apart. The router sets it; what a client
+    gives is not looked at.
+    """
     @_builtins.property
     def transfer(self) -> Global___WeightTransfer:
         """What the trainer sends by a weight transfer backend, beside this call."""
@@ -471,10 +481,12 @@ class UpdateWeightsHeader(_message.Message):
         checkpoint_dir: _builtins.str = ...,
         safetensors_bytes: _builtins.int = ...,
         transfer: Global___WeightTransfer | None = ...,
+        model: _builtins.str = ...,
+        push_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "model", b"model", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "push_id", b"push_id", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint_dir", "safetensors_bytes", "transfer"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015

@@ -133,7 +133,8 @@ class EngineServiceServicer(object):
     def UpdateWeights(self, request_iterator, context):
         """Replaces the weights. The first message is the header, the others carry bytes. Every token
         sampled after the update carries the new version, in running requests too. A failed update
-        leaves the old weights and version in place.
+        leaves the old weights and version in place. A push that the engine holds already is answered
+        at once.
         Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
         WEIGHT_TRANSFER_FAILED: a transfer was refused, or broke off before anything was loaded).
         """

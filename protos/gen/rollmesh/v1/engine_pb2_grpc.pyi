@@ -51,7 +51,8 @@ class EngineServiceStub:
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]
     """Replaces the weights. The first message is the header, the others carry bytes. Every token
     sampled after the update carries the new version, in running requests too. A failed update
-    leaves the old weights and version in place.
+    leaves the old weights and version in place. A push that the engine holds already is answered
+    at once.
     Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
     WEIGHT_TRANSFER_FAILED: a transfer was refused, or broke off before anything was loaded).
     """
@@ -91,7 +92,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     UpdateWeights: _aio.StreamUnaryMultiCallable[_engine_pb2.UpdateWeightsRequest, _engine_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Replaces the weights. The first message is the header, the others carry bytes. Every token
     sampled after the update carries the new version, in running requests too. A failed update
-    leaves the old weights and version in place.
+    leaves the old weights and version in place. A push that the engine holds already is answered
+    at once.
     Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
     WEIGHT_TRANSFER_FAILED: a transfer was refused, or broke off before anything was loaded).
     """
@@ -164,7 +166,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.UpdateWeightsResponse, _abc.Awaitable[_engine_pb2.UpdateWeightsResponse]]:
         """Replaces the weights. The first message is the header, the others carry bytes. Every token
         sampled after the update carries the new version, in running requests too. A failed update
-        leaves the old weights and version in place.
+        leaves the old weights and version in place. A push that the engine holds already is answered
+        at once.
         Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
         WEIGHT_TRANSFER_FAILED: a transfer was refused, or broke off before anything was loaded).
         """

@@ -95,7 +95,7 @@ class ReplicaHello(_message.Message):
     address: _builtins.str
     """host:port at which it serves."""
     model: _builtins.str
-    """Name of the model it serves."""
+    """Name of the model it serves, 1 to 128 characters."""
     lease_capacity: _builtins.int
     """Most leases at a time, at least 1. Engines only."""
     @_builtins.property
@@ -131,6 +131,7 @@ class ReplicaLoad(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     LIVE_SESSIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PUSH_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights in use. Engines only."""
     running: _builtins.int
@@ -141,6 +142,10 @@ class ReplicaLoad(_message.Message):
     """Open sessions. Gateways only."""
     draining: _builtins.bool
     """Whether it takes nothing new because it is about to leave."""
+    push_id: _builtins.str
+    """Id of the push that brought the weights in use; empty for those that it was started with, or
+    that no router brought. Engines only.
+    """
     def __init__(
         self,
         *,
@@ -149,10 +154,11 @@ class ReplicaLoad(_message.Message):
         waiting: _builtins.int = ...,
         live_sessions: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        push_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "live_sessions", b"live_sessions", "policy_version", b"policy_version", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "live_sessions", b"live_sessions", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -456,26 +462,60 @@ class ListReplicasResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: _builtins.int
-    TARGET_POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    target_policy_version: _builtins.int
-    """Version that engines must hold to be leased."""
+    MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """The members."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelWeights]:
+        """The models of the members, and those that weights are kept for, in the order of their names."""
 
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
-        target_policy_version: _builtins.int = ...,
+        models: _abc.Iterable[Global___ModelWeights] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "target_policy_version", b"target_policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
+
+@_typing.final
+class ModelWeights(_message.Message):
+    """Which weights the engines of one model are to hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TARGET_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    LAST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    target_policy_version: _builtins.int
+    """Version that engines must hold to be leased; 0 where nothing was pushed."""
+    last_policy_version: _builtins.int
+    """Highest version that was offered to engines and may be in use: the target, or that of a push of
+    which nobody knows yet what came of it. The next push must be above it.
+    """
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        target_policy_version: _builtins.int = ...,
+        last_policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_policy_version", b"last_policy_version", "model", b"model", "target_policy_version", b"target_policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelWeights: _TypeAlias = ModelWeights  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):
@@ -487,12 +527,15 @@ class Replica(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     leases: _builtins.int
     """Leases it holds. Engines only."""
     sessions: _builtins.int
     """Sessions that stick to it. Engines only."""
     fenced: _builtins.bool
-    """Whether it is left out until it holds the target version. Engines only."""
+    """Whether it is left out until it holds the weights that were accepted last. Engines only."""
+    left_out: _builtins.str
+    """Why it is not leased, for people; empty where it may be. Engines only."""
     @_builtins.property
     def hello(self) -> Global___ReplicaHello:
         """Who it is and how it is doing."""
@@ -504,10 +547,11 @@ class Replica(_message.Message):
         leases: _builtins.int = ...,
         sessions: _builtins.int = ...,
         fenced: _builtins.bool = ...,
+        left_out: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "hello", b"hello", "leases", b"leases", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "hello", b"hello", "leases", b"leases", "left_out", b"left_out", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -554,7 +598,7 @@ class PauseEnginesRequest(_message.Message):
     mode: _engine_pb2.PauseMode.ValueType
     """What happens to running requests."""
     model: _builtins.str
-    """Name of the model; empty means all."""
+    """Name of the model; empty means the only one."""
     def __init__(
         self,
         *,
@@ -601,7 +645,7 @@ class ResumeEnginesRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of the model; empty means all."""
+    """Name of the model; empty means the only one."""
     def __init__(
         self,
         *,
@@ -698,6 +742,54 @@ class PushWeightsResponse(_message.Message):
 Global___PushWeightsResponse: _TypeAlias = PushWeightsResponse  # noqa: Y015
 
 @_typing.final
+class ForgetWeightsRequest(_message.Message):
+    """Asks to forget kept weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model; empty means the only one."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetWeightsRequest: _TypeAlias = ForgetWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ForgetWeightsResponse(_message.Message):
+    """The weights are forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    policy_version: _builtins.int
+    """Version that engines had to hold until now; 0 where nothing was kept."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetWeightsResponse: _TypeAlias = ForgetWeightsResponse  # noqa: Y015
+
+@_typing.final
 class InitWeightTransfersRequest(_message.Message):
     """Asks all engines to join the trainer."""
 
@@ -707,7 +799,7 @@ class InitWeightTransfersRequest(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of the model; empty means all."""
+    """Name of the model; empty means the only one."""
     @_builtins.property
     def request(self) -> _engine_pb2.InitWeightTransferRequest:
         """What each engine is sent."""

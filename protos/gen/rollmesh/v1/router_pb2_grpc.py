@@ -65,6 +65,11 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsResponse.FromString,
                 _registered_method=True)
+        self.ForgetWeights = channel.unary_unary(
+                '/rollmesh.v1.RouterService/ForgetWeights',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.FromString,
+                _registered_method=True)
         self.InitWeightTransfers = channel.unary_unary(
                 '/rollmesh.v1.RouterService/InitWeightTransfers',
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.InitWeightTransfersRequest.SerializeToString,
@@ -114,9 +119,25 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PushWeights(self, request_iterator, context):
-        """Passes new weights to all engines of a model in parallel. The router keeps them and brings an
-        engine that missed the update, or comes later, up to date before it leases it again. What came
-        by a transfer backend it cannot keep: such an engine is left out until the next push.
+        """Passes new weights to all engines of a model in parallel. They are accepted as soon as one
+        engine has taken them: from then on the router leases no engine that holds others, keeps them
+        on disk, and brings engines that failed or come later up to date, for as long as that takes.
+        Weights that every engine refused are dropped, and their version is free again. Weights that
+        came by a transfer backend cannot be kept: an engine that missed them is left out until the
+        next push.
+        Errors: FAILED_PRECONDITION (STALE_VERSION): the version is not above the last one that was
+        offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL): the disk has no
+        room for them; DEADLINE_EXCEEDED: the stream fell silent. None of them changes anything.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetWeights(self, request, context):
+        """Forgets the weights that are kept for a model and the version that its engines must hold, as if
+        nothing had been pushed: engines are leased with what they have, and the next push may have any
+        version. For operators, after a push of a wrong version.
+        Errors: INVALID_ARGUMENT names the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +182,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.PushWeights,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsResponse.SerializeToString,
+            ),
+            'ForgetWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetWeights,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.SerializeToString,
             ),
             'InitWeightTransfers': grpc.unary_unary_rpc_method_handler(
                     servicer.InitWeightTransfers,
@@ -331,6 +357,33 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/PushWeights',
             rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.PushWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/ForgetWeights',
+            rollmesh_dot_v1_dot_router__pb2.ForgetWeightsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.ForgetWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,9 +47,21 @@ class RouterServiceStub:
     ResumeEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]
     """Resumes all engines of a model in parallel."""
     PushWeights: _grpc.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]
-    """Passes new weights to all engines of a model in parallel. The router keeps them and brings an
-    engine that missed the update, or comes later, up to date before it leases it again. What came
-    by a transfer backend it cannot keep: such an engine is left out until the next push.
+    """Passes new weights to all engines of a model in parallel. They are accepted as soon as one
+    engine has taken them: from then on the router leases no engine that holds others, keeps them
+    on disk, and brings engines that failed or come later up to date, for as long as that takes.
+    Weights that every engine refused are dropped, and their version is free again. Weights that
+    came by a transfer backend cannot be kept: an engine that missed them is left out until the
+    next push.
+    Errors: FAILED_PRECONDITION (STALE_VERSION): the version is not above the last one that was
+    offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL): the disk has no
+    room for them; DEADLINE_EXCEEDED: the stream fell silent. None of them changes anything.
+    """
+    ForgetWeights: _grpc.UnaryUnaryMultiCallable[_router_pb2.ForgetWeightsRequest, _router_pb2.ForgetWeightsResponse]
+    """Forgets the weights that are kept for a model and the version that its engines must hold, as if
+    nothing had been pushed: engines are leased with what they have, and the next push may have any
+    version. For operators, after a push of a wrong version.
+    Errors: INVALID_ARGUMENT names the model.
     """
     InitWeightTransfers: _grpc.UnaryUnaryMultiCallable[_router_pb2.InitWeightTransfersRequest, _router_pb2.InitWeightTransfersResponse]
     """Makes all engines of a model join the trainer by a transfer backend, in parallel."""
@@ -73,9 +85,21 @@ class RouterServiceAsyncStub(RouterServiceStub):
     ResumeEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]  # type: ignore[assignment]
     """Resumes all engines of a model in parallel."""
     PushWeights: _aio.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]  # type: ignore[assignment]
-    """Passes new weights to all engines of a model in parallel. The router keeps them and brings an
-    engine that missed the update, or comes later, up to date before it leases it again. What came
-    by a transfer backend it cannot keep: such an engine is left out until the next push.
+    """Passes new weights to all engines of a model in parallel. They are accepted as soon as one
+    engine has taken them: from then on the router leases no engine that holds others, keeps them
+    on disk, and brings engines that failed or come later up to date, for as long as that takes.
+    Weights that every engine refused are dropped, and their version is free again. Weights that
+    came by a transfer backend cannot be kept: an engine that missed them is left out until the
+    next push.
+    Errors: FAILED_PRECONDITION (STALE_VERSION): the version is not above the last one that was
+    offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL): the disk has no
+    room for them; DEADLINE_EXCEEDED: the stream fell silent. None of them changes anything.
+    """
+    ForgetWeights: _aio.UnaryUnaryMultiCallable[_router_pb2.ForgetWeightsRequest, _router_pb2.ForgetWeightsResponse]  # type: ignore[assignment]
+    """Forgets the weights that are kept for a model and the version that its engines must hold, as if
+    nothing had been pushed: engines are leased with what they have, and the next push may have any
+    version. For operators, after a push of a wrong version.
+    Errors: INVALID_ARGUMENT names the model.
     """
     InitWeightTransfers: _aio.UnaryUnaryMultiCallable[_router_pb2.InitWeightTransfersRequest, _router_pb2.InitWeightTransfersResponse]  # type: ignore[assignment]
     """Makes all engines of a model join the trainer by a transfer backend, in parallel."""
@@ -132,9 +156,27 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_router_pb2.PushWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PushWeightsResponse, _abc.Awaitable[_router_pb2.PushWeightsResponse]]:
-        """Passes new weights to all engines of a model in parallel. The router keeps them and brings an
-        engine that missed the update, or comes later, up to date before it leases it again. What came
-        by a transfer backend it cannot keep: such an engine is left out until the next push.
+        """Passes new weights to all engines of a model in parallel. They are accepted as soon as one
+        engine has taken them: from then on the router leases no engine that holds others, keeps them
+        on disk, and brings engines that failed or come later up to date, for as long as that takes.
+        Weights that every engine refused are dropped, and their version is free again. Weights that
+        came by a transfer backend cannot be kept: an engine that missed them is left out until the
+        next push.
+        Errors: FAILED_PRECONDITION (STALE_VERSION): the version is not above the last one that was
+        offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL): the disk has no
+        room for them; DEADLINE_EXCEEDED: the stream fell silent. None of them changes anything.
+        """
+
+    @_abc_1.abstractmethod
+    def ForgetWeights(
+        self,
+        request: _router_pb2.ForgetWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ForgetWeightsResponse, _abc.Awaitable[_router_pb2.ForgetWeightsResponse]]:
+        """Forgets the weights that are kept for a model and the version that its engines must hold, as if
+        nothing had been pushed: engines are leased with what they have, and the next push may have any
+        version. For operators, after a push of a wrong version.
+        Errors: INVALID_ARGUMENT names the model.
         """
 
     @_abc_1.abstractmethod

@@ -77,7 +77,10 @@ class EngineService:
     def _load(self) -> router_pb2.ReplicaLoad:
         load = self._backend.load()
         return router_pb2.ReplicaLoad(
-            policy_version=load.policy_version, running=load.running, waiting=load.waiting
+            policy_version=load.policy_version,
+            running=load.running,
+            waiting=load.waiting,
+            push_id=self._servicer.push_id,
         )
 
 

@@ -17,6 +17,7 @@ from rollmesh.engine.backend import (
     GenerateInput,
     PauseKind,
     Sampling,
+    Transfer,
     check_prompt,
 )
 from rollmesh.engine.constraint import read_constraint
@@ -26,6 +27,7 @@ from rollmesh.runtime import faults
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids
 from rollmesh.runtime.channels import drained_on_refusal
 from rollmesh.runtime.errors import (
+    DeadlineError,
     EngineDeadError,
     InvalidFieldError,
     InvalidWeightsError,
@@ -46,6 +48,7 @@ _PAUSES = {
     engine_pb2.PAUSE_MODE_WAIT: PauseKind.WAIT,
 }
 _MAX_ID_CHARS = 128
+_SILENCE_S = 60.0  # of an update whose sender is there and sends nothing: it keeps others waiting
 _T = TypeVar("_T")
 
 
@@ -60,6 +63,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._running: set[str] = set()
         self._updating = asyncio.Lock()
         metrics.watch(backend)
+        self.push_id = ""
+        """Id of the push that brought the weights in use; empty for those of the start."""
         self.changed = asyncio.Event()
         """Set when the policy version changed."""
 
@@ -143,13 +148,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         request_iterator: AsyncIterator[engine_pb2.UpdateWeightsRequest],
     ) -> engine_pb2.UpdateWeightsResponse:
         kind = _read_pause(header.pause_mode, "header.pause_mode")
+        if header.model not in {"", self._model}:
+            raise InvalidFieldError("header.model", f"is {header.model!r}, not {self._model!r}")
         async with self._updating:
-            present = self._backend.load().policy_version
-            if header.policy_version <= present:
-                raise StaleVersionError(
-                    f"policy_version {header.policy_version} is not above {present}; count up",
-                    policy_version=present,
-                )
+            if self._has(header):
+                return engine_pb2.UpdateWeightsResponse(policy_version=header.policy_version)
             try:
                 paused_ms = await self._update(header, kind, request_iterator)
                 metrics.PAUSED_SECONDS.observe(paused_ms / 1000)
@@ -158,6 +161,22 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return engine_pb2.UpdateWeightsResponse(
             policy_version=header.policy_version, paused_ms=paused_ms
         )
+
+    def _has(self, header: engine_pb2.UpdateWeightsHeader) -> bool:
+        """Says whether the engine holds a push already.
+
+        Raises:
+            StaleVersionError: Without a push id, the version must be above the present one.
+        """
+        present = self._backend.load().policy_version
+        if header.push_id:
+            return (header.policy_version, header.push_id) == (present, self.push_id)
+        if header.policy_version <= present:
+            raise StaleVersionError(
+                f"policy_version {header.policy_version} is not above {present}; count up",
+                policy_version=present,
+            )
+        return False
 
     async def Sleep(
         self, request: engine_pb2.SleepRequest, context: Context
@@ -228,23 +247,24 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     raise InvalidWeightsError(
                         "header.checkpoint_dir", f"{source} is no folder the engine can read"
                     )
-                return await _to_the_end(
-                    self._backend.update_weights(source, header.policy_version, kind)
-                )
+                return await _to_the_end(self._load(source, header, kind))
             case "safetensors_bytes":
                 with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
                     path = Path(folder) / "weights.safetensors"
                     await _spool(path, header.safetensors_bytes, requests)
-                    return await _to_the_end(
-                        self._backend.update_weights(path, header.policy_version, kind)
-                    )
+                    return await _to_the_end(self._load(path, header, kind))
             case "transfer":
                 transfer = read_transfer(header.transfer, self._backend.weight_transfer)
-                return await _to_the_end(
-                    self._backend.update_weights(transfer, header.policy_version, kind)
-                )
+                return await _to_the_end(self._load(transfer, header, kind))
             case _:
                 raise InvalidFieldError("header.source", "is not set; name where weights come from")
+
+    async def _load(
+        self, source: Path | Transfer, header: engine_pb2.UpdateWeightsHeader, kind: PauseKind
+    ) -> int:
+        paused_ms = await self._backend.update_weights(source, header.policy_version, kind)
+        self.push_id = header.push_id
+        return paused_ms
 
 
 async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
@@ -266,7 +286,7 @@ async def _spool(
     """Writes the chunks of an update to a file, as many bytes as announced."""
     written = 0
     with path.open("wb") as file:
-        async for request in requests:
+        while (request := await _next(requests)) is not None:
             written += len(request.safetensors_chunk)
             if written > size:
                 break
@@ -275,6 +295,18 @@ async def _spool(
         raise InvalidWeightsError(
             "safetensors_chunk", f"{written} bytes came, {size} were announced"
         )
+
+
+async def _next(
+    requests: AsyncIterator[engine_pb2.UpdateWeightsRequest],
+) -> engine_pb2.UpdateWeightsRequest | None:
+    try:
+        async with asyncio.timeout(_SILENCE_S):
+            return await anext(requests, None)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"no chunk came for {_SILENCE_S:.0f} s; send the update again"
+        ) from error
 
 
 def _read_pause(mode: engine_pb2.PauseMode.ValueType, field: str) -> PauseKind:

@@ -1,11 +1,14 @@
-"""Runs a router: `python -m rollmesh.router --help`."""
+"""Runs a router, or a tool beside one: `python -m rollmesh.router [TOOL] --help`."""
 
 import os
 import sys
 
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.service import RouterService
+from rollmesh.router.tools import FORGET, forget_weights
 from rollmesh.runtime.process import run_service
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [FORGET]:
+        sys.exit(forget_weights(sys.argv[2:]))
     sys.exit(run_service("router", RouterConfig, RouterService, sys.argv[1:], os.environ))

@@ -8,6 +8,8 @@ from rollmesh.runtime.serving import ServerConfig
 
 _LEAST = {
     "control_timeout_ms": 1,
+    "push_silence_ms": 1,
+    "max_version_step": 1,
 }
 
 
@@ -18,9 +20,14 @@ class RouterConfig(ServerConfig):
     port: int = 7100
     """Port to listen on; 0 takes a free one."""
     data_dir: Path = Path("var/router")
-    """Folder where the last weight update is kept for engines that come late."""
+    """Folder where accepted weights are kept for engines that come late, by model."""
     control_timeout_ms: int = 600_000
     """Longest control call to one engine, milliseconds."""
+    push_silence_ms: int = 30_000
+    """Longest wait for the next chunk of a push, milliseconds."""
+    max_version_step: int = 1_000_000
+    """Most that the policy version of a push may be above the last one: what is further is taken
+    for a mistake and refused, because no version below it could be pushed any more."""
 
     def __post_init__(self) -> None:
         """Checks the settings.

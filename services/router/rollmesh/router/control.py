@@ -1,33 +1,86 @@
-"""Control of all engines at once, and the last weight update kept for those that come late."""
+"""Control of all engines of a model at once, and the weights that they are to hold."""
 
 import asyncio
 import logging
-import os
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from pathlib import Path
+from contextlib import asynccontextmanager
+from typing import IO
 
-from rollmesh.router.leases import Engine, LeaseTable
-from rollmesh.runtime.channels import open_channel, typed_errors
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, StaleVersionError
+from rollmesh.router import metrics
+from rollmesh.router.config import RouterConfig
+from rollmesh.router.engine_calls import call_engine
+from rollmesh.router.kept import KeptWeights, check_folder, kept_models, sync, typed_errors
+from rollmesh.router.leases import Engine, LeaseTable, Target
+from rollmesh.router.updates import Updates
+from rollmesh.runtime import faults
+from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, StaleVersionError
 from rollmesh.runtime.logs import fields
+from rollmesh.runtime.tasks import begun, finish
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 _log = logging.getLogger(__name__)
-_CHUNK_BYTES = 1024 * 1024
 _REFUSALS = {"INVALID_FIELD", "INVALID_WEIGHTS", "WEIGHT_TRANSFER_FAILED"}
 
 
 class Control:
-    """Calls to engines that are not about tokens."""
+    """Calls to engines that are not about tokens.
 
-    def __init__(self, table: LeaseTable, data_dir: Path, timeout_ms: int) -> None:
-        """Takes the state, the folder for weights, and the longest call to one engine."""
+    Invariants: the table's target of a model is `current` of its kept weights; a push changes it
+    only once an engine has taken the weights and the disk has their header.
+    """
+
+    def __init__(self, table: LeaseTable, config: RouterConfig) -> None:
+        """Takes the state and the settings."""
         self._table = table
-        self._data_dir = data_dir
-        self._timeout_s = timeout_ms / 1000
-        self._header_path = data_dir / "weights.header"
-        self._last: engine_pb2.UpdateWeightsHeader | None = None
-        self._pushing = asyncio.Lock()
+        self._config = config
+        self._timeout_s = config.control_timeout_ms / 1000
+        self._kept: dict[str, KeptWeights] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._claimed = 0
+        """Bytes of the pushes that are being received."""
+        self._updates = Updates(
+            self._timeout_s,
+            wanted=self._wanted,
+            file_of=lambda header: self._kept_of(header.model).file_of(header),
+            taken=self._taken,
+        )
+        self._tasks: asyncio.TaskGroup
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Takes up the kept weights of a former run, and owns the updates of engines.
+
+        Raises:
+            StoreError: The folder cannot be read or written.
+        """
+        await asyncio.to_thread(self._restore)
+        async with asyncio.TaskGroup() as self._tasks:
+            self._updates.tasks = self._tasks
+            try:
+                yield
+            finally:
+                await self._updates.close()
+
+    def _restore(self) -> None:
+        data_dir = self._config.data_dir
+        check_folder(data_dir)
+        for model in kept_models(data_dir):
+            kept = self._kept_of(model)
+            kept.restore()
+            self._set_target(kept)
+
+    def models(self) -> list[router_pb2.ModelWeights]:
+        """Returns which weights the engines of each model are to hold, in order of their names."""
+        names = self._table.models() | {name for name, kept in self._kept.items() if kept.current}
+        return [
+            router_pb2.ModelWeights(
+                model=name,
+                target_policy_version=self._kept_of(name).target_version,
+                last_policy_version=self._kept_of(name).last_version,
+            )
+            for name in sorted(names)
+        ]
 
     async def pause(
         self, mode: engine_pb2.PauseMode.ValueType, model: str
@@ -54,145 +107,218 @@ class Control:
         Raises:
             InvalidFieldError: An engine that is to be sent something of its own is not there.
         """
-        if missing := by_engine.keys() - {engine.engine_id for engine in self._of(model)}:
+        engines = self._engines(self._named(model))
+        if missing := by_engine.keys() - {engine.engine_id for engine in engines}:
             raise InvalidFieldError(
                 "engines.engine_id", f"{', '.join(sorted(missing))}: not there; list the replicas"
             )
-        async with self._pushing:
-            return await asyncio.gather(
-                *(
-                    self._init_transfer(engine, request, by_engine.get(engine.engine_id))
-                    for engine in self._of(model)
-                )
+
+        async def init(engine: Engine) -> router_pb2.EngineResult:
+            own_json = by_engine.get(engine.engine_id)
+            sent = engine_pb2.InitWeightTransferRequest(
+                backend=request.backend, init_json=own_json or request.init_json
+            )
+            return await call_engine(
+                engine, lambda stub: stub.InitWeightTransfer(sent, timeout=self._timeout_s)
             )
 
-    async def _init_transfer(
-        self,
-        engine: Engine,
-        request: engine_pb2.InitWeightTransferRequest,
-        own_json: str | None,
-    ) -> router_pb2.EngineResult:
-        sent = engine_pb2.InitWeightTransferRequest(
-            backend=request.backend, init_json=own_json or request.init_json
-        )
-        return await _call_engine(
-            engine, lambda stub: stub.InitWeightTransfer(sent, timeout=self._timeout_s)
-        )
+        return await asyncio.gather(*map(init, engines))
 
     async def push(
         self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]
-    ) -> list[router_pb2.EngineResult]:
-        """Stores new weights and brings all engines up to them; one result each.
+    ) -> tuple[int, list[router_pb2.EngineResult]]:
+        """Receives new weights and offers them to the engines of their model.
+
+        Returns:
+            The version that engines must hold now, and one result for each engine.
 
         Raises:
             StaleVersionError: The version is not above the last one.
-            InvalidFieldError: The bytes are not as many as announced.
+            InvalidFieldError: A field is wrong, or the bytes are not as many as announced.
+            StoreFullError: The disk has no room for them.
+            StoreError: They could not be kept.
+            DeadlineError: The chunks do not come.
         """
-        async with self._pushing:
-            if header.policy_version <= self._table.target_version:
-                raise StaleVersionError(
-                    f"policy_version {header.policy_version} is not above "
-                    f"{self._table.target_version}; count up"
-                )
-            if header.WhichOneof("source") is None:
-                raise InvalidFieldError("header.source", "is not set; name where weights come from")
-            self._data_dir.mkdir(parents=True, exist_ok=True)
-            if header.HasField("safetensors_bytes"):
-                await self._spool(header, chunks)
-            engines = list(self._table.engines.values())
-            results = await asyncio.gather(*(self._update(engine, header) for engine in engines))
-            if results and all(result.error_reason in _REFUSALS for result in results):
-                return results  # nobody has them, nobody is fenced
-            await asyncio.to_thread(self._header_path.write_bytes, header.SerializeToString())
-            self._hold(header)
-            return results
+        header.model = self._named(header.model, "header.model")
+        header.push_id = uuid.uuid4().hex
+        kept = self._kept_of(header.model)
+        self._check(header, kept)
+        if header.HasField("safetensors_bytes"):
+            await self._receive(header, kept, chunks)
+        results = await finish(self._tasks, self._offer(header, kept))
+        return kept.target_version, results
 
-    def restore(self) -> None:
-        """Takes up the last update of a former run, so that a restart fences as before."""
-        if self._header_path.exists():
-            data = self._header_path.read_bytes()
-            self._hold(engine_pb2.UpdateWeightsHeader.FromString(data))
+    async def forget(self, model: str) -> tuple[str, int]:
+        """Forgets the kept weights of a model; returns its name and the version of them."""
+        model = self._named(model)
+        kept = self._kept_of(model)
+        async with self._locks[model]:
+            former = kept.target_version
+            await asyncio.to_thread(kept.forget)
+            self._set_target(kept)
+        _log.warning("forgot the kept weights", extra=fields(model=model, policy_version=former))
+        return model, former
 
-    def _hold(self, header: engine_pb2.UpdateWeightsHeader) -> None:
-        self._last = header
-        self._table.target_version = header.policy_version
+    def heed(self, engine: Engine) -> None:
+        """Looks at what an engine says it holds: it may have taken a push, or lack one."""
+        kept = self._kept_of(engine.model)
+        if kept.offered is not None and _holds(engine, kept.offered):
+            begun(self._tasks, self._accept(engine, kept))
+        self._updates.bring(engine)
 
-    async def catch_up(self, engine: Engine) -> None:
-        """Brings a late or restarted engine to the last update."""
-        try:
-            async with self._pushing:
-                header = self._last
-                if header is None or engine.policy_version >= header.policy_version:
-                    return
-                if header.HasField("transfer"):
-                    return  # the trainer sends it no second time: the next push takes it in
-                result = await self._update(engine, header)
-                _log.info(
-                    "brought up to date",
-                    extra=fields(engine=engine.engine_id, error=result.error_message),
-                )
-        finally:
-            engine.updating = False
+    def gone(self, engine: Engine) -> None:
+        """Ends what is being tried with an engine that is gone."""
+        self._updates.drop(engine)
 
-    async def _spool(
-        self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]
-    ) -> None:
-        """Writes the chunks to the folder; the old file stays until the new one is whole."""
-        path = self._data_dir / "weights.part"
-        written = 0
-        with path.open("wb") as file:
-            async for chunk in chunks:
-                written += len(chunk)
-                await asyncio.to_thread(file.write, chunk)
-        if written != header.safetensors_bytes:
-            raise InvalidFieldError(
-                "safetensors_chunk", f"{written} bytes came, {header.safetensors_bytes} announced"
+    def _check(self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights) -> None:
+        last, step = kept.last_version, self._config.max_version_step
+        if header.policy_version <= last:
+            raise StaleVersionError(
+                f"policy_version {header.policy_version} is not above {last}; count up",
+                policy_version=last,
             )
-        await asyncio.to_thread(os.replace, path, self._data_dir / "weights.safetensors")
+        if header.policy_version > last + step:
+            raise InvalidFieldError(
+                "header.policy_version",
+                f"is {header.policy_version}, more than {step} above {last}; count up in smaller "
+                "steps, or raise the router's max_version_step",
+            )
+        if header.pause_mode not in set(engine_pb2.PauseMode.values()) - {0}:
+            raise InvalidFieldError(
+                "header.pause_mode", "is not set; say what happens to running requests"
+            )
+        if header.WhichOneof("source") is None:
+            raise InvalidFieldError("header.source", "is not set; name where weights come from")
 
-    async def _update(
-        self, engine: Engine, header: engine_pb2.UpdateWeightsHeader
-    ) -> router_pb2.EngineResult:
-        async def parts() -> AsyncIterator[engine_pb2.UpdateWeightsRequest]:
-            yield engine_pb2.UpdateWeightsRequest(header=header)
-            if header.HasField("safetensors_bytes"):
-                with (self._data_dir / "weights.safetensors").open("rb") as file:
-                    while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
-                        yield engine_pb2.UpdateWeightsRequest(safetensors_chunk=chunk)
-
-        async def call(stub: "engine_pb2_grpc.EngineServiceAsyncStub") -> None:
-            response = await stub.UpdateWeights(parts(), timeout=self._timeout_s)
-            engine.policy_version = max(engine.policy_version, response.policy_version)
-
-        engine.updating = True
+    async def _receive(
+        self,
+        header: engine_pb2.UpdateWeightsHeader,
+        kept: KeptWeights,
+        chunks: AsyncIterator[bytes],
+    ) -> None:
+        """Writes the chunks to a file of their own; nothing that is kept is touched."""
+        file = await asyncio.to_thread(kept.open_part, header, self._claimed)
+        self._claimed += header.safetensors_bytes
         try:
-            return await _call_engine(engine, call)
+            with typed_errors(kept.folder):
+                await self._write(file, header.safetensors_bytes, chunks)
+                await asyncio.to_thread(sync, file)
+        except BaseException:
+            await asyncio.to_thread(kept.discard_part, header)
+            raise
         finally:
-            engine.updating = False
+            self._claimed -= header.safetensors_bytes
+            file.close()
+
+    async def _write(self, file: IO[bytes], size: int, chunks: AsyncIterator[bytes]) -> None:
+        written = 0
+        while (chunk := await self._next(chunks)) is not None:
+            written += len(chunk)
+            if written > size:
+                raise InvalidFieldError(
+                    "safetensors_chunk", f"more bytes came than the {size} announced"
+                )
+            await asyncio.to_thread(file.write, chunk)
+        if written != size:
+            raise InvalidFieldError("safetensors_chunk", f"{written} bytes came, {size} announced")
+
+    async def _next(self, chunks: AsyncIterator[bytes]) -> bytes | None:
+        silence_ms = self._config.push_silence_ms
+        try:
+            async with asyncio.timeout(silence_ms / 1000):
+                return await anext(chunks, None)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"no chunk came for {silence_ms} ms, the router's push_silence_ms; push again"
+            ) from error
+
+    async def _offer(
+        self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights
+    ) -> list[router_pb2.EngineResult]:
+        """Offers a received push; accepted once an engine has it, dropped where all refuse it."""
+        async with self._locks[kept.model]:
+            try:
+                self._check(header, kept)  # another push may have been faster
+                await asyncio.to_thread(kept.offer, header)
+            except BaseException:
+                await asyncio.to_thread(kept.discard_part, header)
+                raise
+        await faults.reach("router-offered")
+        engines = self._engines(kept.model)
+        if not engines:
+            await self._accept(None, kept)
+        results = await asyncio.gather(*(self._updates.offer(one, header) for one in engines))
+        if results and all(result.error_reason in _REFUSALS for result in results):
+            async with self._locks[kept.model]:
+                if kept.offered is header:
+                    await asyncio.to_thread(kept.withdraw)
+        return results
+
+    async def _taken(self, engine: Engine) -> None:
+        # To its end, also where the update that brought it here is superseded.
+        await finish(self._tasks, self._accept(engine, self._kept_of(engine.model)))
+
+    async def _accept(self, engine: Engine | None, kept: KeptWeights) -> None:
+        """Makes what is offered current, because an engine holds it, or there is none to ask."""
+        async with self._locks[kept.model]:
+            offered = kept.offered
+            if offered is None or (engine is not None and not _holds(engine, offered)):
+                return
+            await faults.reach("router-before-accept")
+            await asyncio.to_thread(kept.accept)
+            self._set_target(kept)
+        for other in self._engines(kept.model):
+            self._updates.bring(other)
+
+    def _wanted(self, engine: Engine) -> engine_pb2.UpdateWeightsHeader | None:
+        """Returns what an engine is to be given; None where it has it, or it cannot be had."""
+        kept = self._kept_of(engine.model)
+        for header in (kept.offered, kept.current):
+            if header is not None and _holds(engine, header):
+                return None
+        current = kept.current
+        # The trainer sends a transfer no second time: the next push takes the engine in.
+        return None if current is None or current.HasField("transfer") else current
+
+    def _set_target(self, kept: KeptWeights) -> None:
+        current = kept.current
+        if current is None:
+            self._table.targets.pop(kept.model, None)
+        else:
+            self._table.targets[kept.model] = Target(current.policy_version, current.push_id)
+        metrics.TARGET_VERSION.labels(kept.model).set(kept.target_version)
+
+    def _kept_of(self, model: str) -> KeptWeights:
+        kept = self._kept.get(model)
+        if kept is None:
+            kept = self._kept[model] = KeptWeights(self._config.data_dir, model)
+            self._locks[model] = asyncio.Lock()
+        return kept
+
+    def _named(self, model: str, field: str = "model") -> str:
+        """Returns the model that a call is about: the named one, or the only one.
+
+        Raises:
+            InvalidFieldError: Nobody has it, or several are there and none is named.
+        """
+        known = [one.model for one in self.models()]
+        if model in known or (not model and len(known) == 1):
+            return model or known[0]
+        names = ", ".join(known) or "none: no engine or gateway is registered yet"
+        problem = f"{model!r} is not in the mesh" if model else "is empty"
+        raise InvalidFieldError(field, f"{problem}; name one that is there ({names})")
+
+    def _engines(self, model: str) -> list[Engine]:
+        return [engine for engine in self._table.engines.values() if engine.model == model]
 
     async def _fan_out(
         self,
         model: str,
         call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]],
     ) -> list[router_pb2.EngineResult]:
-        return await asyncio.gather(*(_call_engine(engine, call) for engine in self._of(model)))
-
-    def _of(self, model: str) -> list[Engine]:
-        """Returns the engines of a model; empty means all."""
-        engines = self._table.engines.values()
-        return [engine for engine in engines if not model or engine.model == model]
+        engines = self._engines(self._named(model))
+        return await asyncio.gather(*(call_engine(engine, call) for engine in engines))
 
 
-async def _call_engine(
-    engine: Engine, call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]]
-) -> router_pb2.EngineResult:
-    """Returns what came of one call to one engine; never raises for the engine's sake."""
-    try:
-        async with open_channel(engine.address) as channel:
-            with typed_errors():
-                await call(engine_pb2_grpc.EngineServiceStub(channel))
-    except RollmeshError as error:
-        return router_pb2.EngineResult(
-            engine_id=engine.engine_id, error_reason=error.reason, error_message=str(error)
-        )
-    return router_pb2.EngineResult(engine_id=engine.engine_id)
+def _holds(engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> bool:
+    return (engine.policy_version, engine.push_id) == (header.policy_version, header.push_id)

@@ -9,7 +9,7 @@ Invariants, after every step:
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 RefusalReason: TypeAlias = Literal["NO_ENGINE", "ENGINES_BUSY", "INVALID_LEASE"]
 
@@ -18,6 +18,13 @@ IMBALANCE_FACTOR = 1.5
 IMBALANCE_MARGIN = 8
 """... and at least this many more than the mean."""
 _NO_ENGINE_MS, _BUSY_MS = 200, 100
+
+
+class Target(NamedTuple):
+    """Which weights the engines of a model must hold to be leased."""
+
+    policy_version: int
+    push_id: str
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +37,10 @@ class Engine:
     capacity: int
     policy_version: int = 0
     draining: bool = False
-    updating: bool = False
-    """Whether the router is bringing it up to date; it is not leased meanwhile."""
+    push_id: str = ""
+    """Id of the push that brought its weights; empty for those it was started with."""
+    update_error: str = ""
+    """Why its last update failed; empty where it did not."""
     leases: int = 0
     sessions: set[str] = field(default_factory=set)
     last_picked: int = 0
@@ -91,8 +100,8 @@ class LeaseTable:
     def __init__(self) -> None:
         """Begins with nobody."""
         self.engines: dict[str, Engine] = {}
-        self.target_version = 0
-        """Version that an engine must hold to be leased."""
+        self.targets: dict[str, Target] = {}
+        """What engines must hold to be leased, by model; none where nothing was pushed."""
         self._held: dict[str, dict[str, str]] = {}  # stream -> lease -> engine id
         self._placed: dict[str, str] = {}  # session -> engine id
         self._owners: dict[str, str] = {}  # session -> stream that used it last
@@ -153,9 +162,7 @@ class LeaseTable:
             for engine in self.engines.values()
             if engine.engine_id not in left_out
             and (not model or engine.model == model)
-            and not engine.draining
-            and not engine.updating
-            and engine.policy_version >= self.target_version
+            and not self.left_out(engine)
         ]
         if not sound:
             return Refusal("NO_ENGINE", f"none of {len(self.engines)} can serve", _NO_ENGINE_MS)
@@ -191,9 +198,25 @@ class LeaseTable:
             if not self._groups[group]:
                 del self._groups[group]
 
+    def models(self) -> set[str]:
+        """Returns the models of the engines."""
+        return {engine.model for engine in self.engines.values()}
+
     def fenced(self, engine: Engine) -> bool:
-        """Says whether an engine is left out until it holds the target version."""
-        return engine.updating or engine.policy_version < self.target_version
+        """Says whether an engine is left out until it holds the weights of its model."""
+        target = self.targets.get(engine.model)
+        return target is not None and target != (engine.policy_version, engine.push_id)
+
+    def left_out(self, engine: Engine) -> str:
+        """Returns why an engine is leased to nobody; empty where it may be."""
+        if engine.draining:
+            return "it is about to leave"
+        if not self.fenced(engine):
+            return ""
+        wanted, held = self.targets[engine.model].policy_version, engine.policy_version
+        other = "of another push " if held == wanted else ""
+        why = f": {engine.update_error}" if engine.update_error else ""
+        return f"it holds version {held} {other}and not {wanted}{why}"
 
     def _sibling(self, session_id: str, group_id: str) -> Engine | None:
         if session_id in self._placed:

@@ -13,7 +13,9 @@ ENGINES = Gauge("rollmesh_router_engines", "Engines that are registered.")
 LEASES = Gauge("rollmesh_router_leases", "Leases held.")
 SESSIONS = Gauge("rollmesh_router_sessions", "Sessions that stick to an engine.")
 TARGET_VERSION = Gauge(
-    "rollmesh_router_target_policy_version", "Version that an engine must hold to be leased."
+    "rollmesh_router_target_policy_version",
+    "Version that an engine must hold to be leased.",
+    ["model"],
 )
 
 
@@ -24,4 +26,3 @@ def watch(table: LeaseTable) -> None:
     SESSIONS.set_function(
         lambda: sum(len(engine.sessions) for engine in table.engines.copy().values())
     )
-    TARGET_VERSION.set_function(lambda: table.target_version)

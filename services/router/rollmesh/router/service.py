@@ -23,9 +23,8 @@ class RouterService:
         """Begins with nobody registered."""
         self.table = LeaseTable()
         metrics.watch(self.table)
-        control = Control(self.table, config.data_dir, config.control_timeout_ms)
-        self._control = control
-        self._servicer = RouterServicer(self.table, control)
+        self._control = Control(self.table, config)
+        self._servicer = RouterServicer(self.table, self._control)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""
@@ -33,9 +32,12 @@ class RouterService:
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Takes up the last weight update, and owns the updates of late engines."""
-        await asyncio.to_thread(self._control.restore)
-        async with asyncio.TaskGroup() as self._servicer.tasks:
+        """Takes up the kept weights, and owns the updates of engines.
+
+        Raises:
+            StoreError: The folder for weights cannot be read or written.
+        """
+        async with self._control.running():
             yield
 
     async def drain(self) -> None:

@@ -1,6 +1,5 @@
 """RouterService: checks fields, steps the lease table, answers."""
 
-import asyncio
 import uuid
 from collections.abc import AsyncIterator
 
@@ -25,8 +24,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._control = control
         self._replicas: dict[str, router_pb2.ReplicaHello] = {}
         self._router_id = uuid.uuid4().hex
-        self.tasks: asyncio.TaskGroup | None = None
-        """Owns the updates of late engines; set while the service runs."""
 
     async def Register(
         self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
@@ -45,13 +42,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             async for message in request_iterator:
                 hello.load.CopyFrom(message.load)
                 if engine is not None:
-                    engine.policy_version = message.load.policy_version
-                    engine.draining = message.load.draining
-                    self._bring_up_to_date(engine)
+                    _take_load(engine, message.load)
+                    self._control.heed(engine)
         finally:
             del self._replicas[hello.replica_id]
             if engine is not None:
                 self._table.remove_engine(engine.engine_id)
+                self._control.gone(engine)
 
     async def Dispatch(
         self, request_iterator: AsyncIterator[router_pb2.DispatchRequest], context: Context
@@ -79,7 +76,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def ListReplicas(
         self, request: router_pb2.ListReplicasRequest, context: Context
     ) -> router_pb2.ListReplicasResponse:
-        response = router_pb2.ListReplicasResponse(target_policy_version=self._table.target_version)
+        response = router_pb2.ListReplicasResponse(models=self._control.models())
         for replica_id, hello in self._replicas.items():
             replica = response.replicas.add(hello=hello)
             engine = self._table.engines.get(replica_id)
@@ -87,6 +84,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 replica.leases = engine.leases
                 replica.sessions = len(engine.sessions)
                 replica.fenced = self._table.fenced(engine)
+                replica.left_out = self._table.left_out(engine)
         return response
 
     async def PauseEngines(
@@ -110,10 +108,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             first = await anext(request_iterator, None)
             if first is None or not first.HasField("header"):
                 raise InvalidFieldError("header", "is missing; send it in the first message")
-            results = await self._control.push(first.header, _chunks(request_iterator))
-        return router_pb2.PushWeightsResponse(
-            policy_version=self._table.target_version, results=results
-        )
+            version, results = await self._control.push(first.header, _chunks(request_iterator))
+        return router_pb2.PushWeightsResponse(policy_version=version, results=results)
+
+    async def ForgetWeights(
+        self, request: router_pb2.ForgetWeightsRequest, context: Context
+    ) -> router_pb2.ForgetWeightsResponse:
+        model, version = await self._control.forget(request.model)
+        return router_pb2.ForgetWeightsResponse(model=model, policy_version=version)
 
     async def InitWeightTransfers(
         self, request: router_pb2.InitWeightTransfersRequest, context: Context
@@ -152,23 +154,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
         if hello.kind != router_pb2.REPLICA_KIND_ENGINE:
             return None
-        engine = Engine(
-            hello.replica_id,
-            hello.address,
-            hello.model,
-            hello.lease_capacity,
-            hello.load.policy_version,
-            hello.load.draining,
-        )
+        engine = Engine(hello.replica_id, hello.address, hello.model, hello.lease_capacity)
+        _take_load(engine, hello.load)
         self._table.add_engine(engine)
-        self._bring_up_to_date(engine)
+        self._control.heed(engine)
         return engine
 
-    def _bring_up_to_date(self, engine: Engine) -> None:
-        behind = engine.policy_version < self._table.target_version
-        if behind and not engine.updating and self.tasks is not None:
-            engine.updating = True
-            self.tasks.create_task(self._control.catch_up(engine))
+
+def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
+    engine.policy_version, engine.push_id = load.policy_version, load.push_id
+    engine.draining = load.draining
 
 
 async def _chunks(
@@ -188,6 +183,8 @@ def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.Repli
         raise InvalidFieldError("replica_id", f"give 1 to {_MAX_ID_CHARS} characters")
     if hello.kind == router_pb2.REPLICA_KIND_UNSPECIFIED:
         raise InvalidFieldError("kind", "is not set; say what the replica is")
+    if not 0 < len(hello.model) <= _MAX_ID_CHARS:
+        raise InvalidFieldError("model", f"give 1 to {_MAX_ID_CHARS} characters")
     if not hello.address:
         raise InvalidFieldError("address", "is empty; give host:port")
     if hello.kind == router_pb2.REPLICA_KIND_ENGINE and hello.lease_capacity < 1:

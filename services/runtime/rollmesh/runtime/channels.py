@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from rollmesh.runtime.errors import RollmeshError, from_rpc_error
+from rollmesh.runtime.errors import DeadlineError, RollmeshError, from_rpc_error
 from rollmesh.runtime.logs import current_request_id
 
 WINDOW_OPTIONS: list[tuple[str, int]] = [
@@ -20,6 +20,7 @@ WINDOW_OPTIONS: list[tuple[str, int]] = [
 _Request = TypeVar("_Request", bound=Message)
 _Answer = TypeVar("_Answer", bound=Message)
 _DRAIN_S = 30.0
+_DRAIN_SILENCE_S = 1.0
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
     # What is too large is for the server to say; a group that a trainer asked for is never.
@@ -103,13 +104,18 @@ async def read_stream(call: Any) -> AsyncGenerator[Any, None]:
 async def drained_on_refusal(requests: AsyncIterator[Any]) -> AsyncIterator[None]:
     """Takes the rest of a client's stream before an error of the block leaves.
 
-    A status that overtakes what the client still sends can arrive as a reset, its reason lost.
+    A status that overtakes what the client still sends can arrive as a reset, its reason lost. A
+    client that sends nothing has nothing to drain.
     """
     try:
         yield
+    except DeadlineError:
+        raise
     except RollmeshError:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
-                async for _ in requests:
-                    pass
+                while True:
+                    async with asyncio.timeout(_DRAIN_SILENCE_S):
+                        if await anext(requests, None) is None:
+                            break
         raise

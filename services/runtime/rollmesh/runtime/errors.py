@@ -183,6 +183,13 @@ class EngineMismatchError(RollmeshError):
     reason = "ENGINE_MISMATCH"
 
 
+class EngineFaultError(RollmeshError):
+    """An engine contradicts itself or what was asked of it; nothing that it said was kept."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "ENGINE_FAULT"
+
+
 class GenerationAbortedError(RollmeshError):
     """The generation was aborted by an operator; nothing was committed."""
 

@@ -1,0 +1,23 @@
+"""One control call to one engine, and what came of it."""
+
+from collections.abc import Awaitable, Callable
+
+from rollmesh.router.leases import Engine
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.v1 import engine_pb2_grpc, router_pb2
+
+
+async def call_engine(
+    engine: Engine, call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]]
+) -> router_pb2.EngineResult:
+    """Returns what came of one call to one engine; never raises for the engine's sake."""
+    try:
+        async with open_channel(engine.address) as channel:
+            with typed_errors():
+                await call(engine_pb2_grpc.EngineServiceStub(channel))
+    except RollmeshError as error:
+        return router_pb2.EngineResult(
+            engine_id=engine.engine_id, error_reason=error.reason, error_message=str(error)
+        )
+    return router_pb2.EngineResult(engine_id=engine.engine_id)

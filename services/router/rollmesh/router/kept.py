@@ -1,0 +1,240 @@
+"""The weights that a router keeps on disk for engines that come late.
+
+A model has a folder:
+
+    current                      header of the weights that its engines must hold
+    offered                      header of a push that engines are being asked to take
+    VERSION-PUSH_ID.safetensors  the bytes, where the weights came as bytes
+    *.part                       what is being received
+
+A header names its file and is replaced by one rename, so version and bytes change together.
+`offered` becomes `current` when an engine has taken the weights. It stays where nobody knows what
+came of the push: an engine that turns up with it has taken it.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from google.protobuf.message import DecodeError
+
+from rollmesh.runtime.errors import StoreError, StoreFullError
+from rollmesh.v1 import engine_pb2
+
+_CURRENT, _OFFERED, _PART, _FILE = "current", "offered", ".part", ".safetensors"
+_SLUG_CHARS = 48
+
+
+class KeptWeights:
+    """The kept weights of one model; every method but `__init__` may wait for the disk."""
+
+    def __init__(self, data_dir: Path, model: str) -> None:
+        """Names the folder; `restore` reads it."""
+        slug = re.sub(r"[^A-Za-z0-9_-]", "_", model)[:_SLUG_CHARS]
+        digest = hashlib.sha256(model.encode()).hexdigest()[:12]
+        self.model = model
+        self.folder = data_dir / "weights" / f"{slug}-{digest}"
+        self.current: engine_pb2.UpdateWeightsHeader | None = None
+        """Header of the weights that were accepted last."""
+        self.offered: engine_pb2.UpdateWeightsHeader | None = None
+        """Header of the push of which nobody knows yet what comes of it."""
+
+    @property
+    def target_version(self) -> int:
+        """Version that engines must hold; 0 where nothing was accepted."""
+        return self.current.policy_version if self.current is not None else 0
+
+    @property
+    def last_version(self) -> int:
+        """Highest version that an engine may have got from this router."""
+        offered = self.offered.policy_version if self.offered is not None else 0
+        return max(self.target_version, offered)
+
+    def restore(self) -> None:
+        """Reads the folder and removes what a push left that nobody was offered.
+
+        Raises:
+            StoreError: A file cannot be read.
+        """
+        with typed_errors(self.folder):
+            self.current = _read(self.folder / _CURRENT)
+            self.offered = _read(self.folder / _OFFERED)
+            self._sweep()
+
+    def file_of(self, header: engine_pb2.UpdateWeightsHeader) -> Path | None:
+        """Returns the file with the bytes of a push; None where they are elsewhere."""
+        if not header.HasField("safetensors_bytes"):
+            return None
+        return self.folder / f"{header.policy_version}-{header.push_id}{_FILE}"
+
+    def open_part(self, header: engine_pb2.UpdateWeightsHeader, claimed: int) -> IO[bytes]:
+        """Opens the file into which a push is received.
+
+        Args:
+            header: Says how many bytes come.
+            claimed: Bytes of other pushes that are being received.
+
+        Raises:
+            StoreFullError: The disk has no room for them.
+            StoreError: The folder cannot be written.
+        """
+        with typed_errors(self.folder):
+            self._make_folder()
+            free = shutil.disk_usage(self.folder).free - claimed
+            if header.safetensors_bytes > free:
+                raise StoreFullError(
+                    f"header.safetensors_bytes: is {header.safetensors_bytes}, and the disk of "
+                    f"{self.folder} has room for {max(free, 0)}; make room, or send less"
+                )
+            return self._part(header).open("wb")
+
+    def discard_part(self, header: engine_pb2.UpdateWeightsHeader) -> None:
+        """Removes what was received of a push."""
+        with suppress(OSError):
+            self._part(header).unlink()
+
+    def offer(self, header: engine_pb2.UpdateWeightsHeader) -> None:
+        """Keeps a received push until it is accepted or withdrawn; it takes the place of another.
+
+        Raises:
+            StoreError: It could not be kept; what was offered before still is.
+        """
+        with typed_errors(self.folder):
+            self._make_folder()
+            file = self.file_of(header)
+            if file is not None:
+                self._part(header).replace(file)
+            self._write(_OFFERED, header)
+            self.offered = header
+            self._sweep()
+
+    def accept(self) -> None:
+        """Makes what is offered the weights that engines must hold.
+
+        Raises:
+            StoreError: That could not be written; the weights before them are still current.
+        """
+        with typed_errors(self.folder):
+            (self.folder / _OFFERED).replace(self.folder / _CURRENT)
+            _sync_folder(self.folder)
+            self.current, self.offered = self.offered, None
+            self._sweep()
+
+    def withdraw(self) -> None:
+        """Drops what is offered: nobody has it."""
+        with typed_errors(self.folder):
+            (self.folder / _OFFERED).unlink(missing_ok=True)
+            _sync_folder(self.folder)
+            self.offered = None
+            self._sweep()
+
+    def forget(self) -> None:
+        """Drops everything."""
+        with typed_errors(self.folder):
+            for name in (_OFFERED, _CURRENT):
+                (self.folder / name).unlink(missing_ok=True)
+            if self.folder.exists():
+                _sync_folder(self.folder)
+            self.current = self.offered = None
+            self._sweep()
+
+    def _make_folder(self) -> None:
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for parent in list(self.folder.parents)[:2]:
+                _sync_folder(parent)
+
+    def _part(self, header: engine_pb2.UpdateWeightsHeader) -> Path:
+        return self.folder / f"{header.policy_version}-{header.push_id}{_PART}"
+
+    def _write(self, name: str, header: engine_pb2.UpdateWeightsHeader) -> None:
+        written = self.folder / f"{name}.new"
+        with written.open("wb") as file:
+            file.write(header.SerializeToString())
+            sync(file)
+        written.replace(self.folder / name)
+        _sync_folder(self.folder)
+
+    def _sweep(self) -> None:
+        """Removes the files that no header names; a push that is being received keeps its own."""
+        if not self.folder.exists():
+            return
+        named = {self.file_of(one) for one in (self.current, self.offered) if one is not None}
+        for path in self.folder.glob(f"*{_FILE}"):
+            if path not in named:
+                path.unlink(missing_ok=True)
+
+
+def kept_models(data_dir: Path) -> Iterator[str]:
+    """Yields the models that weights are kept for; removes what was being received.
+
+    Raises:
+        StoreError: A file cannot be read.
+    """
+    with typed_errors(data_dir):
+        for folder in (data_dir / "weights").glob("*/"):
+            for part in folder.glob(f"*{_PART}"):
+                part.unlink(missing_ok=True)
+            headers = (_read(folder / name) for name in (_CURRENT, _OFFERED))
+            header = next((one for one in headers if one is not None), None)
+            if header is not None:
+                yield header.model
+
+
+def check_folder(folder: Path) -> None:
+    """Writes to a folder as a push would.
+
+    Raises:
+        StoreError: That is not possible.
+    """
+    with typed_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"probe-{os.getpid()}"
+        with probe.open("wb") as file:
+            file.write(b"rollmesh")
+            sync(file)
+        probe.unlink()
+        _sync_folder(folder)
+
+
+def sync(file: IO[bytes]) -> None:
+    """Returns once all that was written to a file is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def typed_errors(folder: Path) -> Iterator[None]:
+    """Turns an error of the disk inside the block into one of ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise StoreFullError(f"data_dir: the disk of {folder} is full; make room") from error
+        raise StoreError(
+            f"data_dir: {folder} cannot be used: {error.strerror or error}; "
+            "give a folder that can be read and written"
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> engine_pb2.UpdateWeightsHeader | None:
+    if not path.exists():
+        return None
+    try:
+        return engine_pb2.UpdateWeightsHeader.FromString(path.read_bytes())
+    except DecodeError as error:
+        raise StoreError(f"data_dir: {path} is damaged; remove its folder") from error

@@ -1,0 +1,40 @@
+"""`rollmesh router forget-weights`: the operator's way back from a push of a wrong version."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.v1 import router_pb2, router_pb2_grpc
+
+FORGET = "forget-weights"
+_TIMEOUT_S = 60.0
+
+
+def forget_weights(argv: Sequence[str]) -> int:
+    """Runs the tool; returns the exit code: 0, 1 after an error of the router, 2 for a flag."""
+    parser = argparse.ArgumentParser(
+        prog=f"rollmesh router {FORGET}",
+        description="Makes a router forget what was pushed, so that the next push may have any "
+        "version. Engines keep the weights that they have until then.",
+    )
+    parser.add_argument("--router", default="127.0.0.1:7100", help="host:port")
+    parser.add_argument("--model", default="", help="name of the model; not needed if there is one")
+    options = parser.parse_args(argv)
+    try:
+        response = asyncio.run(_forget(options.router, options.model))
+    except RollmeshError as error:
+        print(f"rollmesh router {FORGET}: {error.message}", file=sys.stderr)  # noqa: T201
+        return 1
+    print(f"{response.model}: forgot the weights of version {response.policy_version}")  # noqa: T201
+    return 0
+
+
+async def _forget(router: str, model: str) -> router_pb2.ForgetWeightsResponse:
+    async with open_channel(router) as channel:
+        with typed_errors():
+            return await router_pb2_grpc.RouterServiceStub(channel).ForgetWeights(
+                router_pb2.ForgetWeightsRequest(model=model), timeout=_TIMEOUT_S
+            )

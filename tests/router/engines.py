@@ -1,0 +1,99 @@
+"""Engines of the tests: they note what a router sends them, and do with it what a test says."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+
+from rollmesh.client.membership import Membership
+from rollmesh.runtime.errors import InvalidWeightsError
+from rollmesh.runtime.interceptors import RpcInterceptor
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
+
+
+class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
+    """An engine without a model."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.member: Membership
+        self.load = router_pb2.ReplicaLoad()
+        self.taken: list[tuple[int, bytes]] = []
+        """Versions and files of the updates that it took, oldest first."""
+        self.calls = 0
+        """Updates that were begun."""
+        self.changed = asyncio.Event()
+        self.refuses = False
+        self.hangs = asyncio.Event()
+        """Set while it answers; cleared, updates get no answer."""
+        self.hangs.set()
+
+    async def UpdateWeights(self, request_iterator: Any, context: Any) -> Any:
+        self.calls += 1
+        self.changed.set()
+        header, data = None, b""
+        async for request in request_iterator:
+            if request.HasField("header"):
+                header = request.header
+            data += request.safetensors_chunk
+        assert header is not None
+        await self.hangs.wait()
+        if self.refuses:
+            raise InvalidWeightsError("weights", "do not fit")
+        held = self.load.policy_version, self.load.push_id
+        if header.push_id and held == (header.policy_version, header.push_id):
+            return engine_pb2.UpdateWeightsResponse(policy_version=header.policy_version)
+        self.taken.append((header.policy_version, data))
+        self.load.policy_version = header.policy_version
+        self.load.push_id = header.push_id
+        self.changed.set()
+        return engine_pb2.UpdateWeightsResponse(policy_version=header.policy_version)
+
+    async def until_registered(self) -> None:
+        """Waits until the router knows it."""
+        async with asyncio.timeout(30):
+            await self.member.wait_registered()
+
+    async def until_taken(self, policy_version: int) -> None:
+        """Waits until it took an update to a version."""
+        async with asyncio.timeout(30):
+            while policy_version not in [version for version, _ in self.taken]:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@asynccontextmanager
+async def noting_engine(
+    router: str,
+    name: str,
+    *,
+    model: str = "policy",
+    load: router_pb2.ReplicaLoad | None = None,
+    **hello: Any,
+) -> AsyncIterator[NotingEngine]:
+    """Serves an engine and keeps it registered while the block runs."""
+    engine = NotingEngine()  # type: ignore[abstract]  # the other methods are not called
+    server = grpc.aio.server(interceptors=[RpcInterceptor()])
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(engine, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    engine.address = f"127.0.0.1:{port}"
+    engine.load.MergeFrom(load or router_pb2.ReplicaLoad())
+    said = router_pb2.ReplicaHello(
+        replica_id=name,
+        kind=router_pb2.REPLICA_KIND_ENGINE,
+        address=engine.address,
+        model=model,
+        lease_capacity=8,
+        **hello,
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop, None)
+        engine.member = await stack.enter_async_context(
+            Membership(router, said, lambda: engine.load)
+        )
+        await engine.until_registered()
+        yield engine
+        engine.hangs.set()
