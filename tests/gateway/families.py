@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models,
 from tokenizers.trainers import BpeTrainer
 
 from rollmesh.gateway.continuation import Continuation
-from rollmesh.gateway.cutter import TemplateRefusedError
+from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.mistral import MistralTemplate, MistralTokenizer
 from rollmesh.gateway.template import ChatTemplate, ModelTemplate
 from rollmesh.gateway.tokenizer import ModelTokenizer, Tokenizer
@@ -35,6 +35,8 @@ _CONTROL = re.compile(
     r"<\|[a-z_]+>|<[a-z_]+\|>|<[|\uff5c][^<>{}'\"\s]{1,40}[|\uff5c]>"
     r"|<(?:start_of_turn|end_of_turn|end_of_utterance|bos|eos|sop)>|</s>|\[/?INST\]|\[gMASK\]"
 )
+# Control tokens of the models' tokenizers that their templates do not print.
+_MORE_CONTROL = {"gptoss": {"<|constrain|>", "<|endoftext|>"}}
 _TAGS = re.compile(r"</?(?:think|tool_call|tool_response|tools|arg_key|arg_value)>")
 _ENDS = {
     "deepseek": "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -76,13 +78,13 @@ def write(name: str, folder: Path) -> tuple[str, dict[str, str]]:
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     end = next((end for prefix, end in _ENDS.items() if name.startswith(prefix)), "<|im_end|>")
     variables = {"eos_token": end, "bos_token": "<s>", "pad_token": end}
-    _write_tokenizer(folder, source, variables)
+    _write_tokenizer(folder, source, variables, _MORE_CONTROL.get(name.partition("_")[0], set()))
     (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
     return source, variables
 
 
-def _write_tokenizer(folder: Path, source: str, variables: dict[str, str]) -> None:
-    control = {*_CONTROL.findall(source), *variables.values()}
+def _write_tokenizer(folder: Path, source: str, variables: dict[str, str], more: set[str]) -> None:
+    control = {*_CONTROL.findall(source), *variables.values(), *more}
     rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
@@ -97,7 +99,8 @@ def _write_tokenizer(folder: Path, source: str, variables: dict[str, str]) -> No
     rust.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     rust.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(variables))
-    stops = [text for text in ("<|return|>", "<|call|>") if text in control]
+    harmony = ("<|return|>", "<|endoftext|>", "<|call|>")  # as gpt-oss ships it
+    stops = [text for text in harmony if "<|return|>" in control]
     if "[gMASK]" in control:
         stops = ["<|user|>", "<|observation|>"]  # as in the models' own generation_config.json
     generation = {"eos_token_id": [rust.token_to_id(stop) for stop in stops]}
@@ -205,6 +208,15 @@ Where answers have no end of their own (GLM), the model stops at the header of t
 samples it. That token stays, trained as it was sampled, and what follows does not print it again.
 When another turn follows than the one whose header was sampled (a tool result behind `<|user|>`),
 both headers stand in the context, as the engine sees it, and the turn carries `TEMPLATE_REWRITE`.
+
+A model stops where its template ends an answer, which is not always where it ends a message.
+Harmony (gpt-oss) ends each message of an answer with `<|end|>`, and in the history the answer too;
+the model samples `<|return|>`, or `<|call|>` behind a call, and stops at these alone. A model whose
+`generation_config.json` stops it inside of its own answers is refused when the gateway starts.
+Gemma 4 ends a call with the `<|tool_response>` that begins the result; where the model sampled
+another end, or was cut, that token is added. Its template prints text beside a call behind the
+call's results: text that was sampled there stays where it was, and an agent's own message of that
+kind is refused with a 400.
 
 Ids of tool calls count where the template prints them: a message with another id is another
 message there, and a call has the id that the model sampled. Elsewhere they are ignored.

@@ -7,7 +7,7 @@ from hypothesis import example, given, strategies as st
 
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.continuation import Continuation
-from rollmesh.gateway.cutter import TemplateRefusedError
+from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.messages import Frame, Message, ToolCall, units_of
 from rollmesh.gateway.template import ChatTemplate, TemplateRenderError, load_template
 from rollmesh.gateway.tokenizer import Tokenizer

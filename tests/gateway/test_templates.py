@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.contract import REWRITING
-from rollmesh.gateway.cutter import TemplateRefusedError
+from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.messages import Message, ToolCall, units_of
 from rollmesh.gateway.template import TemplateRenderError
 from tests.gateway import families

@@ -4,7 +4,7 @@ import os
 import sys
 
 from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.cutter import TemplateRefusedError
+from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.service import GatewayService
 from rollmesh.gateway.tokenizer import ModelFilesError
 from rollmesh.runtime.process import run_service

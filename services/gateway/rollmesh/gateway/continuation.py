@@ -23,12 +23,13 @@ import numpy as np
 
 from rollmesh.gateway.canonical import unit_key
 from rollmesh.gateway.contract import REWRITING, Finding
-from rollmesh.gateway.cutter import TemplateRefusedError, place
+from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
 from rollmesh.gateway.probe import Probed, probe
 from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer
 from rollmesh.gateway.tree import Node, Tree
+from rollmesh.gateway.windows import place
 from rollmesh.runtime.arrays import TokenIds
 
 _CACHED = 64
@@ -53,8 +54,7 @@ class Continuation:
         self.contract = probed.contract
         """What the probe found without template options."""
         self._headers = {role: self._id_of(text) for role, text in self.contract.headers.items()}
-        others = {id_ for role, id_ in self._headers.items() if role != "assistant"}
-        self.stop_ids = tuple(sorted(others)) or (self._id_of(self.contract.end_text),)
+        self.stop_ids = tuple(sorted(map(self._id_of, self.contract.stops)))
         """Ids at which a model of this template must stop."""
         self.end_ids = frozenset({*self.stop_ids, *tokenizer.stop_ids})
         """Ids that end an answer."""
@@ -62,7 +62,10 @@ class Continuation:
     def new_tree(self) -> Tree:
         """Returns an empty tree, with what counts where this template prints conversations."""
         call_ids = Finding.PRINTS_CALL_IDS in self.contract.findings
-        return Tree(self.end_ids, call_ids=call_ids)
+        end = self.contract.end_text
+        # What the history ends an answer with need not be printed twice where it was cut there.
+        closed = self.end_ids | {self._id_of(end)} if end else self.end_ids
+        return Tree(closed, call_ids=call_ids)
 
     @property
     def template_sha256(self) -> str:
@@ -102,8 +105,7 @@ class Continuation:
             ids: What the next unit, or the model's turn, adds by the template alone; uint32 [N].
         """
         if not self._headers:
-            end = np.array([] if node.ends_turn else self.stop_ids, np.uint32)
-            return np.concatenate([end, ids])
+            return np.concatenate([self._closing(node), ids])
         sampled = node.sample is not None and len(node.token_ids) > 0
         return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
 
@@ -155,6 +157,19 @@ class Continuation:
             ):
                 return at
         return None
+
+    def _closing(self, node: Node) -> TokenIds:
+        """Returns what is missing at the end of a node; uint32 [0] or [1].
+
+        Where calls have an end of their own, what follows is printed behind that one only.
+        """
+        if node.sample is None:
+            return np.empty(0, np.uint32)
+        end, call_end = self.contract.end_text, self.contract.call_end_text
+        if node.unit[0].tool_calls and call_end != end:
+            ended = len(node.token_ids) > 0 and node.token_ids[-1] == self._id_of(call_end)
+            return np.array([] if ended else [self._id_of(call_end)], np.uint32)
+        return np.array([] if node.ends_turn else [self._id_of(end)], np.uint32)
 
     def _ends_otherwise(self, node: Node, role: RoleName) -> bool:
         """Says whether a model sampled another end than the header of the turn that follows."""

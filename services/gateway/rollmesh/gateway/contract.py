@@ -22,6 +22,7 @@ class Finding(StrEnum):
     ANSWERS_OTHERWISE = "prints earlier answers otherwise than behind the generation prompt"
     CALLS_OTHERWISE = "prints earlier tool calls otherwise"
     SYSTEM_OTHERWISE = "moves or merges a system message inside the conversation"
+    TEXT_BEHIND_RESULTS = "prints the text beside tool calls behind their results"
     MOVES_SYSTEM = "prints the first system message in the last user turn"
     SYSTEM_IN_USER = "prints the first system message together with the first user turn"
     REPEATS_TOOLS = "prints the tools again behind the conversation"
@@ -74,7 +75,7 @@ class Contract:
 
     kind: Kind
     end_text: str
-    """The special token that ends an answer; empty where it has none of its own."""
+    """The special token that ends an answer in the history; empty where it has none of its own."""
     findings: frozenset[Finding] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
     """Role orders the template does not take, and why: "assistant, system"."""
@@ -86,6 +87,10 @@ class Contract:
     headers: dict[str, str] = field(default_factory=dict)
     """By role: the special token that begins a turn behind an answer, where nothing else ends it.
     The model samples that of a turn that is not its own."""
+    call_end_text: str = ""
+    """The special token that ends an answer with calls in the history."""
+    stops: tuple[str, ...] = ()
+    """The special tokens at which a model of this template must stop."""
 
     def __str__(self) -> str:
         """Says it in one line."""

@@ -1,60 +1,26 @@
 """Cuts a template's renders into what each message adds, as text; see `continuation`."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
 
 from rollmesh.gateway.canonical import unit_key
-from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit
+from rollmesh.gateway.ends import TemplateRefusedError, find_ends
+from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
 from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer
+from rollmesh.gateway.windows import (
+    ASKED,
+    CALL,
+    FOLLOWED,
+    FOLLOWERS,
+    MARK,
+    WINDOWS,
+    Place,
+    followers,
+    place,
+    result,
+)
 
-Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
-"""What a unit stands behind: templates treat a system message that begins otherwise."""
-MARK, _FOLLOWED = "mark7zq", "next7zq"
 _CACHED = 64
-# Nine letters and digits: the strictest template wants ids of that form.
-CALL = ToolCall("call7probe"[:9], "look_up", '{"key": "value", "limit": 2}')
-_ASKED = Message("user", "a")
-_CALLED = Message("assistant", "", (CALL,))
-_WINDOWS: dict[Place, tuple[Message, ...]] = {
-    "first system": (Message("system", MARK),),
-    "system": (Message("user", "a"), Message("assistant", "b"), Message("system", MARK)),
-    "user": (Message("user", MARK),),
-    "assistant": (_ASKED, Message("assistant", MARK)),
-    "tool": (_ASKED, _CALLED, Message("tool", MARK, tool_call_id=CALL.id, name=CALL.name)),
-}
-_FOLLOWERS: dict[Place, Message] = {
-    "first system": Message("user", "c"),
-    "system": Message("user", "c"),
-    "user": Message("assistant", "c"),
-    "assistant": Message("user", "c"),
-    "tool": Message("assistant", "c"),
-}
-
-
-def place(units: Sequence[Unit], at: int) -> Place:
-    """Returns what the unit at an index stands behind."""
-    if at == 0:
-        return "start"
-    role = units[at - 1][0].role
-    return "first system" if at == 1 and role == "system" else role
-
-
-def _follower(unit: Unit) -> tuple[Message, ...]:
-    """Returns what an answer is rendered before: templates print the last one otherwise."""
-    message = unit[0]
-    if message.role != "assistant":
-        return ()
-    if not message.tool_calls:
-        return (Message("user", _FOLLOWED),)
-    return tuple(
-        Message("tool", "c" if at else _FOLLOWED, tool_call_id=call.id, name=call.name)
-        for at, call in enumerate(message.tool_calls)
-    )
-
-
-class TemplateRefusedError(Exception):
-    """The template cannot be continued exactly; the message says what was seen."""
 
 
 class Cutter:
@@ -83,17 +49,16 @@ class Cutter:
         """Those that are not continued where tools are listed."""
         self.refused_glue: dict[Place, str] = {}
         """What no answer may be sampled behind, and why."""
-        self.headers: dict[RoleName, str] = {}
-        """What begins a turn behind an answer; nothing where an answer has an end of its own."""
-        self.end_text = self._find_end()
-        self.call_end_text = self._find_call_end()
+        self.says_behind_results = False
+        """Whether text beside calls is printed behind their results."""
+        self.ends = find_ends(template, tokenizer, options)
         self._leads: dict[Place, str] = {}
         self._closings: dict[Place, str] = {}
         self._glue: dict[Place, str] = {}
         self._ends: dict[Place, str] = {}
         self._beside_calls = self._find_beside_calls()
         self._renders: dict[bytes, str] = {}
-        for where in _WINDOWS:
+        for where in WINDOWS:
             self._learn(where)
 
     def pieces(self, units: Sequence[Unit], start: int, frame: Frame) -> list[str]:
@@ -113,6 +78,12 @@ class Cutter:
                 why = self.refused_with_tools.get(order)
             if why is not None:
                 raise TemplateRenderError(f"{units[at][0].role} after {before}: {why}")
+            message = units[at][0]
+            if self.says_behind_results and message.tool_calls and message.content:
+                raise TemplateRenderError(
+                    "content: the model's chat template prints text beside calls behind their "
+                    "results; leave it out"
+                )
             joined = at < 2 and self.is_joined(units[0], frame)
             if at == 0:
                 pieces.append("" if joined else self._head(units[:1], frame))
@@ -146,9 +117,9 @@ class Cutter:
         if last in self.refused_glue:
             raise TemplateRenderError(f"an answer after {last}: {self.refused_glue[last]}")
         if last not in self._glue:
-            text = self._template.render(_WINDOWS[last], self._options, generation_prompt=True)
+            text = self._template.render(WINDOWS[last], self._options, generation_prompt=True)
             if last == "assistant":
-                self._glue[last] = self._behind_answer(_WINDOWS[last], text)
+                self._glue[last] = self._behind_answer(WINDOWS[last], text)
             else:
                 self._glue[last] = self._behind_mark(last, text)
         return self._glue[last]
@@ -169,106 +140,25 @@ class Cutter:
     @property
     def last_end(self) -> str:
         """What stands between the last answer and the user turn behind it."""
-        return self.end_text or self.headers["user"]
-
-    def _find_end(self) -> str:
-        """Returns what ends an answer; nothing where only the header of the next turn does."""
-        window = (*_WINDOWS["assistant"], _FOLLOWERS["assistant"])
-        try:
-            text = self._template.render(window, self._options)
-        except TemplateRenderError as error:
-            raise TemplateRefusedError(f"user, assistant, user: {error}") from error
-        _, found, tail = text.partition(MARK)
-        if not found:
-            raise TemplateRefusedError("the template does not print an answer as it is")
-        end = self._leading_special(tail)
-        alone = self._template.render(_WINDOWS["assistant"], self._options).partition(MARK)[2]
-        if end is not None and not alone:
-            self.headers = self._find_headers()
-            return ""
-        if end is None or self._leading_special(alone) is None:
-            raise TemplateRefusedError(
-                f"an answer is followed by {tail[:20]!r}: it has no end token of its own"
-            )
-        return end
-
-    def _find_headers(self) -> dict[RoleName, str]:
-        """Returns what begins the turns behind answers, which may be sampled as their end."""
-        headers: dict[RoleName, str] = {}
-        said, called = _WINDOWS["assistant"], (_ASKED, _CALLED)
-        windows: dict[RoleName, tuple[Message, ...]] = {
-            "user": said,
-            "system": said,
-            "tool": called,
-        }
-        for role, window in windows.items():
-            follower = Message(role, "c", tool_call_id=CALL.id, name=CALL.name)
-            header = self._header(window, (*window, follower), generation_prompt=False)
-            if header is not None:
-                headers[role] = header
-        header = self._header(said, said, generation_prompt=True)
-        if header is not None:
-            headers["assistant"] = header
-        return headers
-
-    def _header(
-        self,
-        window: tuple[Message, ...],
-        messages: tuple[Message, ...],
-        *,
-        generation_prompt: bool,
-    ) -> str | None:
-        try:
-            alone = self._template.render(window, self._options)
-            longer = self._template.render(
-                messages, self._options, generation_prompt=generation_prompt
-            )
-        except TemplateRenderError:
-            return None
-        return self._leading_special(longer[len(alone) :]) if longer.startswith(alone) else None
-
-    def _find_call_end(self) -> str:
-        """Returns what ends an answer with calls: most often what ends any answer.
-
-        Another token counts where the model is known to stop at it; else it may only be a mark
-        inside of the answer.
-        """
-        if self.headers:
-            return ""
-        call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARK}"}}')
-        result = Message("tool", _FOLLOWED, tool_call_id=CALL.id, name=CALL.name)
-        window = (_ASKED, Message("assistant", "", (call,)), result)
-        try:
-            text = self._template.render(window, self._options)
-        except TemplateRenderError:
-            return self.end_text
-        between = text.partition(MARK)[2].partition(_FOLLOWED)[0]
-        if self.end_text in between:
-            return self.end_text
-        stops = {
-            name
-            for name in self._tokenizer.special_texts
-            if name in between and self._tokenizer.special_id(name) in self._tokenizer.stop_ids
-        }
-        return min(stops, key=between.find, default=self.end_text)
+        return self.ends.text or self.ends.headers["user"]
 
     def _find_beside_calls(self) -> str:
-        """Returns a text that the template takes beside calls: some take none."""
+        """Returns a text that the template prints before calls; some print none there."""
         said = Message("assistant", MARK, (CALL,))
-        result = Message("tool", "c", tool_call_id=CALL.id, name=CALL.name)
         try:
-            self._template.render((_ASKED, said, result), self._options)
+            text = self._template.render((ASKED, said, result(FOLLOWED)), self._options)
         except TemplateRenderError:
             return ""
-        return MARK
+        self.says_behind_results = 0 <= text.find(FOLLOWED) < text.find(MARK)
+        return "" if self.says_behind_results else MARK
 
     def _end_of(self, answer: Message) -> str:
-        return self.call_end_text if answer.tool_calls else self.end_text
+        return self.ends.call if answer.tool_calls else self.ends.text
 
     def _learn(self, where: Place) -> None:
         """Finds lead and closing of a place; one that the template refuses stays unknown."""
         try:
-            alone = self._template.render(_WINDOWS[where], self._options)
+            alone = self._template.render(WINDOWS[where], self._options)
         except TemplateRenderError as error:
             if where == "user":
                 raise TemplateRefusedError(f"user: {error}") from error
@@ -279,14 +169,14 @@ class Cutter:
                 raise TemplateRefusedError("the template does not print a user message as it is")
             return
         if where == "assistant":
-            at = tail.find(self.end_text)
-            self._leads[where] = self.end_text
-            self._closings[where] = tail[at + len(self.end_text) :] if at >= 0 else tail
+            at = tail.find(self.ends.text)
+            self._leads[where] = self.ends.text
+            self._closings[where] = tail[at + len(self.ends.text) :] if at >= 0 else tail
             return
         shared = tail
-        for follower in (_FOLLOWERS[where], Message("user", "c")):
+        for follower in (FOLLOWERS[where], Message("user", "c")):
             try:
-                longer = self._template.render((*_WINDOWS[where], follower), self._options)
+                longer = self._template.render((*WINDOWS[where], follower), self._options)
             except TemplateRenderError:
                 continue
             common = _common_prefix(shared, longer.partition(MARK)[2])
@@ -301,19 +191,19 @@ class Cutter:
 
     def _head(self, units: Sequence[Unit], frame: Frame) -> str:
         messages = tuple(message for unit in units for message in unit)
-        text = self._template.render((*messages, *_follower(units[-1])), frame)
+        text = self._template.render((*messages, *followers(units[-1])), frame)
         return self._without_closing(place(units, len(units)), units[-1], text)
 
     def _delta(self, units: Sequence[Unit], at: int, frame: Frame) -> str:
         options = frame if self.repeats_tools else self._options
         before, previous, unit = place(units, at), units[at - 1], units[at]
-        window = _WINDOWS[before] if before != "start" else ()
+        window = WINDOWS[before] if before != "start" else ()
         if before == "assistant":
             calls = previous[0].tool_calls
-            window = (_ASKED, Message("assistant", self._beside_calls if calls else MARK, calls))
+            window = (ASKED, Message("assistant", self._beside_calls if calls else MARK, calls))
         if self.moves_system and at > 1 and unit[0].role == "user" and units[0][0].role == "system":
             window = (*units[0], *window)
-        text = self._template.render((*window, *unit, *_follower(unit)), options)
+        text = self._template.render((*window, *unit, *followers(unit)), options)
         if before == "assistant":
             behind = self._behind_answer(window, text, options)
         else:
@@ -336,7 +226,7 @@ class Cutter:
         at = alone.rfind(end, max(alone.find(MARK), 0))
         if at >= 0 and text.startswith(alone[: at + len(end)]):
             return text[at + len(end) :]
-        if self.headers:
+        if self.ends.headers:
             raise TemplateRenderError("what follows an answer changes how it is printed")
         _, found, behind = text.partition(MARK)
         _, ended, behind = behind.partition(end)
@@ -359,18 +249,14 @@ class Cutter:
         if closing is None:
             raise TemplateRenderError(f"the template does not print {where} messages")
         if where == "assistant":
-            end, follower = self._end_of(unit[0]), text.rfind(_FOLLOWED)
-            at = max(text.rfind(one, 0, follower) for one in self.headers.values() or (end,))
+            end, follower = self._end_of(unit[0]), text.rfind(FOLLOWED)
+            at = max(text.rfind(one, 0, follower) for one in self.ends.headers.values() or (end,))
             if at < 0:
                 raise TemplateRenderError("an answer in the history does not end")
             return text[: at + len(end)]
         if not text.endswith(self._ends[where]):
             raise TemplateRenderError(f"a {where} message does not end as others of its kind")
         return text[: len(text) - len(closing)]
-
-    def _leading_special(self, text: str) -> str | None:
-        fitting = [name for name in self._tokenizer.special_texts if text.startswith(name)]
-        return max(fitting, key=len, default=None)
 
     def _first_special(self, text: str) -> str:
         """Returns the unmergeable token that ends first in a text; nothing without one."""

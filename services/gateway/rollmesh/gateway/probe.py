@@ -14,11 +14,13 @@ import numpy as np
 
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.contract import BLANKS, REWRITING, Contract, Finding, Kind, Stripped
-from rollmesh.gateway.cutter import CALL, Cutter, Place, TemplateRefusedError, place
+from rollmesh.gateway.cutter import Cutter
+from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.messages import Frame, Message, RoleName, ToolCall, Unit, units_of
 from rollmesh.gateway.reasoning import OPEN
 from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer
+from rollmesh.gateway.windows import CALL, Place, place
 
 _TOOLS = (
     b'[{"type": "function", "function": {"name": "look_up", "description": "Looks up.",'
@@ -35,6 +37,7 @@ _PLAIN = Message("assistant", "Here.")
 _THOUGHT = Message("assistant", "Here.", reasoning="thought7zq")
 _INLINE = Message("assistant", f"{OPEN}thought7zq</think>Here.")
 _CALLS = Message("assistant", "", (CALL,))
+_CALLS_TWICE = Message("assistant", "", (CALL, CALL))
 _SAYS_AND_CALLS = Message("assistant", "Let me see.", (CALL, CALL))
 _RESULT = Message("tool", '{"found": "caf\u00e9"}\n', tool_call_id=CALL.id, name=CALL.name)
 _DATE = re.compile(r"strftime_now|date_string")
@@ -54,11 +57,12 @@ _TWICE = ((_USER, _USER), (_SYSTEM, _USER, _USER))
 _CALLING = (
     (_USER, _CALLS, _RESULT),
     (_SYSTEM, _USER, _CALLS, _RESULT),
-    (_USER, _SAYS_AND_CALLS, _RESULT, _RESULT),
     (_USER, _CALLS, _RESULT, _PLAIN, _USER),
     (_USER, _CALLS, _RESULT, _USER),
     (_USER, _CALLS, _RESULT, _CALLS, _RESULT, _PLAIN, _USER, _CALLS, _RESULT),
 )
+_TWO_CALLS = (_USER, _CALLS_TWICE, _RESULT, _RESULT)
+_SAYING = (_USER, _SAYS_AND_CALLS, _RESULT, _RESULT)
 _SYSTEMS = (
     (_USER, _PLAIN, _SYSTEM, _USER),
     (_SYSTEM, _USER, _PLAIN, _SYSTEM, _USER),
@@ -139,12 +143,15 @@ class _Probe:
             findings.add(Finding.PRINTS_CALL_IDS)
         if _DATE.search(self._template.source):
             findings.add(Finding.PRINTS_DATE)
-        if self._cutter.headers:
+        ends, shown = self._cutter.ends, self._tokenizer.shown
+        if ends.headers:
             findings.add(Finding.HEADERS_END)
+        if self._cutter.says_behind_results:
+            findings.add(Finding.TEXT_BEHIND_RESULTS)
         kind = Kind.EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
         return Contract(
             kind if plain else Kind.REWRITES,
-            self._tokenizer.shown(self._cutter.end_text),
+            shown(ends.text),
             frozenset(findings),
             {f"{before}, {role}": why for (before, role), why in self._cutter.refused.items()}
             | {
@@ -155,7 +162,9 @@ class _Probe:
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
             stripped,
-            {role: self._tokenizer.shown(one) for role, one in self._cutter.headers.items()},
+            {role: shown(one) for role, one in ends.headers.items()},
+            shown(ends.call),
+            tuple(map(shown, ends.stops)),
         )
 
     def _find_system_and_tools(self) -> set[Finding]:
@@ -182,7 +191,8 @@ class _Probe:
         findings: set[Finding] = set()
         if not (self._all(_STRIPPED) and plain):
             findings.add(Finding.ANSWERS_OTHERWISE)
-        if not self._all(_CALLING):
+        several = _TWO_CALLS if self._cutter.says_behind_results else _SAYING
+        if not self._all((*_CALLING, several)):
             findings.add(Finding.CALLS_OTHERWISE)
         if not self._all(_SYSTEMS):
             findings.add(Finding.SYSTEM_OTHERWISE)
@@ -318,7 +328,7 @@ class _Probe:
             return _Outcome.EXACT, ""
         answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
         tail = "".join(pieces[answers[-1] + 1 :]) if answers else ""
-        ends = (self._cutter.end_text, self._cutter.call_end_text)
+        ends = (self._cutter.ends.text, self._cutter.ends.call)
         if tail and full.endswith(tuple(end + tail for end in ends)):
             return _Outcome.KEPT, ""
         return _Outcome.REFUSED, "the template prints it depending on what stands further before"
@@ -344,7 +354,7 @@ class _Probe:
     def _glue_begins_answers(self) -> bool:
         asked = self._template.render((_USER,), self._bare, generation_prompt=True)
         answered = self._render((_USER, _PLAIN, _USER), self._bare)
-        return answered.startswith(f"{asked}{_PLAIN.content}{self._cutter.end_text}")
+        return answered.startswith(f"{asked}{_PLAIN.content}{self._cutter.ends.text}")
 
     def _drops_reasoning(self) -> bool:
         """Says whether reasoning that is part of an answer is not printed once another follows."""

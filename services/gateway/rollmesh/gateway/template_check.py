@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.contract import REWRITING, Contract
-from rollmesh.gateway.cutter import TemplateRefusedError
 from rollmesh.gateway.detection import choose, known_parsers
+from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.formats import UNKNOWN, AnswerFormat
 from rollmesh.gateway.model_files import load_model
 from rollmesh.gateway.template import TemplateRenderError
@@ -16,9 +16,7 @@ from rollmesh.gateway.tokenizer import ModelFilesError
 
 def report(contract: Contract, format_: AnswerFormat) -> str:
     """Returns what was found, for people."""
-    ends = contract.end_text or " or ".join(
-        text for role, text in contract.headers.items() if role != "assistant"
-    )
+    ends = " or ".join(contract.stops)
     lines = [f"{contract}", "", f"an answer ends with   {ends}"]
     lines.append(f"tool calls            {format_.tools}")
     lines.append(f"reasoning             {format_.reasoning_name}")

@@ -18,8 +18,8 @@ from rollmesh.client.leases import LeaseClient
 from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import Answer
 from rollmesh.gateway.continuation import Continuation
-from rollmesh.gateway.cutter import TemplateRefusedError
 from rollmesh.gateway.detection import check_readable
+from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.engines import EngineClients
 from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.forced import Calls, constraint_of
