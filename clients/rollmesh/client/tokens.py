@@ -14,6 +14,7 @@ from rollmesh.runtime.arrays import (
     unpack_logprobs,
     unpack_mask,
 )
+from rollmesh.runtime.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
 
@@ -51,6 +52,5 @@ def unpack_tokens(proto: types_pb2.Trajectory | types_pb2.TrajectoryTree) -> Tok
 
 
 def reason_names(reasons: Iterable[types_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
-    """Returns the names of reasons, without their prefix."""
-    names = map(types_pb2.FidelityReason.Name, reasons)
-    return tuple(name.removeprefix("FIDELITY_REASON_") for name in names)
+    """Returns the names of reasons; `UNKNOWN_99` for a number that only a newer mesh names."""
+    return tuple(name_of(types_pb2.FidelityReason.DESCRIPTOR, reason) for reason in reasons)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from rollmesh.client.tokens import reason_names, unpack_tokens
 from rollmesh.client.trees import TrajectoryTree
 from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
+from rollmesh.runtime.enums import name_of
 from rollmesh.v1 import collector_pb2, types_pb2
 
 
@@ -61,7 +62,7 @@ class Trajectory:
             arrays.policy_versions,
             proto.prompt_tokens,
             proto.turns,
-            types_pb2.Lineage.Name(proto.lineage).removeprefix("LINEAGE_"),
+            name_of(types_pb2.Lineage.DESCRIPTOR, proto.lineage),
             reason_names(proto.reasons),
             path,
             proto.reward if proto.HasField("reward") else None,
@@ -76,7 +77,8 @@ class SessionResult:
     group_id: str
     sample_index: int
     outcome: str
-    """COMPLETED, FAILED or ABORTED."""
+    """COMPLETED, FAILED or ABORTED; `UNKNOWN_99` for a number that only a newer mesh names. The
+    same holds for lineages and reasons."""
     reward: float | None
     turns: int
     metadata: dict[str, str]
@@ -93,7 +95,7 @@ class SessionResult:
             proto.session_id,
             proto.group_id,
             proto.sample_index,
-            types_pb2.SessionOutcome.Name(proto.outcome).removeprefix("SESSION_OUTCOME_"),
+            name_of(types_pb2.SessionOutcome.DESCRIPTOR, proto.outcome),
             proto.reward if proto.HasField("reward") else None,
             proto.turns,
             dict(proto.metadata),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from rollmesh.runtime.enums import name_of
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 
@@ -44,8 +45,8 @@ class Transcript:
                 f"chatcmpl-{proto.session_id}-{node.node_id}",
                 node.node_id,
                 node.parent_node_id,
-                types_pb2.Lineage.Name(node.lineage).removeprefix("LINEAGE_"),
-                types_pb2.FinishReason.Name(node.finish_reason).removeprefix("FINISH_REASON_"),
+                name_of(types_pb2.Lineage.DESCRIPTOR, node.lineage),
+                name_of(types_pb2.FinishReason.DESCRIPTOR, node.finish_reason),
                 nodes[node.node_id][1][0],
             )
             for node in proto.nodes
@@ -71,7 +72,7 @@ class Transcript:
 
 def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "role": types_pb2.Role.Name(message.role).removeprefix("ROLE_").lower(),
+        "role": name_of(types_pb2.Role.DESCRIPTOR, message.role).lower(),
         "content": message.content if message.HasField("content") else None,
     }
     if message.tool_calls:

@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from rollmesh.runtime.enums import name_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
@@ -24,7 +25,7 @@ def finish_reason(done: gateway_pb2.ChatDone, *, named: bool) -> str:
         RollmeshError: It was aborted; no turn ends so.
     """
     if done.finish_reason not in _FINISHES:
-        name = types_pb2.FinishReason.Name(done.finish_reason)
+        name = name_of(types_pb2.FinishReason.DESCRIPTOR, done.finish_reason)
         raise RollmeshError(f"finish_reason: the gateway answered {name}, which ends no turn")
     stopped = done.finish_reason == types_pb2.FINISH_REASON_STOP
     if done.message.tool_calls and stopped and not named:

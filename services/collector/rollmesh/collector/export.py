@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rollmesh.collector import records
 from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs, unpack_mask
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.enums import name_of
 from rollmesh.v1 import types_pb2
 
 _PARQUET_ROWS = 256
@@ -26,7 +27,7 @@ def rows_of(session: types_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
     for one in session.trajectories:
         yield _row(session, one) | {
             "trajectory_id": one.trajectory_id,
-            "lineage": _name(types_pb2.Lineage.Name(one.lineage), "LINEAGE_"),
+            "lineage": name_of(types_pb2.Lineage.DESCRIPTOR, one.lineage),
             "prompt_tokens": one.prompt_tokens,
             "trajectory_reward": one.reward if one.HasField("reward") else None,
             "nodes": None,
@@ -59,11 +60,8 @@ def _row(session: types_pb2.SessionRecord, one: records.Row) -> dict[str, Any]:
         "group_id": session.group_id,
         "sample_index": session.sample_index,
         "group_size": session.group_size,
-        "outcome": _name(types_pb2.SessionOutcome.Name(session.outcome), "SESSION_OUTCOME_"),
-        "reasons": [
-            _name(types_pb2.FidelityReason.Name(reason), "FIDELITY_REASON_")
-            for reason in one.reasons
-        ],
+        "outcome": name_of(types_pb2.SessionOutcome.DESCRIPTOR, session.outcome),
+        "reasons": [name_of(types_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons],
         "turns": records.turns_of(one),
         "token_ids": unpack_ids(one.token_ids_u32le, "token_ids_u32le").tolist(),
         "logprobs": unpack_logprobs(one.logprobs_f32le, "logprobs_f32le").tolist(),
@@ -118,10 +116,6 @@ def _versions(one: records.Row) -> list[int]:
     for span in one.version_spans:
         versions[span.start : span.end] = [span.policy_version] * (span.end - span.start)
     return versions
-
-
-def _name(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from prometheus_client import Counter, Gauge
 
 from rollmesh.collector.delivery import Consumer
 from rollmesh.collector.filters import Verdict
+from rollmesh.runtime.enums import name_of
 from rollmesh.v1 import collector_pb2 as pb
 
 SESSIONS = Counter(
@@ -70,4 +71,4 @@ def count_filtered(consumer: str, verdict: Verdict) -> None:
 
 def reason_name(reason: pb.FilterReason.ValueType) -> str:
     """Returns a reason as metrics and people write it: "policy_lag"."""
-    return pb.FilterReason.Name(reason).removeprefix("FILTER_REASON_").lower()
+    return name_of(pb.FilterReason.DESCRIPTOR, reason).lower()

@@ -70,6 +70,8 @@ class Scoring:
                 await self._score(scorer, session_id)
             except SessionUnknownError:  # settled and removed since
                 continue
+            except Exception as error:  # noqa: BLE001 - one session must not end the others' scores
+                _log.error("not scored", exc_info=error, extra=fields(session_id=session_id))
 
     async def _score(self, scorer: Scorer, session_id: str) -> None:
         record = await self._lasting_session(session_id)

@@ -19,7 +19,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     ShuttingDownError,
 )
-from rollmesh.runtime.tasks import finish
+from rollmesh.runtime.tasks import contained, finish
 from rollmesh.v1 import collector_pb2 as pb
 
 _DEFAULT_LEASE_MS = 600_000
@@ -53,7 +53,7 @@ class Stream:
         self.acknowledged: list[str] = []
         self.told = asyncio.Event()
         self.ended = False
-        self.error: RollmeshError | None = None
+        self.error: Exception | None = None
 
     def end(self, error: RollmeshError | None = None) -> None:
         """Lets the writer stop, with an error where there is one."""
@@ -153,7 +153,7 @@ class Subscriptions:
             reader.cancel()
             self._streams.discard(stream)
             stream.consumer.close_stream(stream.id)
-            self.tasks.create_task(self._release(stream.known))
+            self.tasks.create_task(contained(self._release(stream.known), "not given back"))
             self._wake_all()
 
     async def seek(self, name: str, position: pb.Position) -> Sought:
@@ -225,22 +225,23 @@ class Subscriptions:
         """Takes what a consumer sends until it ends; an error is its writer's to raise."""
         try:
             async for request in requests:
-                match request.WhichOneof("part"):
-                    case "grant":
-                        stream.consumer.grant(stream.id, check_credits(request.grant))
-                    case "acknowledge":
-                        ids = list(request.acknowledge.delivery_ids)
-                        await self.finish(self._acknowledge(stream, ids))
-                    case "version":
-                        stream.consumer.version = check_version(request.version.policy_version)
-                    case _:
-                        raise InvalidFieldError(
-                            "part", "send grants, acknowledgements and versions"
-                        )
+                await self._take(stream, request)
                 stream.wake.set()
                 await stream.room()
-        except RollmeshError as error:
+        except Exception as error:  # noqa: BLE001 - one stream's fault must not end the others
             stream.error = error
+
+    async def _take(self, stream: Stream, request: pb.SubscribeRequest) -> None:
+        match request.WhichOneof("part"):
+            case "grant":
+                stream.consumer.grant(stream.id, check_credits(request.grant))
+            case "acknowledge":
+                ids = list(request.acknowledge.delivery_ids)
+                await self.finish(self._acknowledge(stream, ids))
+            case "version":
+                stream.consumer.version = check_version(request.version.policy_version)
+            case _:
+                raise InvalidFieldError("part", "send grants, acknowledgements and versions")
 
     async def _acknowledge(self, stream: Stream, delivery_ids: list[str]) -> None:
         consumer = stream.consumer

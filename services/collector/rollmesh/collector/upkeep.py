@@ -17,7 +17,7 @@ _AFTER_ERROR_S = 1.0
 
 
 async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> None:
-    """Runs until it is cancelled; an error of the store is logged, counted and outlived."""
+    """Runs until it is cancelled; errors are logged and counted, and the work is tried again."""
 
     async def tick() -> None:
         if await store.tick(clock.steady_unix_ms()):
@@ -49,4 +49,8 @@ async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
         except RollmeshError as error:
             metrics.STORE_ERRORS.labels(error.reason).inc()
             _log.warning("store failed", extra=fields(reason=error.reason, error=str(error)))
+            await asyncio.sleep(_AFTER_ERROR_S)
+        except Exception as error:  # noqa: BLE001 - what is wrong with one row must not end the rest
+            metrics.STORE_ERRORS.labels(RollmeshError.reason).inc()
+            _log.error("upkeep failed", exc_info=error)
             await asyncio.sleep(_AFTER_ERROR_S)

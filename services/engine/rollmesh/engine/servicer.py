@@ -287,6 +287,8 @@ async def _spool(
     written = 0
     with path.open("wb") as file:
         while (request := await _next(requests)) is not None:
+            if not request.HasField("safetensors_chunk"):
+                raise InvalidFieldError("part", "is not a chunk; send one header and then chunks")
             written += len(request.safetensors_chunk)
             if written > size:
                 break

@@ -16,6 +16,7 @@ from rollmesh.gateway.session import Session
 from rollmesh.gateway.tree import Node, VersionSpan
 from rollmesh.gateway.wire import write_reasons, write_role
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, pack_mask
+from rollmesh.runtime.enums import name_of
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 
@@ -77,7 +78,7 @@ def exported_lineages(record: types_pb2.SessionRecord) -> list[str]:
     inner = {node.parent_index for node in nodes if node.HasField("parent_index")}
     leaves = [node.lineage for at, node in enumerate(nodes) if at not in inner]
     found = leaves + [trajectory.lineage for trajectory in record.trajectories]
-    return [types_pb2.Lineage.Name(one).removeprefix("LINEAGE_").lower() for one in found]
+    return [name_of(types_pb2.Lineage.DESCRIPTOR, one).lower() for one in found]
 
 
 def _trajectory_id(session_id: str, leaf_node_id: int) -> str:

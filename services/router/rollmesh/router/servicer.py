@@ -40,6 +40,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         try:
             yield router_pb2.RegisterResponse(router_id=self._router_id)
             async for message in request_iterator:
+                if not message.HasField("load"):
+                    raise InvalidFieldError("load", "is missing; after the hello, send loads")
                 hello.load.CopyFrom(message.load)
                 if engine is not None:
                     _take_load(engine, message.load)

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
-from rollmesh.runtime.errors import DeadlineError, RollmeshError, from_rpc_error
+from rollmesh.runtime.errors import DeadlineError, RemoteError, RollmeshError, from_rpc_error
 from rollmesh.runtime.logs import current_request_id
 
 WINDOW_OPTIONS: list[tuple[str, int]] = [
@@ -43,10 +44,41 @@ def keepalive_options(keepalive_ms: int) -> list[tuple[str, int]]:
     ]
 
 
+class _UndecodableAnswer(BaseException):
+    """A peer answered with bytes that are no message.
+
+    It is no `Exception`: grpc logs those of a deserializer with a traceback, and answers None.
+    """
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
-    """Opens a channel to `host:port`; it connects when first used and reconnects by itself."""
+    """Opens a channel to `host:port`; it connects when first used and reconnects by itself.
+
+    Calls belong under `typed_errors` or `read_stream`, for what a peer may answer.
+    """
     options = [*_OPTIONS, *keepalive_options(KEEPALIVE_MS)]
-    return grpc.aio.insecure_channel(address, options=options)
+    channel = grpc.aio.insecure_channel(address, options=options)
+    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+        setattr(channel, kind, partial(_callable, getattr(channel, kind)))
+    return channel
+
+
+def _callable(
+    make: Callable[..., Any],
+    method: str,
+    request_serializer: Callable[[Any], bytes] | None = None,
+    response_deserializer: Callable[[bytes], Any] | None = None,
+    **registered: Any,
+) -> Any:
+    """Makes what calls a method, with a deserializer whose errors `typed_errors` knows."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return response_deserializer(data) if response_deserializer else data
+        except DecodeError as error:
+            raise _UndecodableAnswer(f"{method}: the answer is no message: {error}") from None
+
+    return make(method, request_serializer, read, **registered)
 
 
 def whole_call(
@@ -83,6 +115,8 @@ def typed_errors() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
+    except _UndecodableAnswer as error:
+        raise RemoteError(str(error), grpc.StatusCode.INTERNAL) from None
 
 
 async def read_stream(call: Any) -> AsyncGenerator[Any, None]:
@@ -116,6 +150,13 @@ async def drained_on_refusal(requests: AsyncIterator[Any]) -> AsyncIterator[None
             async with asyncio.timeout(_DRAIN_S):
                 while True:
                     async with asyncio.timeout(_DRAIN_SILENCE_S):
-                        if await anext(requests, None) is None:
+                        if not await _more(requests):
                             break
         raise
+
+
+async def _more(requests: AsyncIterator[Any]) -> bool:
+    """Takes another request of a stream; says whether there was one, refused or not."""
+    with contextlib.suppress(RollmeshError):
+        return await anext(requests, None) is not None
+    return True

@@ -5,6 +5,7 @@ it and what to do. On the wire it is a status with one `google.rpc.ErrorInfo` (d
 and, where a delay is known, one `google.rpc.RetryInfo`.
 """
 
+import contextlib
 from typing import ClassVar, TypeVar
 
 import grpc
@@ -50,6 +51,12 @@ class InvalidFieldError(RollmeshError):
         super().__init__(f"{field}: {problem}", retry_delay_ms=None, field=field)
         self.metadata |= {key: str(value) for key, value in metadata.items()}
         self.field = field
+
+
+class UndecodableError(InvalidFieldError):
+    """A request is no message of the method that it was sent to."""
+
+    reason = "UNDECODABLE"
 
 
 class PromptEmptyError(InvalidFieldError):
@@ -335,8 +342,9 @@ _Detail = TypeVar("_Detail", error_details_pb2.ErrorInfo, error_details_pb2.Retr
 
 def _detail(status: status_pb2.Status, empty: _Detail) -> _Detail | None:
     for packed in status.details:
-        if packed.Unpack(empty):
-            return empty
+        with contextlib.suppress(protobuf_message.DecodeError):  # a detail that is none
+            if packed.Unpack(empty):
+                return empty
     return None
 
 

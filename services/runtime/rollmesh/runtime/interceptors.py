@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 from rollmesh.runtime.errors import RollmeshError, status_code_of, to_status
 from rollmesh.runtime.logs import current_request_id, fields, set_request_id
 from rollmesh.runtime.metrics import count_rpc
+from rollmesh.runtime.requests import AcceptedRequests, accepted, refusing
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -39,21 +40,29 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
             inner_stream: Any = handler.stream_stream or handler.unary_stream
             # A handler of a stream yields its responses, or writes them to the context.
             writes = inspect.iscoroutinefunction(inner_stream)
-            stream = (_wrap_unary if writes else _wrap_stream)(inner_stream, method, request_id)
+            wrap = _wrap_unary if writes else _wrap_stream
+            stream = wrap(_reading(inner_stream, handler), method, request_id)
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
-            return make(stream, handler.request_deserializer, handler.response_serializer)
+            return make(stream, refusing(handler.request_deserializer), handler.response_serializer)
         inner_unary: Any = handler.stream_unary or handler.unary_unary
-        unary = _wrap_unary(inner_unary, method, request_id)
+        unary = _wrap_unary(_reading(inner_unary, handler), method, request_id)
         make = (
             grpc.stream_unary_rpc_method_handler
             if handler.request_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-        return make(unary, handler.request_deserializer, handler.response_serializer)
+        return make(unary, refusing(handler.request_deserializer), handler.response_serializer)
+
+
+def _reading(inner: Callable[[Any, Context], Any], handler: "Handler") -> Callable[..., Any]:
+    """Returns a handler that meets the error of a refused request where it would have got it."""
+    if handler.request_streaming:
+        return lambda requests, context: inner(AcceptedRequests(requests), context)
+    return lambda request, context: inner(accepted(request), context)
 
 
 def _request_id(details: grpc.HandlerCallDetails) -> str:

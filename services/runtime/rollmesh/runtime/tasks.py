@@ -62,6 +62,19 @@ async def finish(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -
     return await begun(tasks, work)
 
 
+async def contained(work: Coroutine[Any, Any, object], event: str) -> None:
+    """Runs work that nobody waits for; an error of it is logged and ends nothing else.
+
+    Args:
+        work: What is to be done.
+        event: Names the failure in the log.
+    """
+    try:
+        await work
+    except Exception as error:  # noqa: BLE001 - the edge of a task: its group must go on
+        _log.error(event, exc_info=error)
+
+
 def _seen(outcome: asyncio.Future[Any]) -> None:
     """Takes note of an error, so that one whose waiters have left is no complaint of the loop."""
     if not outcome.cancelled():
