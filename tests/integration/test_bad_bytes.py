@@ -29,12 +29,18 @@ SERVICES = {
     "collector": collector_pb2.DESCRIPTOR.services_by_name["CollectorService"],
 }
 _HEADER = engine_pb2.UpdateWeightsHeader(
-    policy_version=7, pause_mode=engine_pb2.PAUSE_MODE_KEEP, safetensors_bytes=8
+    policy_version=7,
+    pause_mode=engine_pb2.PAUSE_MODE_KEEP,
+    safetensors_bytes=8,
+    model="policy",
 )
 FIRST: dict[str, Message] = {
     "Register": router_pb2.RegisterRequest(
         hello=router_pb2.ReplicaHello(
-            replica_id="stranger", kind=router_pb2.REPLICA_KIND_GATEWAY, address="127.0.0.1:1"
+            replica_id="stranger",
+            kind=router_pb2.REPLICA_KIND_GATEWAY,
+            address="127.0.0.1:1",
+            model="policy",
         )
     ),
     "Dispatch": router_pb2.DispatchRequest(hello=router_pb2.DispatchHello(gateway_id="stranger")),
