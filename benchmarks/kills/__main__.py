@@ -193,9 +193,10 @@ async def _drain(matrix: Matrix) -> int:
     async with Client(MeshAddresses.from_json(matrix.addresses)) as client:
         async with asyncio.timeout(_DRAIN_S):
             found = Audit.read(matrix.agents_log, matrix.trainer_log)
-            for session_id in found.opened - found.closed:
-                await client.close_session(Session(session_id, "", ""), outcome="ABORTED")
-            while found.opened - found.received.keys():
+            for session_id in found.opened.keys() - found.closed:
+                left = Session(session_id, found.opened[session_id], "")
+                await client.close_session(left, outcome="ABORTED")
+            while found.opened.keys() - found.received.keys():
                 await asyncio.sleep(_STEP_S)
                 found = Audit.read(matrix.agents_log, matrix.trainer_log)
             return await _leaked(client)

@@ -44,7 +44,7 @@ class Agents:
                 session = await client.open_session(gateway_pb2.CreateSessionRequest())
             except RollmeshError:
                 continue
-            self._note("OPEN", session.session_id)
+            self._note("OPEN", f"{session.session_id} {session.api_key}")
             await self._converse(session)
             session.reward = self._random.random()
             try:

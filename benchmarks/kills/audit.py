@@ -11,7 +11,8 @@ from typing import Any
 class Audit:
     """Read from the files of agents and trainers."""
 
-    opened: set[str] = field(default_factory=set)
+    opened: dict[str, str] = field(default_factory=dict)
+    """Key of each session, by id."""
     closed: set[str] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
     received: dict[str, str] = field(default_factory=dict)
@@ -33,10 +34,11 @@ class Audit:
         """Reads both files; a last line that a kill cut off does not count."""
         audit = cls()
         for line in _whole_lines(agents):
-            what, _, id_ = line.partition(" ")
-            {"OPEN": audit.opened, "CLOSED": audit.closed, "ANSWERED": audit.answered}[what].add(
-                id_
-            )
+            what, id_, *key = line.split(" ")
+            if what == "OPEN":
+                audit.opened[id_] = key[0]
+            else:
+                {"CLOSED": audit.closed, "ANSWERED": audit.answered}[what].add(id_)
         acknowledged: set[str] = set()
         for line in _whole_lines(trainer):
             entry = json.loads(line)

@@ -39,7 +39,7 @@ def exported(
     close = gateway_pb2.CloseSessionRequest(
         outcome=types_pb2.SESSION_OUTCOME_COMPLETED, rewards=rewards
     )
-    spec = SessionSpec(name, "key", 0, group_id="g", export_mode=mode)
+    spec = SessionSpec(name, 0, group_id="g", export_mode=mode)
     return SessionResult.from_proto(write_record(Session(spec, world.tree), close, 1))
 
 

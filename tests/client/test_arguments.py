@@ -17,7 +17,7 @@ from tests.sidecar.scripted_gateway import ScriptedGateway
 NOWHERE = "127.0.0.1:1"
 NO_WORDS: Any = ["agent", 7]
 NO_TEXTS: Any = {"N": 7}
-SESSION = Session("5e55", "rmk-secret", "http://127.0.0.1:1/sessions/5e55/v1")
+SESSION = Session("5e55", "rmk-5e55-secret", "http://127.0.0.1:1/sessions/rmk-5e55-secret/v1")
 
 
 def client() -> Client:

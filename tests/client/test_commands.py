@@ -17,7 +17,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
-SESSION = Session("5e55", "rmk-secret", "http://127.0.0.1:1/sessions/5e55/v1")
+SESSION = Session("5e55", "rmk-5e55-secret", "http://127.0.0.1:1/sessions/rmk-5e55-secret/v1")
 
 
 def python(code: str, *arguments: str, **settings: Any) -> CommandRunner:
@@ -59,7 +59,7 @@ print(json.dumps([[os.environ[n] for n in names], json.load(sys.stdin), in_file,
     environment, on_stdin, in_file, arguments = await runner({"q": "é"}, SESSION)
     assert environment == [SESSION.base_url, SESSION.api_key, "m", "5e55", "x"]
     assert on_stdin == in_file == {"q": "é"}
-    assert arguments == [SESSION.base_url, "m/5e55", "${keep}"]
+    assert arguments == [SESSION.keyless_url, "m/5e55", "${keep}"]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ from rollmesh.client import Session
 from rollmesh.client.runners.commands import CommandRunner
 
 runner = CommandRunner(argv=[sys.executable, "-c", *sys.argv[1:]])
-session = Session("5e55", "rmk-secret", "http://127.0.0.1:1/sessions/5e55/v1")
+session = Session("5e55", "rmk-5e55-secret", "http://127.0.0.1:1/sessions/rmk-5e55-secret/v1")
 
 async def main():
     await CommandRunner(argv=["true"])(None, session)  # one that ended well is forgotten

@@ -15,7 +15,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from tests.client.test_commands import appears
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
-SESSION = Session("5e55", "rmk-secret", "http://127.0.0.1:1/sessions/5e55/v1")
+SESSION = Session("5e55", "rmk-5e55-secret", "http://127.0.0.1:1/sessions/rmk-5e55-secret/v1")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 
 

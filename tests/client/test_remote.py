@@ -16,7 +16,7 @@ from rollmesh.v1 import types_pb2
 from tests.processes import reserved_port
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
-SESSION = Session("5e55", "rmk-secret", "http://127.0.0.1:1/sessions/5e55/v1")
+SESSION = Session("5e55", "rmk-5e55-secret", "http://127.0.0.1:1/sessions/rmk-5e55-secret/v1")
 SCRIPT = Path(__file__).parent / "agent_server.py"
 
 

@@ -32,14 +32,17 @@ async def test_a_session_tells_an_agent_where_to_go_and_closes_with_its_reward(
         sampling={"temperature": 0.5},
         metadata={"a": "b"},
     ) as session:
-        assert session.base_url == f"http://127.0.0.1:7080/sessions/{session.session_id}/v1"
+        assert session.base_url == f"http://127.0.0.1:7080/sessions/{session.api_key}/v1"
+        assert session.keyless_url == f"http://127.0.0.1:7080/sessions/{session.session_id}/v1"
         assert session.api_key == f"rmk-{session.session_id}-secret"
+        assert session.api_key not in repr(session)
         session.reward = 1.0
     opened, closed = gateway.opened[0], gateway.closed[0]
     assert (opened.group_id, opened.sample_index, opened.group_size) == ("g", 2, 8)
     assert opened.sampling == types_pb2.SamplingParams(temperature=0.5)
     assert dict(opened.metadata) == {"a": "b"}
     assert (closed.rewards.reward, closed.outcome) == (1.0, COMPLETED)
+    assert closed.session_key == session.api_key
 
 
 async def test_a_session_closed_in_the_block_is_closed_once(

@@ -23,14 +23,16 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
         yield running
 
 
-def chat_request(session_id: str) -> gateway_pb2.ChatRequest:
+def chat_request(session_id: str, key: str = "") -> gateway_pb2.ChatRequest:
     ask = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
-    return gateway_pb2.ChatRequest(session_id=session_id, messages=[ask])
+    return gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ask])
 
 
-def close_request(session_id: str) -> gateway_pb2.CloseSessionRequest:
+def close_request(session_id: str, key: str = "") -> gateway_pb2.CloseSessionRequest:
     return gateway_pb2.CloseSessionRequest(
-        session_id=session_id, outcome=types_pb2.SESSION_OUTCOME_COMPLETED
+        session_id=session_id,
+        session_key=key,
+        outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
     )
 
 
@@ -64,8 +66,9 @@ async def test_a_chat_in_the_moment_of_the_close_is_told_that_the_session_is_clo
 async def test_chats_that_race_with_the_close_all_end(mesh: LiveMesh) -> None:
     async def race() -> None:
         session_id = await opened(mesh)
-        calls = [mesh.stub.CloseSession(close_request(session_id), timeout=TIMEOUT_S)]
-        asks = [mesh.stub.Chat(chat_request(session_id), timeout=TIMEOUT_S) for _ in range(4)]
+        key = mesh.gateway.keys.key(session_id)
+        calls = [mesh.stub.CloseSession(close_request(session_id, key), timeout=TIMEOUT_S)]
+        asks = [mesh.stub.Chat(chat_request(session_id, key), timeout=TIMEOUT_S) for _ in range(4)]
         answers = [asyncio.ensure_future(answers_of(ask)) for ask in asks]
         await asyncio.gather(*calls)
         assert len(await asyncio.gather(*answers)) == 4

@@ -44,7 +44,8 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
 
 
 async def answered(mesh: LiveMesh, session_id: str) -> gateway_pb2.ChatDone:
-    request = gateway_pb2.ChatRequest(session_id=session_id, messages=[ASK])
+    key = mesh.gateway.keys.key(session_id)
+    request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ASK])
     return [response async for response in mesh.stub.Chat(request, timeout=60)][-1].done
 
 
@@ -71,7 +72,9 @@ async def test_a_close_that_was_cut_off_is_a_close_and_its_repeat_gives_the_same
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     await answered(mesh, opened.session_id)
     request = gateway_pb2.CloseSessionRequest(
-        session_id=opened.session_id, outcome=types_pb2.SESSION_OUTCOME_COMPLETED
+        session_id=opened.session_id,
+        session_key=opened.session_key,
+        outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
     )
     async with asyncio.timeout(60):
         call = mesh.stub.CloseSession(request)

@@ -42,6 +42,7 @@ class Agent:
     mesh: LiveMesh
     dice: random.Random
     session_id: str
+    session_key: str
     histories: list[tuple[list[types_pb2.ChatMessage], bytes]] = field(
         default_factory=lambda: [([], b"")]
     )
@@ -69,6 +70,7 @@ class Agent:
         max_tokens = dice.randrange(1, 12) if dice.random() < 0.3 else None
         return gateway_pb2.ChatRequest(
             session_id=self.session_id,
+            session_key=self.session_key,
             messages=messages,
             tools_json=tools,
             sampling=types_pb2.SamplingParams(max_tokens=max_tokens),
@@ -254,7 +256,7 @@ async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
         opened = await mesh.stub.CreateSession(
             gateway_pb2.CreateSessionRequest(export_mode=MODES[mode])
         )
-        agent = Agent(mesh, dice, opened.session_id)
+        agent = Agent(mesh, dice, opened.session_id, opened.session_key)
         for _ in range(rounds):
             kinds = dice.choices([agent.new_turn, agent.again, agent.twins], [6, 2, 1], k=4)
             async with asyncio.TaskGroup() as group:
@@ -265,7 +267,9 @@ async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
         session = mesh.gateway.session(agent.session_id)
         await mesh.stub.CloseSession(
             gateway_pb2.CloseSessionRequest(
-                session_id=agent.session_id, outcome=types_pb2.SESSION_OUTCOME_COMPLETED
+                session_id=agent.session_id,
+                session_key=agent.session_key,
+                outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
             )
         )
         # Not before: turns of agents that left may be ending, and orphans are known at the close.

@@ -19,7 +19,8 @@ MANY = 4  # more than the gateway has threads for them
 
 async def answer(mesh: LiveMesh, session_id: str, text: str) -> gateway_pb2.ChatDone:
     message = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=text)
-    request = gateway_pb2.ChatRequest(session_id=session_id, messages=[message])
+    key = mesh.gateway.keys.key(session_id)
+    request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[message])
     return [response async for response in mesh.stub.Chat(request, timeout=60)][-1].done
 
 

@@ -20,7 +20,7 @@ CLOSE = gateway_pb2.CloseSessionRequest(outcome=types_pb2.SESSION_OUTCOME_COMPLE
 def record_of(
     world: World, mode: ExportMode, close: gateway_pb2.CloseSessionRequest = CLOSE
 ) -> types_pb2.SessionRecord:
-    spec = SessionSpec("s", "key", 0, export_mode=mode)
+    spec = SessionSpec("s", 0, export_mode=mode)
     return write_record(Session(spec, world.tree), close, 1)
 
 
@@ -102,7 +102,7 @@ def test_the_trajectories_that_can_be_rewarded_are_those_of_the_record(
 ) -> None:
     world = random_world(seed, turns)
     for mode in (ExportMode.LEAVES, ExportMode.TURNS):
-        session = Session(SessionSpec("s", "key", 0, export_mode=mode), world.tree)
+        session = Session(SessionSpec("s", 0, export_mode=mode), world.tree)
         found = {one.trajectory_id for one in record_of(world, mode).trajectories}
         assert trajectory_ids(session) == found
 

@@ -233,7 +233,7 @@ async def test_errors_are_what_the_sdk_expects(mesh: Mesh) -> None:
         with pytest.raises(openai.ConflictError):
             await ask(mesh.openai(session, max_retries=2), user("x"))
         nobody = session.base_url.replace(session.session_id, "0" * 24)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.AuthenticationError):
             await ask(mesh.agent(nobody, "x"), user("x"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from rollmesh.client import Client, SessionResult
+from rollmesh.client import Client, Session, SessionResult
 from rollmesh.runtime.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh, scripted_mesh
@@ -148,7 +148,7 @@ async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_as
         async with await ask(agent, stream=True) as stream:
             await anext(aiter(stream))  # and leaves in the middle
         async with asyncio.timeout(60):
-            while not (await turns(mesh, session.session_id)):
+            while not (await turns(mesh, session)):
                 continue
         if comes_back:
             answer = await ask(agent)
@@ -160,8 +160,11 @@ async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_as
     assert trajectory.reasons == (("RETRY_REPLAY",) if comes_back else ("ORPHANED",))
 
 
-async def turns(mesh: Mesh, session_id: str) -> int:
+async def turns(mesh: Mesh, session: Session) -> int:
     """Number of answered turns, as the gateway says."""
     async with open_channel(mesh.processes["gateway"].address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        return (await stub.GetSession(gateway_pb2.GetSessionRequest(session_id=session_id))).turns
+        request = gateway_pb2.GetSessionRequest(
+            session_id=session.session_id, session_key=session.api_key
+        )
+        return (await stub.GetSession(request)).turns

@@ -4,7 +4,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollmesh.sidecar.config import SidecarConfig
-from tests.sidecar.scripted_gateway import SESSION, ScriptedGateway, serving, sidecar_of
+from tests.sidecar.scripted_gateway import KEY, ScriptedGateway, serving, sidecar_of
 
 
 @pytest.fixture
@@ -25,6 +25,6 @@ async def base_url(gateway: ScriptedGateway) -> AsyncIterator[str]:
 async def client(base_url: str) -> AsyncIterator[AsyncOpenAI]:
     """The published SDK, pointed at a session's path; no retries unless a test asks."""
     async with AsyncOpenAI(
-        base_url=f"{base_url}/sessions/{SESSION}/v1", api_key="static", max_retries=0
+        base_url=f"{base_url}/sessions/{KEY}/v1", api_key="static", max_retries=0
     ) as client:
         yield client

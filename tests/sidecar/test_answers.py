@@ -12,7 +12,6 @@ from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.sidecar.scripted_gateway import (
     KEY,
-    SESSION,
     Events,
     ScriptedGateway,
     answering,
@@ -143,7 +142,7 @@ async def test_a_stream_has_one_id_the_role_first_and_usage_only_when_asked(
 async def test_the_last_event_of_a_stream_is_done(base_url: str) -> None:
     body = {"messages": ASK, "model": "m", "stream": True}
     async with httpx2.AsyncClient() as http:
-        answer = await http.post(f"{base_url}/sessions/{SESSION}/v1/chat/completions", json=body)
+        answer = await http.post(f"{base_url}/sessions/{KEY}/v1/chat/completions", json=body)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.text.endswith("data: [DONE]\n\n")
 
@@ -217,7 +216,7 @@ async def test_comments_fill_the_silence_and_the_sdk_skips_them(gateway: Scripte
     async with asyncio.timeout(60), serving(gateway) as address:
         config = SidecarConfig(gateway=address, keep_alive_ms=50)
         async with sidecar_of(config) as url:
-            base = f"{url}/sessions/{SESSION}/v1"
+            base = f"{url}/sessions/{KEY}/v1"
             async with (
                 httpx2.AsyncClient() as http,
                 http.stream("POST", f"{base}/chat/completions", json=body) as answer,
@@ -241,7 +240,7 @@ async def test_models_and_health_are_served_under_both_prefixes(
     assert [model.id async for model in client.models.list()] == ["policy"]
     async with httpx2.AsyncClient(base_url=base_url) as http:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "policy"
-        for path in ("/healthz", f"/sessions/{SESSION}/healthz"):
+        for path in ("/healthz", f"/sessions/{KEY}/healthz"):
             answer = await http.get(path)
             assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 

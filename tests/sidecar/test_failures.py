@@ -113,7 +113,7 @@ async def test_a_too_long_conversation_is_refused_in_the_words_clients_know(
 async def test_backpressure_says_when_to_come_back_and_a_conflict_that_it_is_useless(
     gateway: ScriptedGateway, base_url: str
 ) -> None:
-    path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+    path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
     body = {"messages": ASK}
     async with httpx2.AsyncClient() as http:
         gateway.script = failing(errors.EnginesBusyError("full", retry_delay_ms=2500))
@@ -205,7 +205,7 @@ async def test_a_client_that_leaves_cancels_the_gateways_call_at_once(
         await asyncio.Event().wait()
 
     gateway.script = waiting(until, before, [])
-    path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+    path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
     async with asyncio.timeout(60), httpx2.AsyncClient() as http, asyncio.TaskGroup() as group:
         asked = group.create_task(http.post(path, json={"messages": ASK, **body}))
         await reached.wait()
@@ -230,7 +230,7 @@ async def test_a_stream_that_fails_is_cut_off_without_a_proper_end(
 ) -> None:
     gateway.script = failing(errors.EngineLostError("the engine is gone"), text("half an ans"))
     body = {"messages": ASK, "stream": True}
-    path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+    path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
     lines: list[str] = []
     async with httpx2.AsyncClient() as http, http.stream("POST", path, json=body) as answer:
         with pytest.raises(httpx2.RemoteProtocolError):  # noqa: PT012 - the lines before count
@@ -245,7 +245,7 @@ async def test_a_turn_over_its_time_limit_ends_with_504(gateway: ScriptedGateway
     async with serving(gateway) as address:
         config = SidecarConfig(gateway=address, turn_timeout_ms=100)
         async with sidecar_of(config) as url, httpx2.AsyncClient() as http:
-            path = f"{url}/sessions/{SESSION}/v1/chat/completions"
+            path = f"{url}/sessions/{KEY}/v1/chat/completions"
             answer = await http.post(path, json={"messages": ASK})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
 
@@ -253,7 +253,7 @@ async def test_a_turn_over_its_time_limit_ends_with_504(gateway: ScriptedGateway
 async def test_a_gateway_that_is_down_is_503_with_a_delay() -> None:
     config = SidecarConfig(gateway="127.0.0.1:1")
     async with sidecar_of(config) as url, httpx2.AsyncClient(base_url=url) as http:
-        asked = await http.post(f"/sessions/{SESSION}/v1/chat/completions", json={"messages": ASK})
+        asked = await http.post(f"/sessions/{KEY}/v1/chat/completions", json={"messages": ASK})
         health = await http.get("/healthz")
     assert (asked.status_code, asked.headers["retry-after"]) == (503, "1")
     assert health.status_code == 503
@@ -267,12 +267,32 @@ async def test_a_gateway_that_is_down_is_503_with_a_delay() -> None:
         pytest.param("/v1", {"X-Api-Key": KEY}, (SESSION, KEY), id="x-api-key"),
         pytest.param("/v1", {"authorization": "Bearer static"}, None, id="static key, no path"),
         pytest.param("/v1", {}, None, id="no key, no path"),
-        pytest.param("/sessions/abc/v1", {}, ("abc", ""), id="path alone"),
+        pytest.param("/v1", {"authorization": "Bearer rmk-"}, ("", "rmk-"), id="half a key"),
+        pytest.param(f"/sessions/{KEY}/v1", {}, (SESSION, KEY), id="key in the path"),
         pytest.param(
-            "/sessions/abc/v1", {"authorization": "Bearer static"}, ("abc", ""), id="path, static"
+            f"/sessions/{KEY}/v1",
+            {"authorization": "Bearer static"},
+            (SESSION, KEY),
+            id="key in the path, some token",
         ),
         pytest.param(
-            "/sessions/abc/v1", {"authorization": f"Bearer {KEY}"}, ("abc", KEY), id="path, key"
+            f"/sessions/{KEY}/v1",
+            {"authorization": f"Bearer {KEY}"},
+            (SESSION, KEY),
+            id="key in the path and as token",
+        ),
+        pytest.param(
+            f"/sessions/{KEY}/v1",
+            {"authorization": "Bearer rmk-abc-other"},
+            None,
+            id="keys of two sessions",
+        ),
+        pytest.param("/sessions/abc/v1", {}, None, id="id in the path"),
+        pytest.param(
+            "/sessions/abc/v1", {"authorization": "Bearer static"}, None, id="id, some token"
+        ),
+        pytest.param(
+            "/sessions/abc/v1", {"authorization": f"Bearer {KEY}"}, ("abc", KEY), id="id, key"
         ),
     ],
 )
@@ -309,7 +329,7 @@ async def test_a_body_over_the_limit_is_413_and_one_of_many_kilobytes_is_not(
 @pytest.mark.parametrize("more", [{"n": "n" * 100_000}, {"messages": [{"role": "r" * 100_000}]}])
 async def test_an_error_repeats_little_of_the_request(base_url: str, more: dict[str, Any]) -> None:
     async with httpx2.AsyncClient() as http:
-        path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+        path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
         answer = await http.post(path, json={"messages": ASK, **more})
     assert answer.status_code == 400
     assert len(answer.content) < 2000
@@ -320,7 +340,7 @@ async def test_a_model_that_is_no_name_is_refused(
     gateway: ScriptedGateway, base_url: str, model: Any
 ) -> None:
     async with httpx2.AsyncClient() as http:
-        path = f"{base_url}/sessions/{SESSION}/v1/chat/completions"
+        path = f"{base_url}/sessions/{KEY}/v1/chat/completions"
         answer = await http.post(path, json={"messages": ASK, "model": model})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
     assert gateway.requests == []

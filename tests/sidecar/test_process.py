@@ -12,7 +12,7 @@ import httpx2
 from openai import AsyncOpenAI
 
 from tests.sidecar.scripted_gateway import (
-    SESSION,
+    KEY,
     ScriptedGateway,
     done,
     serving,
@@ -55,7 +55,7 @@ async def test_a_sidecar_serves_and_a_stop_lets_a_running_answer_end() -> None:
         serving(gateway) as address,
         started("--gateway", address) as process,
     ):
-        base_url = f"http://127.0.0.1:{await port_of(process)}/sessions/{SESSION}/v1"
+        base_url = f"http://127.0.0.1:{await port_of(process)}/sessions/{KEY}/v1"
         async with AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0) as client:
             stream = await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "Hi"}], stream=True
@@ -79,7 +79,7 @@ async def test_ignored_parameters_are_counted_at_the_metrics_endpoint() -> None:
         assert process.stdout is not None
         ports = json.loads((await process.stdout.readline()).removeprefix(b"READY "))
         body = {"messages": [{"role": "user", "content": "Hi"}], "store": True}
-        path = f"http://127.0.0.1:{ports['port']}/sessions/{SESSION}/v1/chat/completions"
+        path = f"http://127.0.0.1:{ports['port']}/sessions/{KEY}/v1/chat/completions"
         assert (await http.post(path, json=body)).status_code == 200
         metrics = await http.get(f"http://127.0.0.1:{ports['metrics_port']}/metrics")
     assert 'rollmesh_sidecar_ignored_parameters_total{name="store"} 1.0' in metrics.text

@@ -27,7 +27,7 @@ from rollmesh.client.supervision import (
 )
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.logs import fields, without_keys
 
 _log = logging.getLogger(__name__)
 _ERROR_CHARS = 4000
@@ -232,4 +232,4 @@ def _lost(place: Place, error: Exception, attempt: int) -> SampleOutcome:
 
 
 def _text(error: Exception) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()[:_ERROR_CHARS]
+    return without_keys("".join(traceback.format_exception_only(error)).strip()[:_ERROR_CHARS])

@@ -148,7 +148,7 @@ class Client(AbstractAsyncContextManager["Client"]):
             ),
             _TIMEOUT_S,
         )
-        base_url = f"http://{self.addresses.sidecar}/sessions/{opened.session_id}/v1"
+        base_url = f"http://{self.addresses.sidecar}/sessions/{opened.session_key}/v1"
         return Session(opened.session_id, opened.session_key, base_url)
 
     async def close_session(
@@ -178,6 +178,7 @@ class Client(AbstractAsyncContextManager["Client"]):
         request = filled(
             gateway_pb2.CloseSessionRequest,
             session_id=session.session_id,
+            session_key=session.api_key,
             outcome=outcome_of(outcome),
             metadata=dict(metadata or {}),
             rewards=session.rewards.to_proto(session.session_id),
@@ -195,7 +196,9 @@ class Client(AbstractAsyncContextManager["Client"]):
 
     async def transcript(self, session: Session) -> Transcript:
         """Returns what was said so far in an open session."""
-        request = gateway_pb2.GetSessionRequest(session_id=session.session_id, with_messages=True)
+        request = gateway_pb2.GetSessionRequest(
+            session_id=session.session_id, session_key=session.api_key, with_messages=True
+        )
         response = await retried(
             lambda timeout_s: self._gateway().GetSession(
                 request, timeout=timeout_s, wait_for_ready=True

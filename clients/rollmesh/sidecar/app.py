@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.channels import read_stream, typed_errors, whole_call
-from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.logs import fields, set_request_id
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import PathUnknownError, to_http
@@ -29,11 +29,11 @@ from rollmesh.sidecar.requests import (
     wants_usage,
 )
 from rollmesh.sidecar.responses import ChunkWriter, whole_answer
+from rollmesh.sidecar.sessions import named_session
 from rollmesh.sidecar.streams import StreamReply
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 
 _log = logging.getLogger(__name__)
-_KEY_PREFIX = "rmk-"
 _CHECK_TIMEOUT_S = 5.0
 _LAST_WORD_S = 5.0
 """What a stream gets beyond its turn's time, to say why it ends."""
@@ -57,7 +57,7 @@ class Sidecar:
     def app(self) -> Starlette:
         """Returns the ASGI application."""
         routes: list[Route] = []
-        for prefix in ("", "/sessions/{session_id}"):
+        for prefix in ("", "/sessions/{session}"):
             routes += [
                 Route(f"{prefix}/v1/chat/completions", ChatEndpoint(self), methods=["POST"]),
                 Route(f"{prefix}/v1/models", self._models),
@@ -188,17 +188,8 @@ class ChatEndpoint:
         if index and request.sampling.HasField("seed"):
             request.sampling.seed += index  # one seed would make all choices equal
         headers = {key.lower(): value.decode("latin-1") for key, value in scope["headers"]}
-        scheme, _, token = headers.get(b"authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else ""
-        key = key or headers.get(b"x-api-key", "")
-        session_id = scope["path_params"].get("session_id", "")
-        if key.startswith(_KEY_PREFIX):
-            request.session_key = key
-            request.session_id = session_id or key.split("-")[1]
-        elif session_id:
-            request.session_id = session_id  # the path cannot be guessed: it opens the session
-        else:
-            raise SessionKeyWrongError("give the session's key as bearer token, or call by its URL")
+        session = scope["path_params"].get("session", "")
+        request.session_id, request.session_key = named_session(session, headers)
         request.idempotency_key = headers.get(b"idempotency-key", "")
         retries = headers.get(b"x-stainless-retry-count", "0")
         request.retry_count = int(retries) if retries.isdecimal() and len(retries) < 9 else 0

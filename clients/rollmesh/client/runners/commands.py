@@ -40,7 +40,8 @@ class CommandRunner:
 
     argv: Sequence[str]
     """The command. `{base_url}`, `{model}`, `{session_id}`, `{sample_file}` and `{result_file}` are
-    filled in; the key is in the environment only, because everybody can read command lines."""
+    filled in; the key is in the environment only, because everybody can read command lines, so an
+    agent that is told `{base_url}` has to send `OPENAI_API_KEY`."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment; wins over it, and the protocol's names over both."""
     cwd: Path | None = None
@@ -97,7 +98,7 @@ class CommandRunner:
     ) -> asyncio.subprocess.Process:
         files = {"sample_file": folder / "sample.json", "result_file": folder / "result.json"}
         filled = {
-            "base_url": session.base_url,
+            "base_url": session.keyless_url,
             "model": self.model,
             "session_id": session.session_id,
             **{name: str(path) for name, path in files.items()},

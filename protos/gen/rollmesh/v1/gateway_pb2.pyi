@@ -189,9 +189,11 @@ class CreateSessionResponse(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Its id: a part of the URL that agents call."""
+    """Its id. It opens nothing, so it may be logged and shown."""
     session_key: _builtins.str
-    """Its key: the bearer token that opens this session and nothing else."""
+    """Its key: opens this session and nothing else. Agents send it as bearer token, or call a URL that
+    holds it. A repeat with the same request_id returns the same key.
+    """
     def __init__(
         self,
         *,
@@ -257,7 +259,7 @@ class ChatRequest(_message.Message):
     session_id: _builtins.str
     """Id of the session."""
     session_key: _builtins.str
-    """Key of the session. Empty where the caller is trusted to know the id."""
+    """Key of the session, as CreateSession returned it. The id alone opens nothing."""
     tools_json: _builtins.bytes
     """The tools: a JSON array in OpenAI's form. Empty means none."""
     tool_choice: Global___ToolChoice.ValueType
@@ -523,6 +525,7 @@ class CloseSessionRequest(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     REWARD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     outcome: _types_pb2.SessionOutcome.ValueType
@@ -534,6 +537,8 @@ class CloseSessionRequest(_message.Message):
     until they are there, or so many milliseconds after it stored it. Absent: it goes out at once.
     At least 1.
     """
+    session_key: _builtins.str
+    """Key of the session."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Added to the session's metadata; a key given here wins."""
@@ -551,10 +556,11 @@ class CloseSessionRequest(_message.Message):
         rewards: _types_pb2.SessionRewards | None = ...,
         superseded: _builtins.bool = ...,
         reward_timeout_ms: _builtins.int | None = ...,
+        session_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward_timeout_ms", b"_reward_timeout_ms", "reward_timeout_ms", b"reward_timeout_ms", "rewards", b"rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_timeout_ms", b"_reward_timeout_ms", "metadata", b"metadata", "outcome", b"outcome", "reward_timeout_ms", b"reward_timeout_ms", "rewards", b"rewards", "session_id", b"session_id", "superseded", b"superseded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_timeout_ms", b"_reward_timeout_ms", "metadata", b"metadata", "outcome", b"outcome", "reward_timeout_ms", b"reward_timeout_ms", "rewards", b"rewards", "session_id", b"session_id", "session_key", b"session_key", "superseded", b"superseded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward_timeout_ms: _TypeAlias = _typing.Literal["reward_timeout_ms"]  # noqa: Y015
     _WhichOneofArgType__reward_timeout_ms: _TypeAlias = _typing.Literal["_reward_timeout_ms", b"_reward_timeout_ms"]  # noqa: Y015
@@ -594,19 +600,23 @@ class GetSessionRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     WITH_MESSAGES_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     with_messages: _builtins.bool
     """Whether the nodes' messages are wanted."""
+    session_key: _builtins.str
+    """Key of the session."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         with_messages: _builtins.bool = ...,
+        session_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "with_messages", b"with_messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "session_key", b"session_key", "with_messages", b"with_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,8 +88,9 @@ class GatewayServiceServicer(object):
     def CloseSession(self, request, context):
         """Ends a session with its rewards and hands its trajectories to the collector. The close is
         durable before the answer. A repeat gives the first answer.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field, also where a reward is
-        of a turn or trajectory that the session does not have: it stays open as it was.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT
+        names the field, also where a reward is of a turn or trajectory that the session does not have:
+        it stays open as it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,6 +98,8 @@ class GatewayServiceServicer(object):
 
     def GetSession(self, request, context):
         """Shows a session's tree.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+        (SESSION_CLOSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,11 +47,15 @@ class GatewayServiceStub:
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
     """Ends a session with its rewards and hands its trajectories to the collector. The close is
     durable before the answer. A repeat gives the first answer.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field, also where a reward is
-    of a turn or trajectory that the session does not have: it stays open as it was.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT
+    names the field, also where a reward is of a turn or trajectory that the session does not have:
+    it stays open as it was.
     """
     GetSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]
-    """Shows a session's tree."""
+    """Shows a session's tree.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+    (SESSION_CLOSED).
+    """
     GetGatewayInfo: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetGatewayInfoRequest, _gateway_pb2.GetGatewayInfoResponse]
     """Says which model is served and what is known of its template."""
 
@@ -74,11 +78,15 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session with its rewards and hands its trajectories to the collector. The close is
     durable before the answer. A repeat gives the first answer.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field, also where a reward is
-    of a turn or trajectory that the session does not have: it stays open as it was.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT
+    names the field, also where a reward is of a turn or trajectory that the session does not have:
+    it stays open as it was.
     """
     GetSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetSessionRequest, _gateway_pb2.GetSessionResponse]  # type: ignore[assignment]
-    """Shows a session's tree."""
+    """Shows a session's tree.
+    Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+    (SESSION_CLOSED).
+    """
     GetGatewayInfo: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetGatewayInfoRequest, _gateway_pb2.GetGatewayInfoResponse]  # type: ignore[assignment]
     """Says which model is served and what is known of its template."""
 
@@ -116,8 +124,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
         """Ends a session with its rewards and hands its trajectories to the collector. The close is
         durable before the answer. A repeat gives the first answer.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the field, also where a reward is
-        of a turn or trajectory that the session does not have: it stays open as it was.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT
+        names the field, also where a reward is of a turn or trajectory that the session does not have:
+        it stays open as it was.
         """
 
     @_abc_1.abstractmethod
@@ -126,7 +135,10 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GetSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetSessionResponse, _abc.Awaitable[_gateway_pb2.GetSessionResponse]]:
-        """Shows a session's tree."""
+        """Shows a session's tree.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
+        (SESSION_CLOSED).
+        """
 
     @_abc_1.abstractmethod
     def GetGatewayInfo(

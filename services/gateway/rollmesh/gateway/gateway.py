@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -15,6 +13,7 @@ from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
 from rollmesh.gateway.fidelity import ExportMode, Fidelity
 from rollmesh.gateway.journal import SessionSpec
+from rollmesh.gateway.keys import SECRET_BYTES, SessionKeys
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.record import exported_lineages, trajectory_ids, write_record
 from rollmesh.gateway.rewards import check_rewards
@@ -27,7 +26,6 @@ from rollmesh.runtime.errors import (
     GenerationAbortedError,
     RollmeshError,
     SessionClosedError,
-    SessionKeyWrongError,
     SessionUnknownError,
     ShuttingDownError,
     StoreFullError,
@@ -68,6 +66,8 @@ class Gateway:
         self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
         self._closing: dict[str, asyncio.Future[list[str]]] = {}
         self._draining = False
+        self.keys: SessionKeys
+        """Set by `restore`."""
         self.forgotten: Callable[[str], None] = lambda _: None
         """Told the id of each closed session, so that its engine need not stick."""
 
@@ -82,7 +82,9 @@ class Gateway:
         return len(self._sessions)
 
     async def restore(self) -> None:
-        """Rebuilds the open sessions from the journal."""
+        """Rebuilds the open sessions from the journal, and what their keys are made with."""
+        fresh = secrets.token_bytes(SECRET_BYTES)
+        self.keys = SessionKeys(await self._database.run(lambda db: journal.keep_secret(db, fresh)))
         for stored in await self._database.run(lambda db: journal.read_open(db, self._new_tree)):
             session = Session(stored.spec, stored.tree)
             for node_id, record in stored.answers.items():
@@ -145,7 +147,6 @@ class Gateway:
         session_id = secrets.token_hex(12)
         spec = SessionSpec(
             session_id=session_id,
-            session_key=f"rmk-{session_id}-{secrets.token_urlsafe(24)}",
             opened_unix_ms=clock.unix_ms(),
             request_id=request.request_id,
             group_id=request.group_id,
@@ -168,17 +169,6 @@ class Gateway:
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
         return spec
-
-    def authorise(self, session: Session, key: str) -> None:
-        """Checks a session key; an empty one means that the caller is trusted to know the id.
-
-        Raises:
-            SessionKeyWrongError: The key is another session's, or nobody's.
-        """
-        if key and not hmac.compare_digest(_digest(key), _digest(session.spec.session_key)):
-            raise SessionKeyWrongError(
-                "session_key: does not open this session; give the key that CreateSession returned"
-            )
 
     async def chat(
         self, session: Session, request: TurnRequest
@@ -372,7 +362,3 @@ def _closed(session_id: str) -> SessionClosedError:
     return SessionClosedError(
         f"session {session_id} is closed; open another", session_id=session_id
     )
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

@@ -15,7 +15,7 @@ from rollmesh.gateway.messages import Message, ToolCall
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
-SCHEMA_VERSION = 2  # counts up with every change of what is below
+SCHEMA_VERSION = 3  # counts up with every change of what is below
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL, trajectory_ids TEXT);
@@ -26,6 +26,7 @@ CREATE TABLE IF NOT EXISTS nodes (
   frame_key BLOB NOT NULL, unit TEXT NOT NULL, token_ids BLOB NOT NULL, glue INTEGER NOT NULL,
   reasons TEXT NOT NULL, sample TEXT, logprobs BLOB, answer TEXT,
   PRIMARY KEY (session_id, node_id));
+CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS outbox (session_id TEXT PRIMARY KEY, record BLOB NOT NULL);
 """
 _CLOSED_KEPT = 10_000
@@ -36,7 +37,6 @@ class SessionSpec:
     """What a session was opened with."""
 
     session_id: str
-    session_key: str
     opened_unix_ms: int
     request_id: str = ""
     group_id: str = ""
@@ -68,6 +68,13 @@ class StoredSession:
     tree: Tree
     answers: dict[int, AnswerRecord] = field(default_factory=dict)
     """By node id, oldest first."""
+
+
+def keep_secret(db: sqlite3.Connection, fresh: bytes) -> bytes:
+    """Returns the secret of the session keys; `fresh` becomes it where there is none yet."""
+    db.execute("INSERT OR IGNORE INTO secrets VALUES ('session keys', ?)", (fresh,))
+    row = db.execute("SELECT value FROM secrets WHERE name = 'session keys'").fetchone()
+    return bytes(row[0])
 
 
 def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:

@@ -58,14 +58,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             )
         spec = await self.gateway.create(request)
         return gateway_pb2.CreateSessionResponse(
-            session_id=spec.session_id, session_key=spec.session_key
+            session_id=spec.session_id, session_key=self.gateway.keys.key(spec.session_id)
         )
 
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: Context
     ) -> AsyncIterator[gateway_pb2.ChatResponse]:
+        self.gateway.keys.check(request.session_id, request.session_key)
         session = self.gateway.session(request.session_id)
-        self.gateway.authorise(session, request.session_key)
         turn_request = read_chat(request, session)
         async with aclosing(self.gateway.chat(session, turn_request)) as events:
             async for event in events:
@@ -74,6 +74,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def CloseSession(
         self, request: gateway_pb2.CloseSessionRequest, context: Context
     ) -> gateway_pb2.CloseSessionResponse:
+        self.gateway.keys.check(request.session_id, request.session_key)
         if request.outcome == types_pb2.SESSION_OUTCOME_UNSPECIFIED:
             raise InvalidFieldError("outcome", "is not set; say how the session ended")
         if request.HasField("reward_timeout_ms") and not request.reward_timeout_ms:
@@ -84,6 +85,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetSession(
         self, request: gateway_pb2.GetSessionRequest, context: Context
     ) -> gateway_pb2.GetSessionResponse:
+        self.gateway.keys.check(request.session_id, request.session_key)
         session = self.gateway.session(request.session_id)
         return gateway_pb2.GetSessionResponse(
             session_id=request.session_id,

@@ -3,12 +3,14 @@
 import contextvars
 import json
 import logging
+import re
 import sys
 import traceback
 from datetime import UTC, datetime
 
 from rollmesh.runtime.config import ConfigError
 
+_KEY = re.compile(r"\brmk-([0-9a-zA-Z]+)-[0-9a-zA-Z_-]+")
 _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 
@@ -22,8 +24,16 @@ def set_request_id(request_id: str) -> None:
     _request_id.set(request_id)
 
 
+def without_keys(text: str) -> str:
+    """Returns a text with session keys cut to the ids in them; HTTP clients' errors hold URLs."""
+    return _KEY.sub(r"rmk-\1-...", text)
+
+
 class JsonFormatter(logging.Formatter):
-    """Writes a record as one JSON object: time, level, logger, event, request id, fields."""
+    """Writes a record as one JSON object: time, level, logger, event, request id, fields.
+
+    Session keys do not come through, whoever logs them.
+    """
 
     def __init__(self, service: str) -> None:
         """Makes a formatter that names `service` on every line."""
@@ -45,9 +55,10 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[0]:
             line["exception"] = "".join(traceback.format_exception(*record.exc_info))
         try:
-            return json.dumps(line, default=str, allow_nan=False)
+            return without_keys(json.dumps(line, default=str, allow_nan=False))
         except ValueError:  # NaN and infinity are not JSON
-            return json.dumps({key: v if isinstance(v, int) else str(v) for key, v in line.items()})
+            simple = {key: v if isinstance(v, int) else str(v) for key, v in line.items()}
+            return without_keys(json.dumps(simple))
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:

@@ -1,0 +1,137 @@
+"""A session's key opens it and nothing else does; no process writes it down."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import openai
+import pytest
+
+from rollmesh.client import Session
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError, SessionUnknownError
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+from tests.meshes import Mesh, scripted_mesh
+
+if TYPE_CHECKING:
+    from rollmesh.v1.gateway_pb2_grpc import GatewayServiceAsyncStub as Stub
+
+RULES = [("plain", "The answer is 42.")]
+ASK: list[Any] = [{"role": "user", "content": "plain"}]
+
+
+async def chat(stub: "Stub", session_id: str, key: str) -> None:
+    ask = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="plain")
+    request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ask])
+    with typed_errors():
+        async for _ in stub.Chat(request, timeout=30):
+            pass
+
+
+async def close(stub: "Stub", session_id: str, key: str) -> None:
+    request = gateway_pb2.CloseSessionRequest(
+        session_id=session_id, session_key=key, outcome=types_pb2.SESSION_OUTCOME_COMPLETED
+    )
+    with typed_errors():
+        await stub.CloseSession(request, timeout=30)
+
+
+async def show(stub: "Stub", session_id: str, key: str) -> None:
+    request = gateway_pb2.GetSessionRequest(session_id=session_id, session_key=key)
+    with typed_errors():
+        await stub.GetSession(request, timeout=30)
+
+
+async def test_every_call_on_a_session_wants_its_key(tmp_path: Path, tokenizer_dir: Path) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh, mesh.client() as client:
+        async with (
+            client.session() as other,
+            open_channel(mesh.addresses.gateway) as channel,
+        ):
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            session = await client.open_session(client.session_request())
+            id_, key = session.session_id, session.api_key
+            wrong = ["", "rmk-", id_, other.api_key, key[:-1], f"{key}a", key.upper(), "\u00e9"]
+            for call in (chat, show, close):
+                for given in wrong:
+                    with pytest.raises(SessionKeyWrongError, match="session_key"):
+                        await call(stub, id_, given)
+                with pytest.raises(SessionKeyWrongError):
+                    await call(stub, "0" * 24, key)
+            for call in (chat, show, close, close):  # a close may be repeated
+                await call(stub, id_, key)
+            with pytest.raises(SessionKeyWrongError):
+                await close(stub, id_, "")
+            with pytest.raises(RollmeshError, match="closed"):
+                await chat(stub, id_, key)
+
+
+async def test_a_key_is_made_again_for_a_repeat_and_after_a_restart_and_stored_nowhere(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh, mesh.client() as client:
+        request = client.session_request(request_id="once")
+        first = await client.open_session(request)
+        assert (await client.open_session(request)).api_key == first.api_key
+        await mesh.restart("gateway")
+        again = await client.open_session(request)
+        assert (again.session_id, again.api_key) == (first.session_id, first.api_key)
+        await mesh.openai(first).chat.completions.create(model="policy", messages=ASK)
+        files = list((mesh.folder / "gateway").glob("journal.sqlite*"))
+        assert len(files) >= 2
+        assert not any(first.api_key.encode() in file.read_bytes() for file in files)
+        await client.close_session(first)
+
+
+async def test_an_agent_that_sets_only_a_base_url_needs_no_other_key(mesh: Mesh) -> None:
+    async with mesh.client() as client, client.session() as session, client.session() as other:
+        path = "/chat/completions"
+        body = {"model": "policy", "messages": ASK}
+        async with httpx2.AsyncClient() as http:
+            assert (await http.post(session.base_url + path, json=body)).status_code == 200
+        for base_url, key, opens in [
+            (session.base_url, "static", True),
+            (session.base_url, session.api_key, True),
+            (session.base_url, other.api_key, False),
+            (session.keyless_url, session.api_key, True),
+            (session.keyless_url, "static", False),
+            (session.keyless_url, other.api_key, False),
+            (session.base_url.replace(session.api_key, session.api_key[:-1]), "static", False),
+        ]:
+            agent = mesh.agent(base_url, key)
+            if opens:
+                await agent.chat.completions.create(model="policy", messages=ASK)
+            else:
+                with pytest.raises(openai.AuthenticationError):
+                    await agent.chat.completions.create(model="policy", messages=ASK)
+
+
+async def test_no_key_is_in_a_log_or_in_an_error(mesh: Mesh) -> None:
+    async def said(session: Session, method: str, path: str, **more: Any) -> str:
+        async with httpx2.AsyncClient() as http:
+            answer = await http.request(method, f"{session.base_url}{path}", **more)
+        return answer.text
+
+    async with mesh.client() as client:
+        await mesh.restart("gateway", log_level="debug")
+        await mesh.restart("sidecar", log_level="debug")
+        async with client.session() as session:
+            texts = [
+                await said(session, "POST", "/chat/completions", json={"messages": ASK}),
+                await said(session, "POST", "/chat/completions", content=b"{"),
+                await said(session, "POST", "/chat/completions", json={"messages": [{}]}),
+                await said(session, "GET", "/unknown"),
+                await said(session, "GET", "/models"),
+                await said(session, "PUT", "/" + "x" * 9000),
+            ]
+        texts.append(await said(session, "POST", "/chat/completions", json={"messages": ASK}))
+        await mesh.processes["gateway"].kill()
+        texts.append(await said(session, "POST", "/chat/completions", json={"messages": ASK}))
+        with pytest.raises(SessionUnknownError) as unknown:
+            await client.stored_session("nobody")
+        texts.append(str(unknown.value))
+    secret = session.api_key.split("-", 2)[2]
+    logs = list(mesh.folder.glob("*.log"))
+    assert len(logs) >= 5
+    for text in (*texts, *(log.read_text() for log in logs)):
+        assert secret not in text
