@@ -96,6 +96,23 @@ async def run_to_end(
     return output.decode(), errors.decode()
 
 
+async def run_refused(service: str, **flags: object) -> tuple[int, str]:
+    """Runs a service that does not start; returns its exit code and what it wrote to stderr."""
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"rollmesh.{service}", *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(_START_S):
+            _, errors = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode is not None
+    return process.returncode, errors.decode()
+
+
 def reserved_port() -> socket.socket:
     """Holds a free port of this machine until it is closed.
 

@@ -5,7 +5,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from rollmesh.gateway.messages import Message, ToolCall
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
-SCHEMA_VERSION = 3  # counts up with every change of what is below
+SCHEMA_VERSION = 4  # counts up with every change of what is below
 SCHEMA = """
+CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL, trajectory_ids TEXT);
 CREATE TABLE IF NOT EXISTS frames (
@@ -30,6 +31,23 @@ CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS outbox (session_id TEXT PRIMARY KEY, record BLOB NOT NULL);
 """
 _CLOSED_KEPT = 10_000
+
+
+class ModelFiles(NamedTuple):
+    """What makes the ids of a conversation; SHA-256 each, hexadecimal."""
+
+    tokenizer_sha256: str
+    template_sha256: str
+
+
+class OtherModelError(Exception):
+    """The journal has open sessions of another model."""
+
+    def __init__(self, found: ModelFiles, open_sessions: int) -> None:
+        """Says which model the journal has, and how many open sessions of it."""
+        super().__init__(found, open_sessions)
+        self.found = found
+        self.open_sessions = open_sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,22 @@ def keep_secret(db: sqlite3.Connection, fresh: bytes) -> bytes:
     db.execute("INSERT OR IGNORE INTO secrets VALUES ('session keys', ?)", (fresh,))
     row = db.execute("SELECT value FROM secrets WHERE name = 'session keys'").fetchone()
     return bytes(row[0])
+
+
+def adopt_model(db: sqlite3.Connection, model: ModelFiles) -> None:
+    """Stores which model the open sessions are of; with none open, any model may have the journal.
+
+    Raises:
+        OtherModelError: The open sessions are another model's: their ids would mean other text.
+    """
+    row = db.execute("SELECT tokenizer_sha256, template_sha256 FROM model").fetchone()
+    if row is not None and ModelFiles(*row) == model:
+        return
+    (count,) = db.execute("SELECT count(*) FROM sessions WHERE trajectory_ids IS NULL").fetchone()
+    if row is not None and count:
+        raise OtherModelError(ModelFiles(*row), count)
+    db.execute("DELETE FROM model")
+    db.execute("INSERT INTO model VALUES (?, ?)", model)
 
 
 def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:

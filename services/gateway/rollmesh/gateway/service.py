@@ -27,7 +27,9 @@ from rollmesh.gateway.turns import TurnRunner
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import StoreError
 from rollmesh.runtime.logs import fields
+from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
 
 _log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class GatewayService:
         """
         self._config = config
         template, self._tokenizer = load_model(config.model_path)
+        self._model_files = _digests(config, template.sha256)
         self._continuation = Continuation(template, self._tokenizer)
         self._format = choose(
             template.source,
@@ -88,6 +91,7 @@ class GatewayService:
             database = await stack.enter_async_context(
                 Database(config.data_dir / "journal.sqlite", journal.SCHEMA, journal.SCHEMA_VERSION)
             )
+            await self._adopt(database)
             executor, long_executor = (
                 stack.enter_context(ThreadPoolExecutor(config.workers, name))
                 for name in ("tokenise", "tokenise-long")
@@ -165,6 +169,25 @@ class GatewayService:
                 extra=fields(give=known_parsers()),
             )
 
+    async def _adopt(self, database: Database) -> None:
+        """Makes sure that the open sessions of the journal are of the model that is served.
+
+        Raises:
+            StoreError: They are of another.
+        """
+        ours = self._model_files
+        try:
+            await database.run(lambda db: journal.adopt_model(db, ours))
+        except journal.OtherModelError as error:
+            part = next(at for at, name in enumerate(ours) if name != error.found[at])
+            raise StoreError(
+                f"{database.path}: holds {error.open_sessions} open sessions of another model: "
+                f"the SHA-256 of their {('tokenizer', 'chat template')[part]} is "
+                f"{error.found[part][:16]}..., that of {self._config.model_path} is "
+                f"{ours[part][:16]}...; start the gateway with their model until they are closed, "
+                "or name another data_dir"
+            ) from error
+
     def _shown(self) -> tuple[str, ...]:
         """Special tokens that an answer may contain before its end."""
         ends = self._continuation.end_ids | self._tokenizer.stop_ids
@@ -192,6 +215,13 @@ class GatewayService:
 
     def _load(self, gateway: Gateway) -> router_pb2.ReplicaLoad:
         return router_pb2.ReplicaLoad(live_sessions=gateway.live_sessions)
+
+
+def _digests(config: GatewayConfig, template_sha256: str) -> journal.ModelFiles:
+    try:
+        return journal.ModelFiles(tokenizer_sha256(config.model_path), template_sha256)
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(str(error)) from error
 
 
 def _context_of(config: GatewayConfig) -> int:

@@ -52,7 +52,8 @@ class Database(AbstractAsyncContextManager["Database"]):
             page_bytes: Size of the pages of a file that is made: large ones for large rows, small
                 ones for commits of little.
         """
-        self._path = path
+        self.path = path
+        """The file."""
         self._schema = schema
         self._version = version
         self._page_bytes = page_bytes
@@ -123,7 +124,7 @@ class Database(AbstractAsyncContextManager["Database"]):
             if self._opened.done():
                 raise
             # Told once the lock is free: who hears of it may try again at once.
-            typed = error if isinstance(error, StoreError) else StoreError(f"{self._path}: {error}")
+            typed = error if isinstance(error, StoreError) else StoreError(f"{self.path}: {error}")
             self._opened.set_exception(typed)
 
     def _fail_waiting(self) -> None:
@@ -134,20 +135,20 @@ class Database(AbstractAsyncContextManager["Database"]):
 
     def _lock(self) -> IO[bytes]:
         """Returns what holds the lock until it is closed; children do not inherit it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        lock = self._path.with_name(f"{self._path.name}.lock").open("ab")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = self.path.with_name(f"{self.path.name}.lock").open("ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
             raise StoreInUseError(
-                f"{self._path}: another process that lives has it open; "
+                f"{self.path}: another process that lives has it open; "
                 "stop that one, or name another data_dir"
             ) from None
         return lock
 
     def _open(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path, isolation_level=None)
+        connection = sqlite3.connect(self.path, isolation_level=None)
         try:
             self._prepare(connection)
         except BaseException:
@@ -160,7 +161,7 @@ class Database(AbstractAsyncContextManager["Database"]):
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables and found != self._version:
             raise StoreError(
-                f"{self._path}: has schema version {found}, this is for {self._version}; "
+                f"{self.path}: has schema version {found}, this is for {self._version}; "
                 "run the release that wrote it until it is empty, or name another data_dir"
             )
         connection.execute(f"PRAGMA page_size = {self._page_bytes:d}")
