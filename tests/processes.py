@@ -42,6 +42,11 @@ class ServiceProcess:
                     return text.removeprefix(prefix).strip()
         raise AssertionError(f"ended without {prefix!r}:\n{self._log.read_text()}")
 
+    async def wait_ready(self) -> None:
+        """Waits until the service says that it serves, and where."""
+        ready = json.loads(await self.wait_line("READY"))
+        self.port, self.metrics_port = ready["port"], ready["metrics_port"]
+
     async def samples(self) -> dict[str, float]:
         """What it counts, as Prometheus reads it; it was started with `metrics_port`."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
@@ -141,6 +146,14 @@ async def running_by_default(
     service: str, folder: Path, **flags: object
 ) -> AsyncIterator[ServiceProcess]:
     """Runs a service until the block ends; what no flag says is as its settings have it."""
+    async with started(service, folder, **flags) as process:
+        await process.wait_ready()
+        yield process
+
+
+@asynccontextmanager
+async def started(service: str, folder: Path, **flags: object) -> AsyncIterator[ServiceProcess]:
+    """Runs a service until the block ends; whether it is ever ready is for the block to see."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{service}.log"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
@@ -156,8 +169,6 @@ async def running_by_default(
         )
     result = ServiceProcess(process, log)
     try:
-        ready = json.loads(await result.wait_line("READY"))
-        result.port, result.metrics_port = ready["port"], ready["metrics_port"]
         yield result
     finally:
         await result.kill()

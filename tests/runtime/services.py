@@ -69,6 +69,9 @@ class ScriptedService:
         yield
         self.events.append("closed")
 
+    async def ready(self) -> None:
+        pass
+
     async def drain(self) -> None:
         self.events.append("drained")
         self.drained.set()

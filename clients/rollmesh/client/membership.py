@@ -1,21 +1,29 @@
-"""Keeps a replica registered with the router for as long as a block runs."""
+"""Keeps a replica registered with the router for as long as a block runs.
+
+The router may be away: at the start, when the replica waits for it, and later, when the replica
+goes on with what it has and registers again. A router that refuses the replica does so for good.
+"""
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from types import TracebackType
 
 import grpc
 
+from rollmesh.runtime import clock
 from rollmesh.runtime.channels import open_channel, read_stream
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.errors import RollmeshError, status_code_of
 from rollmesh.runtime.logs import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _REPORT_S = 1.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
+_LOG_MS = 30_000  # between two lines that say that the router is away
+_FINAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS}
 
 
 class Membership(AbstractAsyncContextManager["Membership"]):
@@ -29,10 +37,15 @@ class Membership(AbstractAsyncContextManager["Membership"]):
     ) -> None:
         """Takes the router's `host:port`, who the replica is, and how to ask how it is doing."""
         self._router = router
-        self._hello = hello
+        self._hello = router_pb2.ReplicaHello()
+        self._hello.CopyFrom(hello)
+        self._hello.instance_id = uuid.uuid4().hex
         self._load = load
         self._changed = asyncio.Event()
         self._registered = asyncio.Event()
+        self._refused = asyncio.Event()
+        self._refusal: RollmeshError | None = None
+        self._next_log_ms = 0
         self._left = False
         self._task: asyncio.Task[None] | None = None
         self._group = asyncio.TaskGroup()
@@ -58,9 +71,25 @@ class Membership(AbstractAsyncContextManager["Membership"]):
         """Reports the load now instead of at the next second."""
         self._changed.set()
 
+    @property
+    def registered(self) -> bool:
+        """Whether the router knows the replica now."""
+        return self._registered.is_set() and self._refusal is None
+
     async def wait_registered(self) -> None:
-        """Waits until the router knows the replica."""
+        """Waits until the router knows the replica.
+
+        Raises:
+            RollmeshError: The router refused it: its id is in use, or a field is wrong.
+        """
         await self._registered.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
+    async def wait_refused(self) -> str:
+        """Waits until the router refuses the replica for good; returns why."""
+        await self._refused.wait()
+        return str(self._refusal)
 
     async def leave(self) -> None:
         """Ends the stream and does not open it again."""
@@ -72,19 +101,31 @@ class Membership(AbstractAsyncContextManager["Membership"]):
 
     async def _stay(self) -> None:
         delay = _FIRST_RETRY_S
+        _log.info("registering", extra=fields(router=self._router))
         async with open_channel(self._router) as channel:
             while not self._left:
                 try:
                     await self._hold_stream(channel)
                     delay = _FIRST_RETRY_S
                 except RollmeshError as error:
-                    level = logging.INFO if self._registered.is_set() else logging.DEBUG
-                    _log.log(
-                        level, "not registered", extra=fields(reason=error.reason, error=str(error))
-                    )
+                    if status_code_of(error) in _FINAL:
+                        self._refusal = error
+                        self._refused.set()
+                        self._registered.set()  # lets those who wait learn of it
+                        return
+                    self._log_absence(error)
                 self._registered.clear()
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, _LAST_RETRY_S)
+
+    def _log_absence(self, error: RollmeshError) -> None:
+        now_ms = clock.monotonic_ms()
+        if now_ms >= self._next_log_ms or self._registered.is_set():
+            self._next_log_ms = now_ms + _LOG_MS
+            _log.warning(
+                "waiting for the router",
+                extra=fields(router=self._router, reason=error.reason, error=str(error)),
+            )
 
     async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
         stub = router_pb2_grpc.RouterServiceStub(channel)
@@ -93,6 +134,7 @@ class Membership(AbstractAsyncContextManager["Membership"]):
         try:
             async with aclosing(read_stream(call)) as responses:
                 async for _ in responses:
+                    _log.info("registered", extra=fields(router=self._router))
                     self._registered.set()
         finally:
             ended.set()  # lets the call's own task end

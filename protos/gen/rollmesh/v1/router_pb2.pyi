@@ -88,6 +88,7 @@ class ReplicaHello(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LEASE_CAPACITY_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
@@ -98,6 +99,10 @@ class ReplicaHello(_message.Message):
     """Name of the model it serves, 1 to 128 characters."""
     lease_capacity: _builtins.int
     """Most leases at a time, at least 1. Engines only."""
+    instance_id: _builtins.str
+    """Id of the process, made anew by each: a process that opens another stream takes the place of
+    its former one. Empty never equals another.
+    """
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """How it is doing."""
@@ -111,10 +116,11 @@ class ReplicaHello(_message.Message):
         model: _builtins.str = ...,
         lease_capacity: _builtins.int = ...,
         load: Global___ReplicaLoad | None = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -83,7 +83,9 @@ class RouterServiceServicer(object):
 
     def Register(self, request_iterator, context):
         """Makes the caller a member for as long as the stream is open. The first message says who it
-        is, later ones how it is doing, at least every 5 s. When the stream ends it is gone.
+        is, later ones how it is doing, at least every 5 s. When the stream ends it is gone. A caller
+        whose id another process has is answered once that is heard of again, and is refused then; if
+        it stays silent, its place is taken.
         Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

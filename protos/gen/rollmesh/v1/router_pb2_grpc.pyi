@@ -35,7 +35,9 @@ class RouterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     Register: _grpc.StreamStreamMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]
     """Makes the caller a member for as long as the stream is open. The first message says who it
-    is, later ones how it is doing, at least every 5 s. When the stream ends it is gone.
+    is, later ones how it is doing, at least every 5 s. When the stream ends it is gone. A caller
+    whose id another process has is answered once that is heard of again, and is refused then; if
+    it stays silent, its place is taken.
     Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _grpc.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]
@@ -73,7 +75,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]  # type: ignore[assignment]
     """Makes the caller a member for as long as the stream is open. The first message says who it
-    is, later ones how it is doing, at least every 5 s. When the stream ends it is gone.
+    is, later ones how it is doing, at least every 5 s. When the stream ends it is gone. A caller
+    whose id another process has is answered once that is heard of again, and is refused then; if
+    it stays silent, its place is taken.
     Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _aio.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]  # type: ignore[assignment]
@@ -114,7 +118,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.RegisterResponse], _abc.AsyncIterator[_router_pb2.RegisterResponse]]:
         """Makes the caller a member for as long as the stream is open. The first message says who it
-        is, later ones how it is doing, at least every 5 s. When the stream ends it is gone.
+        is, later ones how it is doing, at least every 5 s. When the stream ends it is gone. A caller
+        whose id another process has is answered once that is heard of again, and is refused then; if
+        it stays silent, its place is taken.
         Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
         """
 

@@ -61,6 +61,9 @@ class CollectorService:
             yield
             running.cancel()
 
+    async def ready(self) -> None:
+        """Returns at once: the store is open."""
+
     async def drain(self) -> None:
         """Ends the streams of the consumers, who come back to the successor."""
         self._servicer.subscriptions.end_streams()

@@ -11,6 +11,7 @@ TOKENS = Counter("rollmesh_engine_tokens_total", "Tokens: prompt, cached, sample
 RUNNING = Gauge("rollmesh_engine_running", "Requests being sampled.")
 WAITING = Gauge("rollmesh_engine_waiting", "Requests that wait.")
 POLICY_VERSION = Gauge("rollmesh_engine_policy_version", "Version of the weights in use.")
+REGISTERED = Gauge("rollmesh_engine_registered", "Whether the router knows the engine now.")
 PAUSED_SECONDS = Histogram(
     "rollmesh_engine_update_paused_seconds",
     "Time that a weight update kept the engine from sampling.",

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from rollmesh.client.membership import Membership
+from rollmesh.engine import metrics
 from rollmesh.engine.backend import Backend
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted_backend import ScriptedBackend, ScriptedConfig
@@ -40,12 +42,18 @@ class EngineService:
             stack.push_async_callback(self._backend.stop)
             if self._config.router:
                 self._membership = Membership(self._config.router, self._hello(address), self._load)
-                await stack.enter_async_context(self._membership)
+                membership = await stack.enter_async_context(self._membership)
+                metrics.REGISTERED.set_function(lambda: membership.registered)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             watchers = [tasks.create_task(self._backend.watch()), tasks.create_task(self._report())]
             yield
             for task in watchers:
                 task.cancel()
+
+    async def ready(self) -> None:
+        """Waits for the router."""
+        if self._membership is not None:
+            await self._membership.wait_registered()
 
     async def drain(self) -> None:
         """Leaves the router."""
@@ -53,9 +61,17 @@ class EngineService:
             await self._membership.leave()
 
     async def failed(self) -> str:
-        """Returns when the model's process is gone."""
-        await self._backend.died.wait()
-        return "the model's process died"
+        """Returns when the model's process is gone, or the router refuses the engine."""
+        async with asyncio.TaskGroup() as group:
+            died = group.create_task(self._backend.died.wait())
+            waits: list[asyncio.Task[Any]] = [died]
+            if self._membership is not None:
+                waits.append(group.create_task(self._membership.wait_refused()))
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            why = "the model's process died" if died.done() else str(waits[-1].result())
+            for task in waits:
+                task.cancel()
+        return why
 
     async def _report(self) -> None:
         """Tells the router of a new policy version at once."""

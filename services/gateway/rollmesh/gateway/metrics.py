@@ -31,6 +31,7 @@ PARSER_FAILURES = Counter(
     "Answers that vLLM's tool parser did not read, which are text: busy, timeout, died, error.",
     ["reason"],
 )
+REGISTERED = Gauge("rollmesh_gateway_registered", "Whether the router knows the gateway now.")
 OPEN_SESSIONS = Gauge("rollmesh_gateway_open_sessions", "Sessions that take turns.")
 UNDELIVERED = Gauge(
     "rollmesh_gateway_undelivered_sessions", "Closed sessions that the collector has not taken."

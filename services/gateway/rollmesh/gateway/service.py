@@ -139,11 +139,18 @@ class GatewayService:
                 ]
                 async with Membership(
                     config.router, self._hello(address), lambda: self._load(gateway)
-                ) as self._membership:
+                ) as membership:
+                    self._membership = membership
+                    metrics.REGISTERED.set_function(lambda: membership.registered)
                     yield
                 await gateway.stop()
                 for task in owned:
                     task.cancel()
+
+    async def ready(self) -> None:
+        """Waits for the router."""
+        assert self._membership is not None
+        await self._membership.wait_registered()
 
     async def drain(self) -> None:
         """Leaves the router and refuses new sessions and turns."""
@@ -152,9 +159,9 @@ class GatewayService:
             await self._membership.leave()
 
     async def failed(self) -> str:
-        """Waits for ever: a gateway fails only with its process."""
-        await asyncio.Event().wait()
-        return ""
+        """Returns when the router refuses the gateway."""
+        assert self._membership is not None
+        return await self._membership.wait_refused()
 
     def _log_formats(self) -> None:
         """Says how answers are read, and warns where calls cannot be."""

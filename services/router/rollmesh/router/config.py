@@ -10,6 +10,7 @@ _LEAST = {
     "control_timeout_ms": 1,
     "push_silence_ms": 1,
     "max_version_step": 1,
+    "replica_silence_ms": 2_000,  # members report every second
 }
 
 
@@ -25,6 +26,8 @@ class RouterConfig(ServerConfig):
     """Longest control call to one engine, milliseconds."""
     push_silence_ms: int = 30_000
     """Longest wait for the next chunk of a push, milliseconds."""
+    replica_silence_ms: int = 10_000
+    """Time without a report after which another process may take a member's id, milliseconds."""
     max_version_step: int = 1_000_000
     """Most that the policy version of a push may be above the last one: what is further is taken
     for a mistake and refused, because no version below it could be pushed any more."""

@@ -10,6 +10,7 @@ from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
 from rollmesh.router.leases import LeaseTable
+from rollmesh.router.members import Members
 from rollmesh.router.servicer import RouterServicer
 from rollmesh.v1 import router_pb2_grpc
 
@@ -24,7 +25,9 @@ class RouterService:
         self.table = LeaseTable()
         metrics.watch(self.table)
         self._control = Control(self.table, config)
-        self._servicer = RouterServicer(self.table, self._control)
+        self._servicer = RouterServicer(
+            self.table, Members(config.replica_silence_ms), self._control
+        )
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""
@@ -39,6 +42,9 @@ class RouterService:
         """
         async with self._control.running():
             yield
+
+    async def ready(self) -> None:
+        """Returns at once: members come when they come."""
 
     async def drain(self) -> None:
         """Does nothing: members find out by their streams."""

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 from rollmesh.router import metrics
 from rollmesh.router.control import Control
 from rollmesh.router.leases import Engine, Grant, LeaseTable, Refusal
+from rollmesh.router.members import Members
 from rollmesh.runtime import faults
 from rollmesh.runtime.channels import drained_on_refusal
-from rollmesh.runtime.errors import InvalidFieldError, ReplicaIdInUseError
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.interceptors import Context
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
@@ -18,39 +19,34 @@ _MAX_ID_CHARS = 128
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """Serves one router."""
 
-    def __init__(self, table: LeaseTable, control: Control) -> None:
+    def __init__(self, table: LeaseTable, members: Members, control: Control) -> None:
         """Takes the state and the control of engines."""
         self._table = table
+        self._members = members
         self._control = control
-        self._replicas: dict[str, router_pb2.ReplicaHello] = {}
         self._router_id = uuid.uuid4().hex
 
     async def Register(
         self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
     ) -> AsyncIterator[router_pb2.RegisterResponse]:
         first = await anext(request_iterator, None)
-        hello = _checked_hello(first)
-        if hello.replica_id in self._replicas:
-            raise ReplicaIdInUseError(
-                f"replica_id: {hello.replica_id!r} is registered; give another, or wait until the "
-                "former one is gone"
-            )
-        self._replicas[hello.replica_id] = hello
-        engine = self._add_engine(hello)
+        member = await self._members.join(_checked_hello(first))
+        engine = self._add_engine(member.hello)
         try:
             yield router_pb2.RegisterResponse(router_id=self._router_id)
             async for message in request_iterator:
                 if not message.HasField("load"):
                     raise InvalidFieldError("load", "is missing; after the hello, send loads")
-                hello.load.CopyFrom(message.load)
+                self._members.reported(member, message.load)
                 if engine is not None:
                     _take_load(engine, message.load)
                     self._control.heed(engine)
         finally:
-            del self._replicas[hello.replica_id]
+            self._members.leave(member)
             if engine is not None:
-                self._table.remove_engine(engine.engine_id)
                 self._control.gone(engine)
+                if self._table.engines.get(engine.engine_id) is engine:
+                    self._table.remove_engine(engine.engine_id)
 
     async def Dispatch(
         self, request_iterator: AsyncIterator[router_pb2.DispatchRequest], context: Context
@@ -79,9 +75,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ListReplicasRequest, context: Context
     ) -> router_pb2.ListReplicasResponse:
         response = router_pb2.ListReplicasResponse(models=self._control.models())
-        for replica_id, hello in self._replicas.items():
+        for hello in self._members.hellos():
             replica = response.replicas.add(hello=hello)
-            engine = self._table.engines.get(replica_id)
+            engine = self._table.engines.get(hello.replica_id)
             if engine is not None and hello.kind == router_pb2.REPLICA_KIND_ENGINE:
                 replica.leases = engine.leases
                 replica.sessions = len(engine.sessions)

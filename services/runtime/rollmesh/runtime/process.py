@@ -56,7 +56,10 @@ def run_service(
     except RollmeshError as error:  # it could not start
         print(f"rollmesh {name}: {error.message}", file=sys.stderr)  # noqa: T201 - the edge
         return 1
-    return 1 if failure else 0
+    if failure:
+        print(f"rollmesh {name}: {failure}", file=sys.stderr)  # noqa: T201 - the edge
+        return 1
+    return 0
 
 
 async def _serve(build: Callable[[_Config], Service], config: _Config) -> str | None:

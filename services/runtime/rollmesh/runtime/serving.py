@@ -1,6 +1,8 @@
 """One way to build, serve, drain and stop a service.
 
-Order of a start: bind, health NOT_SERVING, the service's own start, health SERVING, announce.
+Order of a start: bind, health NOT_SERVING, the service's own start, the router's answer, health
+SERVING, announce. Health stays SERVING where the router goes away later: what runs goes on, the
+router comes back to all at once, and a supervisor that stopped what it fences would only do harm.
 Order of a stop: health NOT_SERVING, drain (leave the router, refuse new work), finish running calls
 within the grace, flush and close the store, stop.
 """
@@ -11,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from rollmesh.runtime.channels import KEEPALIVE_MS, WINDOW_OPTIONS, keepalive_options
 from rollmesh.runtime.config import ConfigError, check_least
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.runtime.logs import fields
 from rollmesh.runtime.mesh import GRACE_MS
@@ -112,6 +115,14 @@ class Service(Protocol):
 
     def running(self, address: str) -> AbstractAsyncContextManager[None]:
         """Starts on entry, flushes and closes on exit. `address` is how others reach it."""
+        ...
+
+    async def ready(self) -> None:
+        """Returns when it can be used: it is registered with its router.
+
+        Raises:
+            RollmeshError: It never will be.
+        """
         ...
 
     async def drain(self) -> None:
@@ -241,10 +252,14 @@ async def serve(
     try:
         with metrics_endpoint(config.host, metrics_port) as bound_metrics_port:
             async with service.running(address):
-                for name in ("", service.name):
-                    await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
-                announce(Bound(port, bound_metrics_port))
-                failure = await _until_stopped(service, stop)
+                bound = Bound(port, bound_metrics_port)
+
+                async def begin() -> None:
+                    for name in ("", service.name):
+                        await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
+                    announce(bound)
+
+                failure = await _until_over(service, stop, begin)
                 _log.info("stopping", extra=fields(failure=failure))
                 await probe.enter_graceful_shutdown()
                 await _drain(service, config.grace_ms / 1000)
@@ -263,12 +278,30 @@ async def _drain(service: Service, grace_s: float) -> None:
         _log.warning("drained only in part", extra=fields(after_s=grace_s))
 
 
-async def _until_stopped(service: Service, stop: asyncio.Event) -> str | None:
+async def _until_over(
+    service: Service, stop: asyncio.Event, begin: Callable[[], Awaitable[None]]
+) -> str | None:
+    """Calls `begin` when a service is ready; returns why it cannot go on, None after a stop."""
     async with asyncio.TaskGroup() as group:
         stopped = group.create_task(stop.wait())
         failed = group.create_task(service.failed())
-        await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
-        failure = failed.result() if failed.done() else None
-        stopped.cancel()
-        failed.cancel()
+        ready = group.create_task(_readiness(service))
+        await asyncio.wait((stopped, failed, ready), return_when=asyncio.FIRST_COMPLETED)
+        failure = ready.result() if ready.done() else None
+        if ready.done() and not failure:
+            await begin()
+            await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failure = failed.result()
+        for task in (stopped, failed, ready):
+            task.cancel()
     return failure
+
+
+async def _readiness(service: Service) -> str | None:
+    """Returns when a service is ready, with the reason where it never will be."""
+    try:
+        await service.ready()
+    except RollmeshError as error:
+        return error.message
+    return None

@@ -1,0 +1,93 @@
+"""Who is in the mesh: one member for each id."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from rollmesh.runtime.errors import ReplicaIdInUseError
+from rollmesh.runtime.logs import fields
+from rollmesh.v1 import router_pb2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One replica and its stream."""
+
+    hello: router_pb2.ReplicaHello
+    """Who it is, with the load that it reported last."""
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it reports, and when its stream ends."""
+
+
+class Members:
+    """The replicas that are registered."""
+
+    def __init__(self, silence_ms: int) -> None:
+        """Begins with nobody.
+
+        Args:
+            silence_ms: Time without a report after which an id may be taken over, milliseconds.
+        """
+        self._silence_ms = silence_ms
+        self._members: dict[str, Member] = {}
+
+    def hellos(self) -> list[router_pb2.ReplicaHello]:
+        """Returns who is there."""
+        return [member.hello for member in self._members.values()]
+
+    async def join(self, hello: router_pb2.ReplicaHello) -> Member:
+        """Makes a replica a member.
+
+        A process that is there already has opened its stream anew. Another one takes a place only
+        after a member that says nothing: its host is gone, and its stream has not ended yet.
+
+        Raises:
+            ReplicaIdInUseError: Another process has the id, and lives.
+        """
+        while (former := self._members.get(hello.replica_id)) is not None:
+            if hello.instance_id and hello.instance_id == former.hello.instance_id:
+                break
+            former.heard.clear()
+            try:
+                async with asyncio.timeout(self._silence_ms / 1000):
+                    await former.heard.wait()
+            except TimeoutError:
+                if self.has(former):
+                    _log.warning(
+                        "took the place of a member that says nothing",
+                        extra=fields(replica=hello.replica_id, former=former.hello.address),
+                    )
+                    break
+            if self.has(former):
+                raise ReplicaIdInUseError(
+                    f"replica_id: {hello.replica_id!r} is registered from "
+                    f"{former.hello.address}; give each replica an id of its own"
+                )
+        member = self._members[hello.replica_id] = Member(hello)
+        return member
+
+    def has(self, member: Member) -> bool:
+        """Says whether a member still has its place."""
+        return self._members.get(member.hello.replica_id) is member
+
+    def reported(self, member: Member, load: router_pb2.ReplicaLoad) -> None:
+        """Takes a report.
+
+        Raises:
+            ReplicaIdInUseError: Another stream has taken its place.
+        """
+        if not self.has(member):
+            raise ReplicaIdInUseError(
+                f"replica_id: {member.hello.replica_id!r} was taken over while nothing was heard "
+                "from this replica; start it again"
+            )
+        member.hello.load.CopyFrom(load)
+        member.heard.set()
+
+    def leave(self, member: Member) -> None:
+        """Forgets a member whose stream ended."""
+        if self.has(member):
+            del self._members[member.hello.replica_id]
+        member.heard.set()
