@@ -43,9 +43,11 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
         yield running
 
 
-async def answered(mesh: LiveMesh, session_id: str) -> gateway_pb2.ChatDone:
+async def answered(mesh: LiveMesh, session_id: str, retry_count: int = 0) -> gateway_pb2.ChatDone:
     key = mesh.gateway.keys.key(session_id)
-    request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ASK])
+    request = gateway_pb2.ChatRequest(
+        session_id=session_id, session_key=key, messages=[ASK], retry_count=retry_count
+    )
     return [response async for response in mesh.stub.Chat(request, timeout=60)][-1].done
 
 
@@ -125,8 +127,8 @@ async def test_a_retry_that_comes_while_the_turn_is_committed_is_known_as_one(
         lost = asyncio.ensure_future(answered(mesh, opened.session_id))
         await held.reached.wait()
         lost.cancel()
-        retry = asyncio.ensure_future(answered(mesh, opened.session_id))
-        (turn,) = mesh.gateway.session(opened.session_id).in_flight.values()
+        retry = asyncio.ensure_future(answered(mesh, opened.session_id, retry_count=1))
+        (turn,) = mesh.gateway.session(opened.session_id).in_flight
         while turn.joins < 2:  # noqa: ASYNC110 - the gateway tells nobody
             await asyncio.sleep(0)
         held.may_go.set()

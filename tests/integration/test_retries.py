@@ -58,6 +58,25 @@ async def test_a_key_names_its_sample_whatever_was_asked_since(mesh: Mesh) -> No
     assert (result.turns, len(result.trajectories)) == (3, 3)
 
 
+async def test_equal_requests_at_the_same_time_are_siblings_and_their_retries_are_not(
+    mesh: Mesh,
+) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            four = await asyncio.gather(*(ask(agent) for _ in range(4)))
+            streams = await asyncio.gather(*(streamed(agent) for _ in range(2)))
+            assert len({answer.id for answer in four}) == 4
+            again = await asyncio.gather(*(ask(agent, extra_headers=RETRY) for _ in range(3)))
+            assert len({answer.id for answer in again}) == 3  # nor do they share one of many
+            assert len(streams) == 2
+            await mesh.restart("gateway")
+            agent = mesh.openai(session, max_retries=5)
+            after = await asyncio.gather(*(ask(agent) for _ in range(8)))
+            assert len({answer.id for answer in after}) == 8
+        assert (await delivered(client)).turns == 8  # the first six may have got lost
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_key_given_with_another_request_is_refused(mesh: Mesh, *, stream: bool) -> None:
     async with mesh.client() as client:

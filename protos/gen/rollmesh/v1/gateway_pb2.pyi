@@ -273,7 +273,10 @@ class ChatRequest(_message.Message):
     another body is refused (IDEMPOTENCY_KEY_REUSED). May be empty.
     """
     retry_count: _builtins.int
-    """How many times the client's SDK says it has tried before."""
+    """How many times the client's SDK says it has tried before. Above 0 it gets the answer of the
+    request that it equals, in flight or answered. With 0 and no key it does so only where nobody
+    waits for that answer and it never left whole: else it is a sample of its own, a sibling.
+    """
     template_options_json: _builtins.bytes
     """Extra variables for the chat template: a JSON object. Empty means none."""
     disconnect_policy: Global___DisconnectPolicy.ValueType

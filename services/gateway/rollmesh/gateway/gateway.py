@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics
-from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
+from rollmesh.gateway.answer import Delta
 from rollmesh.gateway.fidelity import ExportMode, Fidelity
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.keys import SECRET_BYTES, SessionKeys
@@ -88,10 +88,7 @@ class Gateway:
         for stored in await self._database.run(lambda db: journal.read_open(db, self._new_tree)):
             session = Session(stored.spec, stored.tree)
             for node_id, record in stored.answers.items():
-                node = stored.tree.nodes[node_id]
-                session.answered(Answered(node, record))
-                if node.children:  # the agent went on from it, so it has it
-                    session.delivered.add(node_id)
+                session.restore(Answered(stored.tree.nodes[node_id], record))
             self._sessions[stored.spec.session_id] = session
             if stored.spec.request_id:
                 self._by_request_id[stored.spec.request_id] = stored.spec
@@ -180,35 +177,33 @@ class Gateway:
             RollmeshError: There is no answer and nothing was kept.
         """
         session.used_ms = clock.monotonic_ms()
-        found = session.find_answer(request)
-        if found is not None:
-            metrics.REPLAYED_ANSWERS.inc()
-            await self._mark_replayed(session, found.node)
-            for piece in _replayed(found, request):
-                yield piece
-            session.leaves(found)
-            yield found
-            session.delivered.add(found.node.node_id)
-            return
-        if self._draining:
-            raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
         turn = session.find_turn(request)
         if turn is None:
-            turn = Turn(request)
-            session.in_flight[request.identity] = turn
-            turn.task = self._tasks.create_task(self._run(session, turn))
-            # Not in the task: one that is cancelled before its first step runs nothing.
-            turn.task.add_done_callback(lambda _: _end(session, turn, _cancelled()))
+            turn = self._begin(session, request)
+        turn.tries = max(turn.tries, request.retry_count)
         async with _subscribed(session, turn):
+            if turn.answered is not None:
+                metrics.REPLAYED_ANSWERS.inc()
+                await self._mark_replayed(session, turn.answered.node)
             async for event in turn.events():
                 if isinstance(event, Answered):
                     await faults.reach("gateway-before-reply")
-                    session.leaves(event)
+                    turn.handed = True
                     yield event
-                    session.delivered.add(event.node.node_id)
+                    turn.left = True
                     await faults.reach("gateway-after-reply")
                 elif request.stream:
                     yield event
+
+    def _begin(self, session: Session, request: TurnRequest) -> Turn:
+        if self._draining:
+            raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
+        turn = Turn.of(request)
+        session.begin(turn)
+        turn.task = self._tasks.create_task(self._run(session, turn, request))
+        # Not in the task: one that is cancelled before its first step runs nothing.
+        turn.task.add_done_callback(lambda _: session.end(turn, _cancelled()))
+        return turn
 
     async def close(self, request: gateway_pb2.CloseSessionRequest) -> list[str]:
         """Closes a session and puts its record into the outbox; a repeat gives the same ids.
@@ -285,73 +280,47 @@ class Gateway:
         session_id = session.spec.session_id
         await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
 
-    async def _run(self, session: Session, turn: Turn) -> None:
+    async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
         """Owns one turn: whatever happens becomes its end."""
         try:
-            answered = await self._runner.run(session, turn)
+            answered = await self._runner.run(session, turn, request)
             if turn.joins > 1:  # here, for a retry may have come while the turn was committed
                 await self._mark_replayed(session, answered.node)
             metrics.committed(answered.node)
-            _end(session, turn, answered)
-            if not turn.subscribers:
-                session.deserted(turn)
+            session.end(turn, answered)
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
-            _end(session, turn, error)
+            session.end(turn, error)
         except Exception as error:  # noqa: BLE001 - the edge of a task: one turn must not end the others
             _log.exception("turn failed", extra=fields(session=session.spec.session_id))
-            _end(session, turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
+            session.end(turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
 
 
 @asynccontextmanager
 async def _subscribed(session: Session, turn: Turn) -> AsyncIterator[None]:
-    """Counts a subscriber; the last to leave an unfinished turn ends it, unless it is to finish."""
-    turn.subscribers += 1
+    """Counts who waits; the last to leave an unfinished turn ends it, unless it is to finish."""
+    turn.waiting += 1
     turn.joins += 1
     try:
         yield
     finally:
-        turn.subscribers -= 1
-        if not turn.subscribers:
-            session.deserted(turn)
-        abandoned = turn.subscribers == 0 and not (turn.ended or turn.committing)
-        if abandoned and not turn.request.finish_on_disconnect:
-            turn.abandoned = True
+        turn.waiting -= 1
+        abandoned = not (turn.waiting or turn.ended or turn.committing)
+        if abandoned and not turn.finish_on_disconnect:
+            session.forget(turn)
             turn.cancel(_cancelled())
-
-
-def _end(session: Session, turn: Turn, result: Answered | RollmeshError) -> None:
-    """Ends a turn that may have ended, and takes it out of those in flight."""
-    if session.in_flight.get(turn.request.identity) is turn:
-        del session.in_flight[turn.request.identity]
-        session.used_ms = clock.monotonic_ms()
-    turn.end(result)
 
 
 async def _end_turns(session: Session, error: RollmeshError) -> None:
     """Ends what is being sampled with an error; waits for what is on its way to the journal."""
     committing: list[asyncio.Task[None]] = []
-    for turn in session.in_flight.values():
+    for turn in session.in_flight:
         if not turn.committing:
             turn.cancel(error)
         elif turn.task is not None:
             committing.append(turn.task)
     if committing:
         await asyncio.wait(committing)
-
-
-def _replayed(answered: Answered, request: TurnRequest) -> list[Delta]:
-    """Returns the pieces of a stored answer in the form that is asked for now."""
-    if not request.stream:
-        return []
-    message = answered.node.unit[0]
-    pieces: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
-    pieces += [message.content] if message.content else []
-    pieces += [
-        CallDelta(index, call.id, call.name, call.arguments)
-        for index, call in enumerate(message.tool_calls)
-    ]
-    return pieces
 
 
 def _cancelled() -> GenerationAbortedError:

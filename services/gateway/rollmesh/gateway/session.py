@@ -1,21 +1,16 @@
-"""An open session: its tree, its turns in flight, and how retries find their answer.
-
-A retry is not a sample. What a request asks for again is told by its idempotency key, which names
-one sample however often it is asked for. Without a key a request is a retry when it equals one that
-is in flight, or when it equals an answered one and says so (retry count) or its answer never left
-whole. The same request after an answer that did leave is a new sample: a sibling.
-"""
+"""An open session: its tree, and its turns, in flight and answered, as retries find them."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from rollmesh.gateway.answer import Delta
+from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
 from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.forced import Wanted
 from rollmesh.gateway.journal import AnswerRecord, SessionSpec
 from rollmesh.gateway.messages import Frame, Message
 from rollmesh.gateway.reading import MessageReader
+from rollmesh.gateway.retries import retried
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -63,26 +58,56 @@ class Answered:
 
 
 class Turn:
-    """One generation and those who wait for its answer.
+    """One sample that was asked for, and those who wait for its answer.
 
     Pieces are kept until the end, so that a retry that joins late gets all of them, and so that who
     reads slowly holds up neither the engine nor others: they have no more text than the answer.
+    Afterwards they are read from the answer itself.
     """
 
-    def __init__(self, request: TurnRequest) -> None:
+    def __init__(self, fingerprint: str, idempotency_key: str = "") -> None:
         """Begins a turn that nobody has joined."""
-        self.request = request
-        self.subscribers = 0
+        self.fingerprint = fingerprint
+        self.idempotency_key = idempotency_key
+        self.stream = False
+        self.finish_on_disconnect = False
+        self.waiting = 0
         self.joins = 0
         """How often somebody asked for its answer."""
+        self.tries = 0
+        self.handed = False
+        """Whether its answer began to leave; whether it arrived may not be known."""
+        self.left = False
         self.task: asyncio.Task[None] | None = None
         self.committing = False
         """Whether the answer is on its way to the journal: from then on it is kept."""
-        self.abandoned = False
-        """Whether it was ended because nobody waits for it; no one joins it any more."""
         self._deltas: list[Delta] = []
         self._result: Answered | RollmeshError | None = None
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None
+
+    @classmethod
+    def of(cls, request: TurnRequest) -> "Turn":
+        """Returns the turn that a request begins."""
+        turn = cls(request.fingerprint, request.idempotency_key)
+        turn.stream, turn.finish_on_disconnect = request.stream, request.finish_on_disconnect
+        return turn
+
+    @classmethod
+    def stored(cls, answered: Answered) -> "Turn":
+        """Returns an answered turn as the journal has it.
+
+        Who had its answer is not known: everybody may have. That all of it left is known only where
+        the agent went on from it.
+        """
+        turn = cls(answered.record.fingerprint, answered.record.idempotency_key)
+        turn.handed, turn.left = True, bool(answered.node.children)
+        turn.end(answered)
+        return turn
+
+    @property
+    def identity(self) -> str:
+        """What its retries have in common with it."""
+        return self.idempotency_key or self.fingerprint
 
     @property
     def ended(self) -> bool:
@@ -97,7 +122,7 @@ class Turn:
     @property
     def has_emitted(self) -> bool:
         """Whether a piece of the answer may have left."""
-        return self.request.stream and bool(self._deltas)
+        return self.stream and bool(self._deltas)
 
     def emit(self, deltas: list[Delta]) -> None:
         """Passes pieces on."""
@@ -110,6 +135,7 @@ class Turn:
         if self._result is None:
             self._result = result
             self._wake()
+            self._deltas = []  # who reads them has the list
 
     def cancel(self, error: RollmeshError) -> None:
         """Ends a turn that is not on its way to the journal; who waits for it gets the error."""
@@ -123,12 +149,14 @@ class Turn:
         Raises:
             RollmeshError: The turn failed.
         """
-        at = 0
+        deltas, at = self._deltas, 0
+        if self.answered is not None:
+            deltas = _pieces(self.answered.node.unit[0])
         while True:
-            changed = self._changed
-            while at < len(self._deltas):
+            changed = self._changed = self._changed or asyncio.Event()
+            while at < len(deltas):
                 at += 1
-                yield self._deltas[at - 1]
+                yield deltas[at - 1]
             if isinstance(self._result, RollmeshError):
                 raise self._result
             if self._result is not None:
@@ -137,8 +165,20 @@ class Turn:
             await changed.wait()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+
+def _pieces(message: Message) -> list[Delta]:
+    """Returns a whole answer as the pieces of a stream."""
+    pieces: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    pieces += [message.content] if message.content else []
+    pieces += [
+        CallDelta(index, call.id, call.name, call.arguments)
+        for index, call in enumerate(message.tool_calls)
+    ]
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,78 +215,63 @@ class Session:
 
     spec: SessionSpec
     tree: Tree
-    answers: dict[str, Answered] = field(default_factory=dict)
-    """The answer of each idempotency key, and the newest without one of each fingerprint."""
-    delivered: set[int] = field(default_factory=set)
-    """Node ids of answers that left whole."""
-    handed: set[int] = field(default_factory=set)
-    """Node ids of answers that began to leave; whether they arrived may not be known."""
-    unseen: set[int] = field(default_factory=set)
-    """Node ids of answers that were committed when nobody waited for them any more."""
-    in_flight: dict[str, Turn] = field(default_factory=dict)
-    """By what retries have in common."""
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
+    """Those in flight and the answered ones, by what retries have in common, oldest first."""
+    in_flight: list[Turn] = field(default_factory=list)
     reader: MessageReader = field(default_factory=MessageReader)
     """Reads its requests."""
     closing: bool = False
     used_ms: int = field(default_factory=clock.monotonic_ms)
     """When it was last used, on the monotonic clock."""
 
-    def find_answer(self, request: TurnRequest) -> Answered | None:
-        """Returns the answer that a request is a retry of; None where it is a new sample.
-
-        Raises:
-            IdempotencyKeyReusedError: The key names the sample of another request.
-        """
-        found = self.answers.get(request.identity)
-        if found is None:
-            return None
-        if request.idempotency_key:
-            _check_same(found.record.fingerprint, request)
-            return found
-        is_retry = request.retry_count > 0 or found.node.node_id not in self.delivered
-        return found if is_retry else None
-
     def find_turn(self, request: TurnRequest) -> Turn | None:
-        """Returns the turn in flight that a request is a retry of; None where there is none.
+        """Returns the turn that a request is a retry of; None where it is a new sample.
 
         Raises:
             IdempotencyKeyReusedError: The key names the sample of another request.
         """
-        turn = self.in_flight.get(request.identity)
-        if turn is None or turn.abandoned:
-            return None
-        _check_same(turn.request.fingerprint, request)
-        return turn
+        turns = self.turns.get(request.identity, [])
+        if not request.idempotency_key:
+            return retried(turns, request.retry_count)
+        if turns and turns[0].fingerprint != request.fingerprint:
+            raise IdempotencyKeyReusedError(
+                "idempotency_key", "was given with another request; give each request its own"
+            )
+        return turns[0] if turns else None
 
-    def leaves(self, answered: Answered) -> None:
-        """Notes that an answer is handed out: from now on it counts as seen."""
-        self.handed.add(answered.node.node_id)
-        self.unseen.discard(answered.node.node_id)
+    def begin(self, turn: Turn) -> None:
+        """Takes up a turn that is in flight."""
+        self.in_flight.append(turn)
+        self.turns.setdefault(turn.identity, []).append(turn)
 
-    def deserted(self, turn: Turn) -> None:
-        """Notes that nobody waits for a turn any more, which may have ended unseen."""
-        answered = turn.answered
-        if answered is not None and answered.node.node_id not in self.handed:
-            self.unseen.add(answered.node.node_id)
+    def restore(self, answered: Answered) -> None:
+        """Takes up an answered turn of the journal."""
+        turn = Turn.stored(answered)
+        self.turns.setdefault(turn.identity, []).append(turn)
+
+    def end(self, turn: Turn, result: Answered | RollmeshError) -> None:
+        """Ends a turn, unless it has ended; one that failed is forgotten: it is no sample."""
+        if turn in self.in_flight:
+            self.in_flight.remove(turn)
+            self.used_ms = clock.monotonic_ms()
+        turn.end(result)
+        if turn.answered is None:
+            self.forget(turn)
+
+    def forget(self, turn: Turn) -> None:
+        """Lets no more requests join a turn."""
+        turns = self.turns.get(turn.identity, [])
+        if turn in turns:
+            turns.remove(turn)
+        if not turns:
+            self.turns.pop(turn.identity, None)
 
     def mark_orphans(self) -> None:
-        """Marks the answers that never reached the agent, which went on without them.
-
-        After a restart it is not known who had an answer; then everybody has.
-        """
-        for node_id in self.unseen:
-            node = self.tree.nodes[node_id]
-            reasons = node.reasons - {Fidelity.ORPHANED}  # of a close that could not be stored
-            node.reasons = reasons if node.children else reasons | {Fidelity.ORPHANED}
-
-    def answered(self, answered: Answered) -> None:
-        """Remembers a committed turn."""
-        record = answered.record
-        self.answers[record.idempotency_key or record.fingerprint] = answered
-
-
-def _check_same(fingerprint: str, request: TurnRequest) -> None:
-    if fingerprint != request.fingerprint:
-        raise IdempotencyKeyReusedError(
-            "idempotency_key", "was given with another request; give each request its own"
-        )
+        """Marks the answers that never reached the agent, which went on without them."""
+        for turns in self.turns.values():
+            for turn in turns:
+                if turn.answered is None or turn.handed or turn.waiting:
+                    continue
+                node = turn.answered.node
+                reasons = node.reasons - {Fidelity.ORPHANED}  # of a close that was not stored
+                node.reasons = reasons if node.children else reasons | {Fidelity.ORPHANED}

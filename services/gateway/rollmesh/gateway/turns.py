@@ -46,7 +46,7 @@ from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
 )
-from rollmesh.v1 import engine_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, router_pb2, types_pb2
 
 _STREAMED_CHUNK = 16
 _INLINE_IDS = 128  # more ids than these are decoded off the event loop
@@ -118,7 +118,7 @@ class TurnRunner:
         self._lease_timeout_ms = lease_timeout_ms
         self._turn_timeout_ms = turn_timeout_ms
 
-    async def run(self, session: Session, turn: Turn) -> Answered:
+    async def run(self, session: Session, turn: Turn, request: TurnRequest) -> Answered:
         """Samples and commits one turn; what is on its way to the journal is not cut short.
 
         Raises:
@@ -126,17 +126,16 @@ class TurnRunner:
         """
         try:
             async with asyncio.timeout(self._turn_timeout_ms / 1000):
-                sampled = await self._sample(session, turn)
+                sampled = await self._sample(session, turn, request)
         except TimeoutError as error:
             message = f"the turn took longer than {self._turn_timeout_ms} ms"
             raise DeadlineError(message) from error
         turn.committing = True
-        return await self._commit(session, turn.request, *sampled)
+        return await self._commit(session, request, *sampled)
 
     async def _sample(
-        self, session: Session, turn: Turn
+        self, session: Session, turn: Turn, request: TurnRequest
     ) -> tuple[Prepared, Message, Sample, frozenset[Fidelity]]:
-        request = turn.request
         if request.frame.tools_json and request.wanted.calls is not Calls.NONE:
             check_readable(self._format)
         units = units_of(request.messages)
@@ -147,7 +146,7 @@ class TurnRunner:
             is_long=_new_chars(match, request.frame, units) > _SHORT_CHARS,
         )
         sampling = self._sampling(request, prepared.prompt_tokens)
-        generation = await self._generate_somewhere(session, turn, prepared, sampling)
+        generation = await self._generate_somewhere(session, turn, request, prepared, sampling)
         turn.emit(generation.answer.end_text())
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
             whole.take(await self._vllm_parser.read(whole.text, request.frame.tools_json))
@@ -224,7 +223,12 @@ class TurnRunner:
         return sampling
 
     async def _generate_somewhere(
-        self, session: Session, turn: Turn, prepared: Prepared, sampling: types_pb2.SamplingParams
+        self,
+        session: Session,
+        turn: Turn,
+        request: TurnRequest,
+        prepared: Prepared,
+        sampling: types_pb2.SamplingParams,
     ) -> Generation:
         """Generates; begins anew on another engine as long as nothing of the answer has left."""
         lost: list[str] = []
@@ -236,11 +240,9 @@ class TurnRunner:
                 deadline_ms=self._lease_timeout_ms,
             ) as grant:
                 try:
-                    return await self._generate(
-                        session, turn, prepared, sampling, grant.address, grant.engine_id
-                    )
+                    return await self._generate(session, turn, request, prepared, sampling, grant)
                 except InvalidConstraintError as error:
-                    raise turn.request.wanted.refused(error) from error
+                    raise request.wanted.refused(error) from error
                 except (EngineDeadError, RemoteError) as error:
                     metrics.ENGINE_LOSSES.inc()
                     lost.append(grant.engine_id)
@@ -258,12 +260,12 @@ class TurnRunner:
         self,
         session: Session,
         turn: Turn,
+        request: TurnRequest,
         prepared: Prepared,
         sampling: types_pb2.SamplingParams,
-        address: str,
-        engine_id: str,
+        grant: router_pb2.LeaseGrant,
     ) -> Generation:
-        request = turn.request
+        address, engine_id = grant.address, grant.engine_id
         generation = Generation(
             Answer(
                 IncrementalDecoder(self._tokenizer, self._format.marks),
@@ -354,9 +356,7 @@ class TurnRunner:
         for one in added:
             one.stored = True
         await faults.reach("gateway-after-commit")
-        answered = Answered(node, record)
-        session.answered(answered)
-        return answered
+        return Answered(node, record)
 
     async def _off_loop(self, work: Callable[[], _Result], *, is_long: bool = False) -> _Result:
         executor = self._long_executor if is_long else self._executor
