@@ -186,7 +186,8 @@ class ChatEndpoint:
             request.CopyFrom(chat)
         request.choice_index = index
         if index and request.sampling.HasField("seed"):
-            request.sampling.seed += index  # one seed would make all choices equal
+            seed = request.sampling.seed + index  # one seed would make all choices equal
+            request.sampling.seed = seed if seed < 2**63 else seed - 2**64
         headers = {key.lower(): value.decode("latin-1") for key, value in scope["headers"]}
         session = scope["path_params"].get("session", "")
         request.session_id, request.session_key = named_session(session, headers)

@@ -1,5 +1,6 @@
 """An OpenAI chat-completions body as a `ChatRequest`; each error names the parameter."""
 
+import reprlib
 from typing import Any
 
 import orjson
@@ -42,6 +43,8 @@ _MAX_STOPS, _MAX_STOP_TOKENS = 16, 64
 _MAX_MODEL_CHARACTERS = 256
 _MAX_SCHEMA_BYTES = 64 * 1024
 MAX_CHOICES = 16
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 100
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def read_choices(body: dict[str, Any]) -> int:
     if n is None:
         return 1
     if type(n) is not int or not 1 <= n <= MAX_CHOICES:
-        raise InvalidFieldError("n", f"is {n!r}; give 1 to {MAX_CHOICES}")
+        raise InvalidFieldError("n", f"is {_SHOWN.repr(n)}; give 1 to {MAX_CHOICES}")
     return n
 
 
@@ -136,7 +139,7 @@ def wants_usage(body: dict[str, Any]) -> bool:
             "stream_options.continuous_usage_stats",
             "is not served: usage comes in the last chunk; give include_usage",
         )
-    return _flag(options, "include_usage")
+    return _flag(options, "include_usage", "stream_options.")
 
 
 def _check_modalities(modalities: Any) -> None:
@@ -145,7 +148,8 @@ def _check_modalities(modalities: Any) -> None:
 
 
 def _template_options(body: dict[str, Any]) -> bytes:
-    options = body.get("chat_template_kwargs") or {}
+    options = body.get("chat_template_kwargs")
+    options = {} if options is None else options
     if not isinstance(options, dict):
         raise InvalidFieldError("chat_template_kwargs", "is not an object")
     if taken := options.keys() & _TEMPLATE_ARGUMENTS:
@@ -160,7 +164,7 @@ def _template_options(body: dict[str, Any]) -> bytes:
         }
     if (documents := body.get("documents")) is not None:
         options = {**options, "documents": _documents(documents)}
-    return orjson.dumps(options) if options else b""
+    return _json(options, "chat_template_kwargs") if options else b""
 
 
 def _documents(documents: Any) -> list[dict[str, str]]:
@@ -179,7 +183,7 @@ def _message(message: Any, field: str) -> types_pb2.ChatMessage:
     name = message.get("role")
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise InvalidFieldError(f"{field}.role", f"{name!r} is no role")
+        raise InvalidFieldError(f"{field}.role", f"{_SHOWN.repr(name)} is no role")
     content = message.get("content")
     if len(message) == 2 and isinstance(content, str):  # nothing else to check, as most are
         return types_pb2.ChatMessage(role=role, content=content or None)
@@ -246,7 +250,7 @@ def _tools(tools: Any) -> bytes:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidFieldError(f"tools[{at}].function.name", "is missing; only functions")
-    return orjson.dumps(tools) if tools else b""
+    return _json(tools, "tools") if tools else b""
 
 
 def _tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
@@ -293,7 +297,7 @@ def _schema_format(form: Any, field: str) -> gateway_pb2.JsonFormat:
     strict = form.get("strict")
     if not isinstance(strict, bool | None):
         raise InvalidFieldError(f"{field}.strict", "must be true or false")
-    text = b"" if schema is None else orjson.dumps(schema)
+    text = b"" if schema is None else _json(schema, f"{field}.schema")
     if len(text) > _MAX_SCHEMA_BYTES:
         raise InvalidFieldError(
             f"{field}.schema", f"has {len(text)} bytes; give at most {_MAX_SCHEMA_BYTES}"
@@ -317,11 +321,13 @@ def _sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
             result.max_tokens = _integer(body[name], name, 1)
     if _flag(body, "ignore_eos"):
         result.ignore_eos = True
-    result.stop_token_ids.extend(_stop_token_ids(body.get("stop_token_ids") or []))
+    result.stop_token_ids.extend(_stop_token_ids(body.get("stop_token_ids")))
     return result
 
 
 def _stop_token_ids(ids: Any) -> list[int]:
+    if ids is None:
+        return []
     if not isinstance(ids, list) or len(ids) > _MAX_STOP_TOKENS:
         raise InvalidFieldError("stop_token_ids", f"give at most {_MAX_STOP_TOKENS} token ids")
     return [_integer(value, f"stop_token_ids[{at}]", 0) for at, value in enumerate(ids)]
@@ -346,7 +352,9 @@ def _integer(value: Any, field: str, least: int | None) -> int:
 
 
 def _stop(stop: Any) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else stop or []
+    if stop is None:
+        return []
+    stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
         raise InvalidFieldError("stop", "must be a string or a list of non-empty strings")
     if len(stops) > _MAX_STOPS:
@@ -354,11 +362,19 @@ def _stop(stop: Any) -> list[str]:
     return stops
 
 
-def _flag(body: dict[str, Any], name: str) -> bool:
+def _flag(body: dict[str, Any], name: str, within: str = "") -> bool:
     value = body.get(name)
     if not isinstance(value, bool | None):
-        raise InvalidFieldError(name, "must be true or false")
+        raise InvalidFieldError(f"{within}{name}", "must be true or false")
     return bool(value)
+
+
+def _json(value: Any, field: str) -> bytes:
+    """Returns a value of the body as JSON; orjson writes less deep than it reads."""
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:
+        raise InvalidFieldError(field, f"cannot be written: {error}; give less deep") from error
 
 
 def _string(value: Any, field: str) -> str:

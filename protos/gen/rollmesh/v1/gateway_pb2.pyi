@@ -270,7 +270,7 @@ class ChatRequest(_message.Message):
     """Which of the n choices of one HTTP request this is; different choices are different samples."""
     idempotency_key: _builtins.str
     """Names the sample within the session: a repeat with the same key and body gives the same answer,
-    another body is refused (IDEMPOTENCY_KEY_REUSED). May be empty.
+    another body is refused (IDEMPOTENCY_KEY_REUSED). At most 256 characters; may be empty.
     """
     retry_count: _builtins.int
     """How many times the client's SDK says it has tried before. Above 0 it gets the answer of the

@@ -29,6 +29,7 @@ _CALLS: dict[int, Calls] = {
     gateway_pb2.TOOL_CHOICE_NAMED: Calls.NAMED,
 }
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
+_MAX_KEY_CHARS = 256
 _MAX_SCHEMA_BYTES = 64 * 1024
 _DEFAULTS_CACHED = 256
 
@@ -106,6 +107,10 @@ def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
 def _sample_key(request: gateway_pb2.ChatRequest) -> str:
     """Returns the name of one choice's sample: the choices of a request share its key."""
     key = request.idempotency_key
+    if len(key) > _MAX_KEY_CHARS:
+        raise InvalidFieldError(
+            "idempotency_key", f"has {len(key)} characters; give at most {_MAX_KEY_CHARS}"
+        )
     return f"{request.choice_index} {key}" if key else ""
 
 
