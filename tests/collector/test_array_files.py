@@ -9,7 +9,12 @@ import pytest
 
 from rollmesh.collector.sqlite_store import open_store
 from rollmesh.collector.store import Arrival, Retention, Store
-from rollmesh.runtime.errors import InvalidFieldError, StoreError, StoreFullError
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    SessionDamagedError,
+    StoreError,
+    StoreFullError,
+)
 from rollmesh.v1 import types_pb2
 from tests.collector.records import record, trajectory
 from tests.collector.stores import KEEP, Reader
@@ -141,6 +146,6 @@ async def test_a_damaged_file_is_a_typed_error(tmp_path: Path, left: int | None)
             (tmp_path / "arrays" / "1").unlink()
         else:
             os.truncate(tmp_path / "arrays" / "1", left)
-        with pytest.raises(StoreError):
+        with pytest.raises(SessionDamagedError):
             await store.session("b", arrays=True)
         assert (await store.session("b", arrays=False)).session_id == "b"

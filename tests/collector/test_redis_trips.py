@@ -94,11 +94,13 @@ async def _listed(store: RedisStore, consumer: str) -> list[tuple[str, str, int]
 async def test_an_ingest_that_loses_any_trip_on_its_way_is_finished_by_its_repeat(
     tmp_path: Path, trip: int, *, answer: bool
 ) -> None:
-    arrivals = _arrivals(
-        record("a"),
-        *group("g", 0, 1, size=2),
-        *(auxiliary(f"h{at}", group="h", index=at, size=2) for at in (0, 1)),
-    )
+    def arrivals() -> list[Arrival]:  # anew for each call: the store takes the arrays out of them
+        return _arrivals(
+            record("a"),
+            *group("g", 0, 1, size=2),
+            *(auxiliary(f"h{at}", group="h", index=at, size=2) for at in (0, 1)),
+        )
+
     async with redis_server(tmp_path) as server, watched(server.url) as client:
         store = RedisStore(client, KEEP)
         sessions = await Reader.open(store, "sessions")
@@ -107,11 +109,11 @@ async def test_an_ingest_that_loses_any_trip_on_its_way_is_finished_by_its_repea
         client.trips = 0
         client.before, client.after = ({}, {trip: _lost}) if answer else ({trip: _lost}, {})
         with pytest.raises(StoreAwayError):
-            await store.ingest(arrivals, 0)
+            await store.ingest(arrivals(), 0)
         client.before, client.after = {}, {}
         for _ in range(2):
-            await store.ingest(arrivals, 0)
-        assert await store.ingest(arrivals, 0) == [True] * 5
+            await store.ingest(arrivals(), 0)
+        assert await store.ingest(arrivals(), 0) == [True] * 5
         assert await sessions.ids() == ["a", "g0", "g1", "h0", "h1"]
         assert await groups.take() == [
             ("a", 1, ["a"]),

@@ -94,6 +94,10 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     """The group had too few samples when it was decided."""
     FILTER_REASON_SURPLUS: _FilterReason.ValueType  # 9
     """The session came when its group was whole already."""
+    FILTER_REASON_DAMAGED: _FilterReason.ValueType  # 10
+    """What is stored of a session of the unit cannot be read; `removed` names the session, with a
+    count of 0. Restore the store from a copy and `Seek` to get it.
+    """
 
 class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
     """Why something was kept from a consumer."""
@@ -118,6 +122,10 @@ FILTER_REASON_INCOMPLETE_GROUP: FilterReason.ValueType  # 8
 """The group had too few samples when it was decided."""
 FILTER_REASON_SURPLUS: FilterReason.ValueType  # 9
 """The session came when its group was whole already."""
+FILTER_REASON_DAMAGED: FilterReason.ValueType  # 10
+"""What is stored of a session of the unit cannot be read; `removed` names the session, with a
+count of 0. Restore the store from a copy and `Seek` to get it.
+"""
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
 @_typing.final
@@ -1150,18 +1158,22 @@ class ReadSessionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
+    DAMAGED_SESSION_ID_FIELD_NUMBER: _builtins.int
+    damaged_session_id: _builtins.str
+    """Id of a session that is stored and cannot be read; empty where it can."""
     @_builtins.property
     def session(self) -> _types_pb2.SessionRecord:
-        """The session."""
+        """The session; absent where it is damaged."""
 
     def __init__(
         self,
         *,
         session: _types_pb2.SessionRecord | None = ...,
+        damaged_session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged_session_id", b"damaged_session_id", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

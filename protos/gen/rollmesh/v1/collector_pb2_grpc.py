@@ -114,7 +114,8 @@ class CollectorServiceServicer(object):
     def SetRewards(self, request, context):
         """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
         the same request_id changes nothing. What was acknowledged does not come again because of it.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
+        DATA_LOSS (SESSION_DAMAGED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,7 +154,7 @@ class CollectorServiceServicer(object):
 
     def ReadSessions(self, request, context):
         """Reads stored sessions in the order in which they came, without any effect on consumers.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) where one was asked for.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) where one was asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

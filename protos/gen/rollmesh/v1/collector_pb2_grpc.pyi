@@ -48,7 +48,8 @@ class CollectorServiceStub:
     SetRewards: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]
     """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
     the same request_id changes nothing. What was acknowledged does not come again because of it.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
+    DATA_LOSS (SESSION_DAMAGED).
     """
     Seek: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]
     """Moves a known consumer to a position, forwards or back. What is before it does not come any
@@ -65,7 +66,7 @@ class CollectorServiceStub:
     """Lists groups that still wait for sessions; oldest first."""
     ReadSessions: _grpc.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]
     """Reads stored sessions in the order in which they came, without any effect on consumers.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) where one was asked for.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) where one was asked for.
     """
 
 @_typing.type_check_only
@@ -88,7 +89,8 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     SetRewards: _aio.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]  # type: ignore[assignment]
     """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
     the same request_id changes nothing. What was acknowledged does not come again because of it.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
+    DATA_LOSS (SESSION_DAMAGED).
     """
     Seek: _aio.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]  # type: ignore[assignment]
     """Moves a known consumer to a position, forwards or back. What is before it does not come any
@@ -105,7 +107,7 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     """Lists groups that still wait for sessions; oldest first."""
     ReadSessions: _aio.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]  # type: ignore[assignment]
     """Reads stored sessions in the order in which they came, without any effect on consumers.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) where one was asked for.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) where one was asked for.
     """
 
 class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -149,7 +151,8 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_collector_pb2.SetRewardsResponse, _abc.Awaitable[_collector_pb2.SetRewardsResponse]]:
         """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
         the same request_id changes nothing. What was acknowledged does not come again because of it.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
+        DATA_LOSS (SESSION_DAMAGED).
         """
 
     @_abc_1.abstractmethod
@@ -196,7 +199,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_collector_pb2.ReadSessionsResponse], _abc.AsyncIterator[_collector_pb2.ReadSessionsResponse]]:
         """Reads stored sessions in the order in which they came, without any effect on consumers.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) where one was asked for.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) where one was asked for.
         """
 
 def add_CollectorServiceServicer_to_server(servicer: CollectorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,15 +7,19 @@ names was left by a process that died in between.
 
 import errno
 import itertools
+import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 from rollmesh.runtime.errors import StoreError, StoreFullError
+from rollmesh.runtime.logs import fields
 
+_log = logging.getLogger(__name__)
 _RETRY_MS = 1000
+_MAX_DIGITS = 18
 Pieces: TypeAlias = Sequence[bytes | memoryview]
 
 
@@ -27,6 +31,17 @@ class Place(NamedTuple):
     """First byte."""
     size: int
     """Bytes."""
+
+
+class ArraysLostError(Exception):
+    """The arrays of a session are not where they were written."""
+
+
+def _is_ours(path: Path) -> bool:
+    """Says whether a file has a name that `ArrayFiles` gives."""
+    name = path.name
+    number = len(name) <= _MAX_DIGITS and name.isascii() and name.isdigit()
+    return number and name == str(int(name)) and path.is_file() and not path.is_symlink()
 
 
 class ArrayFiles:
@@ -45,8 +60,14 @@ class ArrayFiles:
         """
         with self._typed():
             self._folder.mkdir(exist_ok=True)
-            found = {int(path.name) for path in self._folder.iterdir()}
-        self.remove(found - set(files))
+            found = {path.name for path in self._folder.iterdir() if _is_ours(path)}
+            foreign = sorted(path.name for path in self._folder.iterdir() if not _is_ours(path))
+        if foreign:
+            _log.warning(
+                "beside the arrays there is what is not ours; it stays",
+                extra=fields(folder=self._folder, count=len(foreign), first=foreign[:3]),
+            )
+        self.remove({int(name) for name in found} - set(files))
         self._numbers = itertools.count(max(files, default=0) + 1)
 
     def write(self, sessions: Sequence[Pieces]) -> list[Place]:
@@ -56,11 +77,12 @@ class ArrayFiles:
             StoreFullError: The disk is full.
             StoreError: The file could not be written.
         """
-        file = next(self._numbers)
         sizes = [sum(map(len, pieces)) for pieces in sessions]
+        with self._typed():
+            file, target = self._open_next()
         try:
             with self._typed():
-                with self._path(file).open("xb") as target:
+                with target:
                     target.writelines(itertools.chain.from_iterable(sessions))
                     target.flush()
                     os.fdatasync(target.fileno())
@@ -71,20 +93,37 @@ class ArrayFiles:
         begins = itertools.accumulate(sizes, initial=0)
         return [Place(file, at, size) for at, size in zip(begins, sizes, strict=False)]
 
+    def _open_next(self) -> tuple[int, BinaryIO]:
+        """Makes the next file; a number that somebody else took in the folder is passed over."""
+        while True:
+            file = next(self._numbers)
+            with suppress(FileExistsError):
+                return file, self._path(file).open("xb")
+
     def read(self, place: Place) -> bytes:
         """Returns the arrays of a session.
 
         Raises:
-            StoreError: They are not there.
+            ArraysLostError: They are not there.
+            StoreError: They cannot be read now, or the whole folder is gone.
         """
+        path = self._path(place.file)
         with self._typed():
-            descriptor = os.open(self._path(place.file), os.O_RDONLY)
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError as error:
+                self._folder.stat()  # without it no session is lost, but a disk is not mounted
+                raise ArraysLostError(f"{path}: is gone") from error
             try:
                 data = os.pread(descriptor, place.size, place.at)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                raise ArraysLostError(f"{path}: {error}") from error
             finally:
                 os.close(descriptor)
         if len(data) != place.size:
-            raise StoreError(f"{self._path(place.file)}: is cut; restore it from a copy")
+            raise ArraysLostError(f"{path}: is cut")
         return data
 
     def remove(self, files: Collection[int]) -> None:

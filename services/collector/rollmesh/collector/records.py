@@ -3,15 +3,21 @@
 The arrays of a long session are megabytes and never change; they are read for a delivery alone.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from google.protobuf.message import DecodeError
+
+from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.runtime.logs import fields
 from rollmesh.runtime.wire import nested, values
 from rollmesh.v1 import types_pb2
 
 Row: TypeAlias = types_pb2.Trajectory | types_pb2.TrajectoryTree
 """What a filter judges: a trajectory, or a session's whole tree."""
 Run: TypeAlias = types_pb2.TrajectorySegment | types_pb2.TrajectoryNode
+_log = logging.getLogger(__name__)
 _TREE = types_pb2.SessionRecord.TREE_FIELD_NUMBER
 _TRAJECTORIES = types_pb2.SessionRecord.TRAJECTORIES_FIELD_NUMBER
 ARRAYS = ("token_ids_u32le", "logprobs_f32le", "loss_mask_u8")
@@ -49,11 +55,49 @@ def split(record: types_pb2.SessionRecord) -> tuple[bytes, list[bytes | memoryvi
     return head, pieces
 
 
-def join(head: types_pb2.SessionRecord, arrays: bytes) -> types_pb2.SessionRecord:
-    """Puts the arrays of `split` back into the head, which is changed and returned."""
-    for row, kept in zip(rows_of(head), values(arrays), strict=True):
-        row.MergeFromString(kept)  # type: ignore[arg-type]  # the stubs know bytes alone
+def read_head(session_id: str, data: bytes) -> types_pb2.SessionRecord:
+    """Returns the head that `split` left of a session.
+
+    Raises:
+        SessionDamagedError: It is none of this session.
+    """
+    try:
+        head = types_pb2.SessionRecord.FromString(data)
+    except DecodeError as error:
+        raise damaged(session_id, f"its head is no message: {error}") from error
+    if head.session_id != session_id:
+        raise damaged(session_id, f"its head is that of {head.session_id!r}")
     return head
+
+
+def join(head: types_pb2.SessionRecord, arrays: bytes) -> types_pb2.SessionRecord:
+    """Puts the arrays of `split` back into the head, which is changed and returned.
+
+    Raises:
+        SessionDamagedError: They are not those of the head.
+    """
+    rows = rows_of(head)
+    try:
+        for row, kept in zip(rows, values(arrays), strict=True):
+            row.MergeFromString(kept)  # type: ignore[arg-type]  # the stubs know bytes alone
+    except (DecodeError, ValueError, IndexError) as error:
+        raise damaged(head.session_id, f"its arrays cannot be read: {error}") from error
+    for row in rows:
+        tokens = tokens_of(row)
+        sizes = (len(row.token_ids_u32le) // 4, len(row.logprobs_f32le) // 4, len(row.loss_mask_u8))
+        if sizes != (tokens, tokens, tokens):
+            raise damaged(head.session_id, f"its arrays have {sizes} tokens, not {tokens}")
+    return head
+
+
+def damaged(session_id: str, problem: str) -> SessionDamagedError:
+    """Returns the error of a session that cannot be read, which is in the log by then."""
+    _log.error("session damaged", extra=fields(session_id=session_id, problem=problem))
+    return SessionDamagedError(
+        f"session_id: what is stored of {session_id!r} is damaged: {problem}; restore the store "
+        "from a copy",
+        session_id=session_id,
+    )
 
 
 def keep(record: types_pb2.SessionRecord, places: Sequence[int]) -> types_pb2.SessionRecord:

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from rollmesh.collector import filters, redis_scripts as scripts
 from rollmesh.collector.groups import Decision, Member, State, decide
+from rollmesh.collector.records import read_head
 from rollmesh.collector.redis_client import Command, RedisClient, Script, Value, text
-from rollmesh.collector.store import GROUP, GROUP_LOG, log_of
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.collector.store import GROUP, GROUP_LOG, log_of, read_hello
+from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.v1 import collector_pb2 as pb
 
 _DEFAULT = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
 
@@ -62,7 +64,7 @@ class Decided(NamedTuple):
 
 def looks(client: RedisClient, keys: Sequence[str]) -> list[Command]:
     """Returns the commands by which `seen` knows logs and groups."""
-    asked: list[Command] = [("HVALS", client.key("consumers"))]
+    asked: list[Command] = [("HGETALL", client.key("consumers"))]
     for key in keys:
         asked += [
             ("HMGET", client.key("group", key), "size", "first_ms"),
@@ -81,12 +83,19 @@ def seen(found: Sequence[Any], keys: Sequence[str]) -> Seen:
     return Seen(logs_of(hellos), groups)
 
 
-def logs_of(hellos: Iterable[bytes]) -> list[Log]:
-    """Returns the logs of groups, by the hellos of all consumers; the shared one is first."""
+def hellos_of(found: Sequence[Any]) -> list[pb.SubscribeHello | None]:
+    """Returns the hellos of all consumers, as Redis gives that hash; None for a damaged one."""
+    rows = zip(found[::2], found[1::2], strict=True)
+    return [read_hello(text(name), data) for name, data in rows]
+
+
+def logs_of(found: Sequence[Any]) -> list[Log]:
+    """Returns the logs of groups, by the hash of consumers; the shared one is first."""
     logs: list[Log] = []
     shared: list[str] = []
-    for data in hellos:
-        hello = pb.SubscribeHello.FromString(data)
+    for hello in hellos_of(found):
+        if hello is None:
+            continue
         log = log_of(hello)
         if log == GROUP_LOG:
             shared.append(hello.consumer)
@@ -162,11 +171,16 @@ def _members(log: Log, ids: Sequence[str], rows: Mapping[str, Any]) -> list[Memb
         index, head = rows[session_id]
         if index is None:  # removed since, with the group
             return []
-        usable = not judged or filters.usable(
-            log.hello.filter, types_pb2.SessionRecord.FromString(head)
-        )
+        usable = not judged or _usable(log, session_id, head)
         members.append(Member(session_id, int(index), usable))
     return members
+
+
+def _usable(log: Log, session_id: str, head: bytes) -> bool:
+    try:
+        return filters.usable(log.hello.filter, read_head(session_id, head))
+    except SessionDamagedError:
+        return False
 
 
 def _said(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollmesh.collector import redis_groups, redis_scripts as scripts
-from rollmesh.collector.records import split
+from rollmesh.collector.records import read_head, split
 from rollmesh.collector.redis_client import Command, RedisClient, Script, Value, text
 from rollmesh.collector.redis_groups import Log, Pair, Seen
 from rollmesh.collector.rewards import apply_rewards
@@ -33,9 +33,9 @@ async def ingest(
     client: RedisClient, arrivals: Sequence[Arrival], now_ms: int, max_bytes: int
 ) -> list[bool]:
     """Stores sessions; says of each whether it is a repeat."""
-    hellos = await client.run("HVALS", client.key("consumers"))
+    consumers = await client.run("HGETALL", client.key("consumers"))
     deadlines: list[Value] = []
-    for log in redis_groups.logs_of(hellos):
+    for log in redis_groups.logs_of(consumers):
         if log.hello.groups.HasField("deadline_ms"):
             deadlines += [log.name, log.hello.groups.deadline_ms]
     calls = [
@@ -97,7 +97,7 @@ async def set_rewards(
         )
         if before is None:
             raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
-        head = types_pb2.SessionRecord.FromString(before)
+        head = read_head(session_id, before)
         if not known:
             apply_rewards(head, rewards)
         arguments = [session_id, head.SerializeToString(), request_id, before]

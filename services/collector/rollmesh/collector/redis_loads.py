@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rollmesh.collector.filters import Verdict
-from rollmesh.collector.records import join, keep
+from rollmesh.collector.records import join, keep, read_head
 from rollmesh.collector.redis_client import RedisClient
 from rollmesh.collector.redis_ingest import add_filtered
 from rollmesh.collector.redis_logs import owner_of
-from rollmesh.collector.store import LOAD_BYTES, Judge, Loaded, Unit
+from rollmesh.collector.store import LOAD_BYTES, Judge, Loaded, Unit, set_aside
+from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 
@@ -20,12 +21,12 @@ class _Judged(NamedTuple):
 
     unit: Unit
     heads: list[types_pb2.SessionRecord]
-    verdict: Verdict | None
+    verdict: Verdict | SessionDamagedError | None
     """None: a session of it was removed; it was settled while it waited."""
 
     @property
     def delivers(self) -> bool:
-        return self.verdict is not None and self.verdict.delivers
+        return isinstance(self.verdict, Verdict) and self.verdict.delivers
 
 
 async def load(
@@ -43,47 +44,66 @@ async def load(
         ]
     )
     counted = {one.unit.unit_id: int(at) for one, at in zip(out, found, strict=False)}
-    await add_filtered(
-        client,
-        owner_of(consumer),
-        [
-            pb.FilteredEntry(delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed)
-            for unit, _, verdict in out
-            if verdict and verdict.removed and counted[unit.unit_id] == 1
-        ],
-    )
     arrays = iter(found[len(out) :])
-    loaded: list[Loaded | None] = []
-    for unit, sessions, verdict in judged:
-        attempt, response = counted.get(unit.unit_id, 0), pb.SubscribeResponse()
-        if verdict is None:
-            loaded.append(None)
-            continue
-        for head, places in zip(sessions, verdict.kept, strict=True) if attempt else ():
-            session = response.delivery.sessions.add()
-            session.CopyFrom(head)
-            keep(join(session, next(arrays)), places)
-        loaded.append(Loaded(attempt, verdict, response))
+    loaded = [
+        _loaded(one, counted.get(one.unit.unit_id, 0), [next(arrays) or b"" for _ in one.heads])
+        if one.delivers
+        else _kept_back(one.verdict)
+        for one in judged
+    ]
+    entries = [
+        pb.FilteredEntry(delivery_id=one.unit.unit_id, unix_ms=now_ms, removed=made.verdict.removed)
+        for one, made in zip(judged, loaded, strict=True)
+        if made and made.attempt == 1 and made.verdict.removed
+    ]
+    await add_filtered(client, owner_of(consumer), entries)
     return loaded
 
 
+def _loaded(judged: _Judged, attempt: int, arrays: Sequence[bytes]) -> Loaded:
+    assert isinstance(judged.verdict, Verdict)
+    response = pb.SubscribeResponse()
+    try:
+        for head, packed, places in zip(judged.heads, arrays, judged.verdict.kept, strict=True):
+            session = response.delivery.sessions.add()
+            session.CopyFrom(head)
+            keep(join(session, packed), places)
+    except SessionDamagedError as error:
+        return set_aside(error)
+    return Loaded(attempt, judged.verdict, response)
+
+
+def _kept_back(verdict: Verdict | SessionDamagedError | None) -> Loaded | None:
+    if isinstance(verdict, SessionDamagedError):
+        return set_aside(verdict)
+    return None if verdict is None else Loaded(0, verdict, pb.SubscribeResponse())
+
+
 async def _judge(client: RedisClient, units: Sequence[Unit], judge: Judge) -> list[_Judged]:
-    keys = [
-        [client.key("session", session_id) for session_id in unit.members or (unit.unit_id,)]
-        for unit in units
-    ]
-    asked = [("HGET", key, "head") for members in keys for key in members]
-    asked += [("HSTRLEN", key, "arrays") for members in keys for key in members]
+    members = [unit.members or (unit.unit_id,) for unit in units]
+    keys = [client.key("session", session_id) for ids in members for session_id in ids]
+    asked = [("HGET", key, "head") for key in keys]
+    asked += [("HSTRLEN", key, "arrays") for key in keys]
     found = await client.run_all(asked)
     stored = iter(zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True))
     judged: list[_Judged] = []
     size = 0
-    for unit, members in zip(units, keys, strict=True):
-        rows = [next(stored) for _ in members]
-        heads = [types_pb2.SessionRecord.FromString(head) for head, _ in rows if head is not None]
-        whole = len(heads) == len(members)
-        judged.append(_Judged(unit, heads, judge(heads) if whole else None))
+    for unit, ids in zip(units, members, strict=True):
+        rows = [next(stored) for _ in ids]
+        judged.append(_judged(unit, ids, [head for head, _ in rows], judge))
         size += sum(length for _, length in rows)
         if size >= LOAD_BYTES:
             break
     return judged
+
+
+def _judged(unit: Unit, ids: Sequence[str], rows: Sequence[bytes | None], judge: Judge) -> _Judged:
+    heads: list[types_pb2.SessionRecord] = []
+    for session_id, head in zip(ids, rows, strict=True):
+        if head is None:
+            return _Judged(unit, [], None)
+        try:
+            heads.append(read_head(session_id, head))
+        except SessionDamagedError as error:
+            return _Judged(unit, [], error)
+    return _Judged(unit, heads, judge(heads))

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from rollmesh.collector import redis_scripts as scripts
 from rollmesh.collector.redis_client import Command, RedisClient, Script, text
+from rollmesh.collector.redis_groups import hellos_of
 from rollmesh.collector.redis_logs import scored, start_of
 from rollmesh.collector.store import GROUP_LOG, SESSION_LOG, Retention, log_of
 from rollmesh.v1 import collector_pb2 as pb
@@ -52,8 +53,10 @@ async def retain(
             *("WITHSCORES", "LIMIT", 0, _BATCH),
         )
     )
-    found = await client.run("HVALS", client.key("consumers"))
-    hellos = [pb.SubscribeHello.FromString(data) for data in found]
+    known = hellos_of(await client.run("HGETALL", client.key("consumers")))
+    hellos = [hello for hello in known if hello is not None]
+    if len(hellos) < len(known):
+        return 0, 0  # who knows what a consumer without options still wants
     asked = [("HGET", client.key("session", session_id), "key") for session_id, _ in rows]
     keys = dict.fromkeys(text(key) for key in await client.run_all(asked) if key is not None)
     removed = 0

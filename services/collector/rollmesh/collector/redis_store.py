@@ -9,13 +9,14 @@ import uuid
 from collections.abc import Sequence
 
 from rollmesh.collector import (
+    redis_groups,
     redis_ingest,
     redis_loads,
     redis_logs,
     redis_retention,
     redis_scripts as scripts,
 )
-from rollmesh.collector.records import join
+from rollmesh.collector.records import join, read_head
 from rollmesh.collector.redis_client import Command, RedisClient, Script, Value, pairs, text
 from rollmesh.collector.store import (
     GROUP_LOG,
@@ -33,6 +34,8 @@ from rollmesh.collector.store import (
     filtered_counts,
     log_of,
     own_log,
+    read_entry,
+    read_hello,
     read_token,
 )
 from rollmesh.runtime.errors import (
@@ -99,16 +102,16 @@ class RedisStore:
     async def consumers(self) -> list[pb.SubscribeHello]:
         """Returns the last hello of every known consumer."""
         self._moves = await redis_logs.moves(self._client)
-        found = await self._client.run("HVALS", self._client.key("consumers"))
-        hellos = map(pb.SubscribeHello.FromString, found)
+        found = await self._client.run("HGETALL", self._client.key("consumers"))
+        hellos = [hello for hello in redis_groups.hellos_of(found) if hello is not None]
         return sorted(hellos, key=lambda hello: hello.consumer)
 
     async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
         """Makes a consumer known; a changed group policy gives it another log."""
         client, name, log = self._client, hello.consumer, log_of(hello)
         known = await client.run("HGET", client.key("consumers"), name)
-        before = pb.SubscribeHello.FromString(known or b"")
-        if known is not None and before.unit != hello.unit:
+        before = None if known is None else read_hello(name, known)
+        if before is not None and before.unit != hello.unit:
             raise InvalidFieldError(
                 "unit", f"consumer {name!r} takes the other unit; a name keeps its unit"
             )
@@ -124,14 +127,15 @@ class RedisStore:
         await client.run("HSET", client.key("consumers"), name, hello.SerializeToString())
         await redis_logs.make_group(self._client, name, log, start)
         made = await client.run("HGET", client.key("consumer", name), "groups")
-        if made is not None and pb.GroupPolicy.FromString(made) == hello.groups:
+        policy = hello.groups.SerializeToString(deterministic=True)
+        if before is not None and made == policy:
             return
         if log == own_log(name):
             await redis_ingest.backfill(client, hello, start, now_ms)
         else:
             await redis_logs.leave_own_log(self._client, name)
         await redis_logs.renumber(self._client, name, log)
-        policy = hello.groups.SerializeToString()  # last: what breaks off before is done again
+        # Last: what breaks off before it is done again.
         await client.run("HSET", client.key("consumer", name), "groups", policy)
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:  # noqa: ARG002
@@ -269,7 +273,7 @@ class RedisStore:
                 page_size,
             )
             for at, values in entries:
-                found.append((redis_logs.seq_of(at), pb.FilteredEntry.FromString(values[1])))
+                found.append((redis_logs.seq_of(at), read_entry("", values[1])))
         found = sorted(found, key=lambda pair: pair[0])[:page_size]
         token = str(found[-1][0]) if len(found) == page_size else ""
         return [entry for _, entry in found], token
@@ -312,8 +316,8 @@ class RedisStore:
         )
         if head is None:
             raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
-        record = types_pb2.SessionRecord.FromString(head)
-        return join(record, packed) if arrays else record
+        record = read_head(session_id, head)
+        return join(record, packed or b"") if arrays else record
 
     async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
         """Returns sessions in the order in which they came."""
@@ -352,4 +356,9 @@ class RedisStore:
         data = await self._client.run("HGET", self._client.key("consumers"), consumer)
         if data is None:
             raise ConsumerUnknownError(f"consumer: {consumer!r} is not known; subscribe first")
-        return pb.SubscribeHello.FromString(data)
+        hello = read_hello(consumer, data)
+        if hello is None:
+            raise ConsumerUnknownError(
+                f"consumer: the options of {consumer!r} are damaged; subscribe"
+            )
+        return hello

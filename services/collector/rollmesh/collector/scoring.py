@@ -12,6 +12,7 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RollmeshError,
+    SessionDamagedError,
     SessionUnknownError,
     StoreAwayError,
     StoreError,
@@ -68,7 +69,7 @@ class Scoring:
             session_id = await self._waiting.get()
             try:
                 await self._score(scorer, session_id)
-            except SessionUnknownError:  # settled and removed since
+            except (SessionUnknownError, SessionDamagedError):  # removed since, or in the log
                 continue
             except Exception as error:  # noqa: BLE001 - one session must not end the others' scores
                 _log.error("not scored", exc_info=error, extra=fields(session_id=session_id))

@@ -17,6 +17,7 @@ from rollmesh.runtime import clock, faults
 from rollmesh.runtime.errors import (
     ConsumerUnknownError,
     InvalidFieldError,
+    SessionDamagedError,
     SessionUnknownError,
     StartingError,
     StoreAwayError,
@@ -124,6 +125,9 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
                 try:
                     session = await self.store.session(session_id, arrays=arrays)
                 except SessionUnknownError:  # removed since the page was read
+                    continue
+                except SessionDamagedError:
+                    yield pb.ReadSessionsResponse(damaged_session_id=session_id)
                     continue
                 yield pb.ReadSessionsResponse(session=session)
             page = await self.store.sessions_after(page[-1][0], _READ_PAGE)

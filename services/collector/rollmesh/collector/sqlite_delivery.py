@@ -5,12 +5,13 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rollmesh.collector.array_files import ArrayFiles, Place
-from rollmesh.collector.records import join, keep
+from rollmesh.collector.array_files import ArrayFiles, ArraysLostError, Place
+from rollmesh.collector.records import damaged, join, keep, read_head
 from rollmesh.collector.sqlite_ingest import add_filtered, backfill, total
 from rollmesh.collector.store import (
     GROUP_LOG,
     LOAD_BYTES,
+    SESSION_LOG,
     Judge,
     Loaded,
     Page,
@@ -21,8 +22,15 @@ from rollmesh.collector.store import (
     filtered_counts,
     log_of,
     own_log,
+    read_entry,
+    read_hello,
+    set_aside,
 )
-from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError
+from rollmesh.runtime.errors import (
+    ConsumerUnknownError,
+    InvalidFieldError,
+    SessionDamagedError,
+)
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _SCAN = 2000
@@ -39,7 +47,6 @@ class Known(NamedTuple):
     """A consumer's row."""
 
     log: str
-    hello: pb.SubscribeHello
     start_seq: int
     """What is up to here does not come."""
     floor: int
@@ -51,12 +58,12 @@ class Known(NamedTuple):
 def known(db: sqlite3.Connection, name: str) -> Known:
     """Returns what is known of a consumer."""
     row = db.execute(
-        "SELECT log, hello, start_seq, floor, settled, acknowledged FROM consumers WHERE name = ?",
+        "SELECT log, start_seq, floor, settled, acknowledged FROM consumers WHERE name = ?",
         (name,),
     ).fetchone()
     if row is None:
         raise ConsumerUnknownError(f"consumer: {name!r} is not known; subscribe first")
-    return Known(row[0], pb.SubscribeHello.FromString(row[1]), *row[2:])
+    return Known(*row)
 
 
 def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int) -> None:
@@ -71,10 +78,10 @@ def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int)
             " VALUES (?, ?, ?, ?, ?, 0)",
             (name, log, data, start, start),
         )
-        before = pb.SubscribeHello()
+        before = None
     else:
-        before = pb.SubscribeHello.FromString(row[0])
-        if before.unit != hello.unit:
+        before = read_hello(name, row[0])
+        if (row[1] == SESSION_LOG) != (log == SESSION_LOG):
             raise InvalidFieldError(
                 "unit", f"consumer {name!r} takes the other unit; a name keeps its unit"
             )
@@ -85,7 +92,7 @@ def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int)
             "UPDATE consumers SET hello = ?, log = ?, floor = ? WHERE name = ?",
             (data, log, floor, name),
         )
-    if before.groups == hello.groups and row is not None:
+    if before is not None and before.groups == hello.groups:
         return
     if log == own_log(name):
         backfill(db, hello, start, now_ms)
@@ -132,7 +139,10 @@ def load_some(
     found: list[Loaded | None] = []
     size = 0
     for unit in units:
-        loaded = load(db, files, name, unit, judge, now_ms)
+        try:
+            loaded = load(db, files, name, unit, judge, now_ms)
+        except SessionDamagedError as error:
+            loaded = set_aside(error)
         found.append(loaded)
         size += loaded.response.ByteSize() if loaded else 0
         if size >= LOAD_BYTES:
@@ -143,7 +153,11 @@ def load_some(
 def load(
     db: sqlite3.Connection, files: ArrayFiles, name: str, unit: Unit, judge: Judge, now_ms: int
 ) -> Loaded | None:
-    """Counts an attempt, unless the judge drops the unit; lists what it takes out of it."""
+    """Counts an attempt, unless the judge drops the unit; lists what it takes out of it.
+
+    Raises:
+        SessionDamagedError: A session of it is; then nothing is counted.
+    """
     found: list[tuple[types_pb2.SessionRecord, int]] = []
     for session_id in unit.members or (unit.unit_id,):
         row = db.execute(
@@ -151,10 +165,16 @@ def load(
         ).fetchone()
         if row is None:
             return None  # removed: settled while it waited here
-        found.append((types_pb2.SessionRecord.FromString(row[0]), row[1]))
+        found.append((read_head(session_id, row[0]), row[1]))
     verdict = judge([head for head, _ in found])
+    response = pb.SubscribeResponse()
     if not verdict.delivers:
-        return Loaded(0, verdict, pb.SubscribeResponse())
+        return Loaded(0, verdict, response)
+    for (head, n), places in zip(found, verdict.kept, strict=True):
+        row = db.execute("SELECT arrays, file, at, size FROM sessions WHERE n = ?", (n,)).fetchone()
+        session = response.delivery.sessions.add()
+        session.CopyFrom(head)
+        keep(join(session, arrays_of(head.session_id, row, files)), places)
     db.execute(
         "INSERT INTO progress VALUES (?, ?, ?, 1, NULL)"
         " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = attempts + 1",
@@ -166,19 +186,21 @@ def load(
     if attempt == 1 and verdict.removed:
         entry = pb.FilteredEntry(delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed)
         add_filtered(db, _owner(name), entry)
-    response = pb.SubscribeResponse()
-    for (head, n), places in zip(found, verdict.kept, strict=True):
-        row = db.execute("SELECT arrays, file, at, size FROM sessions WHERE n = ?", (n,)).fetchone()
-        session = response.delivery.sessions.add()
-        session.CopyFrom(head)
-        keep(join(session, arrays_of(row, files)), places)
     return Loaded(attempt, verdict, response)
 
 
-def arrays_of(row: tuple[Any, ...], files: ArrayFiles) -> bytes:
-    """Returns a session's arrays by its columns arrays, file, at and size."""
+def arrays_of(session_id: str, row: tuple[Any, ...], files: ArrayFiles) -> bytes:
+    """Returns a session's arrays by its columns arrays, file, at and size.
+
+    Raises:
+        SessionDamagedError: They are lost.
+        StoreError: They cannot be read now.
+    """
     arrays: bytes | None = row[0]
-    return files.read(Place(*row[1:])) if arrays is None else arrays
+    try:
+        return files.read(Place(*row[1:])) if arrays is None else arrays
+    except ArraysLostError as error:
+        raise damaged(session_id, str(error)) from error
 
 
 def settle(
@@ -272,11 +294,11 @@ def filtered(
 ) -> tuple[list[pb.FilteredEntry], str]:
     """Returns a page of what was kept from a consumer, and the token of the next."""
     rows = db.execute(
-        "SELECT n, entry FROM filtered WHERE owner IN (?, ?) AND n > ? ORDER BY n LIMIT ?",
+        "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?, ?) AND n > ? ORDER BY n LIMIT ?",
         (_owner(name), known(db, name).log, after, page_size),
     ).fetchall()
     token = str(rows[-1][0]) if len(rows) == page_size else ""
-    return [pb.FilteredEntry.FromString(entry) for _, entry in rows], token
+    return [read_entry(unit_id, entry) for _, unit_id, entry in rows], token
 
 
 def _owner(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rollmesh.collector import filters
 from rollmesh.collector.array_files import Place
 from rollmesh.collector.groups import Member, State, decide
+from rollmesh.collector.records import read_head
 from rollmesh.collector.rewards import apply_rewards
 from rollmesh.collector.store import (
     GROUP,
@@ -19,8 +20,14 @@ from rollmesh.collector.store import (
     group_key_of,
     log_of,
     own_log,
+    read_hello,
 )
-from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    SessionDamagedError,
+    SessionUnknownError,
+    StoreFullError,
+)
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _DEFAULT = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
@@ -114,7 +121,7 @@ def set_rewards(
     )
     if not added.rowcount:
         return True
-    head = types_pb2.SessionRecord.FromString(row[0])
+    head = read_head(session_id, row[0])
     apply_rewards(head, rewards)
     db.execute(
         "UPDATE sessions SET head = ? WHERE session_id = ?", (head.SerializeToString(), session_id)
@@ -138,7 +145,8 @@ def tick(db: sqlite3.Connection, now_ms: int) -> bool:
     ).fetchall()
     logs = {log.name: log for log in _group_logs(db)} if due else {}
     for name, key in due:
-        if not _decide(db, logs[name], key, now_ms):  # all its sessions wait for rewards
+        # Its sessions may all wait for rewards, or the options of its consumer be damaged.
+        if name not in logs or not _decide(db, logs[name], key, now_ms):
             db.execute(
                 "UPDATE group_deadlines SET due_ms = ? WHERE log = ? AND group_key = ?",
                 (now_ms + RETRY_MS, name, key),
@@ -222,13 +230,8 @@ def _decide(db: sqlite3.Connection, log: _Log, key: str, now_ms: int) -> bool:
     )
     judged = log.hello.groups.HasField("samples")
     members = [
-        Member(
-            row[0],
-            row[1],
-            not judged
-            or filters.usable(log.hello.filter, types_pb2.SessionRecord.FromString(row[2])),
-        )
-        for row in rows
+        Member(session_id, index, not judged or _usable(log, session_id, head))
+        for session_id, index, head in rows
     ]
     decision = decide(log.hello.groups, size, members, now_ms - first_ms)
     if decision.state is State.WAIT or not members:
@@ -250,6 +253,13 @@ def _decide(db: sqlite3.Connection, log: _Log, key: str, now_ms: int) -> bool:
     if log.name == GROUP_LOG:
         db.execute("UPDATE groups SET open = 0 WHERE group_key = ?", (key,))
     return True
+
+
+def _usable(log: _Log, session_id: str, head: bytes) -> bool:
+    try:
+        return filters.usable(log.hello.filter, read_head(session_id, head))
+    except SessionDamagedError:
+        return False
 
 
 def _note_surplus(
@@ -280,9 +290,9 @@ def _drop(db: sqlite3.Connection, consumer: str, key: str, seq: int, now_ms: int
 def _group_logs(db: sqlite3.Connection) -> list[_Log]:
     """Returns the logs of groups; the shared one is first."""
     logs = [_Log(GROUP_LOG, _DEFAULT)]
-    for (data,) in db.execute("SELECT hello FROM consumers WHERE log NOT IN ('s', 'g')"):
-        hello = pb.SubscribeHello.FromString(data)
-        if hello.unit == GROUP:
+    for row in db.execute("SELECT name, hello FROM consumers WHERE log NOT IN ('s', 'g')"):
+        hello = read_hello(*row)
+        if hello is not None and hello.unit == GROUP:
             logs.append(_Log(log_of(hello), hello))
     return logs
 

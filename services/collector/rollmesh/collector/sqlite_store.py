@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh.collector import sqlite_delivery, sqlite_ingest, sqlite_retention
 from rollmesh.collector.array_files import ArrayFiles
-from rollmesh.collector.records import join, split
+from rollmesh.collector.records import join, read_head, split
 from rollmesh.collector.sqlite_ingest import Packed
 from rollmesh.collector.sqlite_schema import PAGE_BYTES, SCHEMA, VERSION
 from rollmesh.collector.store import (
@@ -23,6 +23,7 @@ from rollmesh.collector.store import (
     Sought,
     Standing,
     Unit,
+    read_hello,
     read_token,
 )
 from rollmesh.runtime.database import Database
@@ -90,9 +91,9 @@ class SqliteStore:
     async def consumers(self) -> list[pb.SubscribeHello]:
         """Returns the last hello of every known consumer."""
         rows = await self._database.run(
-            lambda db: db.execute("SELECT hello FROM consumers ORDER BY name").fetchall()
+            lambda db: db.execute("SELECT name, hello FROM consumers ORDER BY name").fetchall()
         )
-        return [pb.SubscribeHello.FromString(data) for (data,) in rows]
+        return [hello for row in rows if (hello := read_hello(*row)) is not None]
 
     async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
         """Makes a consumer known, with its options."""
@@ -154,7 +155,7 @@ class SqliteStore:
         found = await self._database.run(lambda db: self._session(db, session_id, arrays=arrays))
         if found is None:
             raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
-        head = types_pb2.SessionRecord.FromString(found[0])
+        head = read_head(session_id, found[0])
         return join(head, found[1]) if arrays else head
 
     async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
@@ -195,7 +196,7 @@ class SqliteStore:
             f"SELECT {columns} FROM sessions WHERE session_id = ?",  # noqa: S608
             (session_id,),
         ).fetchone()
-        return row and (row[0], sqlite_delivery.arrays_of(row[1:], self._files))
+        return row and (row[0], sqlite_delivery.arrays_of(session_id, row[1:], self._files))
 
 
 @asynccontextmanager

@@ -6,15 +6,22 @@ their samples, and one for each consumer with a group policy of its own. A unit'
 when it is made. A consumer has *settled* a unit when it acknowledged it or its filter dropped it.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
+
+from google.protobuf.message import DecodeError
 
 from rollmesh.collector.filters import Verdict
 from rollmesh.collector.groups import is_default
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
+from rollmesh.runtime.logs import fields
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
+_log = logging.getLogger(__name__)
 SESSION = int(pb.DELIVERY_UNIT_SESSION)
 GROUP = int(pb.DELIVERY_UNIT_GROUP)
 SESSION_LOG, GROUP_LOG = "s", "g"
@@ -66,6 +73,39 @@ class Loaded:
     def sessions(self) -> Sequence[types_pb2.SessionRecord]:
         """What is left of its sessions."""
         return self.response.delivery.sessions
+
+
+def set_aside(error: SessionDamagedError) -> Loaded:
+    """Returns a unit that is not delivered because a session of it is damaged."""
+    reason = pb.FILTER_REASON_DAMAGED
+    part = pb.RemovedTrajectories(session_id=error.metadata["session_id"], reason=reason)
+    return Loaded(0, Verdict(reason, removed=[part]), pb.SubscribeResponse())
+
+
+def read_hello(name: str, data: bytes) -> pb.SubscribeHello | None:
+    """Returns the hello of a consumer as it is stored; None where it cannot be read.
+
+    Such a consumer has no options until it subscribes again, and keeps its place.
+    """
+    with suppress(DecodeError):
+        hello = pb.SubscribeHello.FromString(data)
+        if hello.consumer == name:
+            return hello
+    _tell_damaged(name, data)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _tell_damaged(consumer: str, data: bytes) -> None:  # noqa: ARG001 - once for what is stored
+    _log.error("consumer damaged: its options cannot be read", extra=fields(consumer=consumer))
+
+
+def read_entry(unit_id: str, data: bytes) -> pb.FilteredEntry:
+    """Returns what was listed of a unit; where that cannot be read, that it is damaged."""
+    try:
+        return pb.FilteredEntry.FromString(data)
+    except DecodeError:
+        return pb.FilteredEntry(delivery_id=unit_id, reason=pb.FILTER_REASON_DAMAGED)
 
 
 class Settlement(NamedTuple):

@@ -153,7 +153,9 @@ class Subscriptions:
             reader.cancel()
             self._streams.discard(stream)
             stream.consumer.close_stream(stream.id)
-            self.tasks.create_task(contained(self._release(stream.known), "not given back"))
+            self.tasks.create_task(
+                contained(partial(self._release, stream.known), "not given back")
+            )
             self._wake_all()
 
     async def seek(self, name: str, position: pb.Position) -> Sought:

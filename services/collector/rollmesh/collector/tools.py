@@ -117,7 +117,10 @@ async def _sessions(
     stub: "Stub", request: pb.ReadSessionsRequest
 ) -> AsyncIterator[types_pb2.SessionRecord]:
     async for response in read_stream(stub.ReadSessions(request)):
-        yield response.session
+        if response.damaged_session_id:
+            _say(f"session {response.damaged_session_id} is damaged; left out", error=True)
+        else:
+            yield response.session
 
 
 def _show(message: protobuf_message.Message) -> None:

@@ -148,6 +148,13 @@ class SessionUnknownError(RollmeshError):
     reason = "SESSION_UNKNOWN"
 
 
+class SessionDamagedError(RollmeshError):
+    """What is stored of a session cannot be read; everything else can."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "SESSION_DAMAGED"
+
+
 class SessionClosedError(RollmeshError):
     """The session is closed and takes no more turns."""
 

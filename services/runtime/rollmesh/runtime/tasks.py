@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollmesh.runtime.errors import ShuttingDownError
@@ -62,15 +62,15 @@ async def finish(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -
     return await begun(tasks, work)
 
 
-async def contained(work: Coroutine[Any, Any, object], event: str) -> None:
+async def contained(work: Callable[[], Awaitable[object]], event: str) -> None:
     """Runs work that nobody waits for; an error of it is logged and ends nothing else.
 
     Args:
-        work: What is to be done.
+        work: Begins what is to be done; called when this is run, which may be never.
         event: Names the failure in the log.
     """
     try:
-        await work
+        await work()
     except Exception as error:  # noqa: BLE001 - the edge of a task: its group must go on
         _log.error(event, exc_info=error)
 
