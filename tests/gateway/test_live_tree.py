@@ -125,9 +125,14 @@ class Agent:
         """Returns the answer; None where there was none, or the agent left before it."""
         call = self.mesh.stub.Chat(request, timeout=TIMEOUT_S, wait_for_ready=True)
         pieces: list[gateway_pb2.ChatDelta] = []
+        begun = ""
         try:
             async for response in call:
+                if response.HasField("begun"):
+                    begun = response.begun.answer_id
+                    continue
                 if response.HasField("done"):
+                    assert begun == (response.done.answer_id if request.stream else "")
                     self.check(response.done, pieces, request)
                     return response.done
                 pieces.append(response.delta)

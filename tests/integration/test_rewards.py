@@ -124,7 +124,7 @@ async def test_rewards_of_turns_are_on_the_nodes_of_a_tree_which_has_no_trajecto
     ("rewards", "text"),
     [
         pytest.param(Rewards(turns={99: 1.0}), "node 99 is no turn", id="no node"),
-        pytest.param(Rewards(turns={1: 1.0}), "node 1 is no turn", id="the agent's own message"),
+        pytest.param(Rewards(turns={2: 1.0}), "node 2 is no turn", id="the agent's own message"),
         pytest.param(Rewards(turns={"chatcmpl-x-2": 1.0}), "no answer of session", id="another's"),
         pytest.param(Rewards(trajectories={"x-2": 1.0}), "no trajectory 'x-2'", id="no trajectory"),
         pytest.param(Rewards(session=float("nan")), "nan is not a finite", id="not a number"),
@@ -284,3 +284,51 @@ async def test_a_wait_for_rewards_of_no_time_is_refused_and_the_session_stays_op
         await client.close_session(session, reward_timeout_ms=0)
     await ask(mesh, session, "plain")
     await client.close_session(session)
+
+
+async def streamed_ids(agent: Any, *, n: int = 1, **fields: Any) -> list[str]:
+    """Ids of the answers of a stream by choice; every chunk carries the first one's."""
+    messages: list[Any] = [{"role": "user", "content": "plain"}]
+    ids: dict[int, str] = {}
+    shared = set()
+    stream = await agent.chat.completions.create(
+        model="policy", messages=messages, stream=True, n=n, **fields
+    )
+    async for chunk in stream:
+        shared.add(chunk.id)
+        for choice in chunk.choices:
+            named = getattr(choice, "answer_id", None)  # in the first chunk and in the last
+            assert ids.setdefault(choice.index, named) == (named or ids[choice.index])
+    assert shared == {ids[0]}
+    return [ids[at] for at in range(n)]
+
+
+async def test_every_form_of_an_answer_names_its_turns_for_rewards(
+    mesh: Mesh, client: Client
+) -> None:
+    async with client.session() as session:
+        agent = mesh.openai(session, max_retries=5)
+        retry = {"idempotency-key": "one"}
+        first = await streamed_ids(agent, extra_headers=retry)
+        assert await streamed_ids(agent, extra_headers=retry) == first
+        two = await streamed_ids(agent, n=2)
+        messages: list[Any] = [{"role": "user", "content": "plain"}]
+        async with agent.chat.completions.stream(model="policy", messages=messages) as stream:
+            helped = (await stream.get_final_completion()).id
+        whole = await agent.chat.completions.create(model="policy", messages=messages, n=2)
+        assert whole.id == whole.choices[0].answer_id
+        named = [*first, *two, helped, *(choice.answer_id for choice in whole.choices)]
+        await mesh.restart("gateway")
+        assert await streamed_ids(agent, extra_headers=retry) == first
+        last = await streamed_ids(agent, extra_headers={"idempotency-key": "two"})
+        named += last
+        assert len(set(named)) == 7
+        session.rewards = Rewards(turns={id_: float(at) for at, id_ in enumerate(named)})
+    ((found,),) = [delivery.sessions for delivery in await taken(client, "session", 1)]
+    rewards = {
+        f"chatcmpl-{found.session_id}-{segment.node_id}": segment.reward
+        for trajectory in found.trajectories
+        for segment in trajectory.segments
+        if segment.sampled
+    }
+    assert rewards == {id_: float(at) for at, id_ in enumerate(named)}

@@ -54,6 +54,10 @@ def done(
     )
 
 
+def begun(answer_id: str) -> gateway_pb2.ChatResponse:
+    return gateway_pb2.ChatResponse(begun=gateway_pb2.ChatBegun(answer_id=answer_id))
+
+
 def text(content: str) -> gateway_pb2.ChatResponse:
     return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(content=content))
 
@@ -116,6 +120,8 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.requests.append(request)
         self.request_ids.append(str(dict(context.invocation_metadata() or ())["x-request-id"]))
         try:
+            if request.stream:
+                yield begun(f"chatcmpl-answer-{request.choice_index + 1}")
             async with aclosing(self.script(request)) as events:  # type: ignore[type-var]
                 async for event in events:
                     yield event

@@ -248,8 +248,8 @@ class ChatEndpoint:
     ) -> None:
         """Streams all choices at the same time."""
         created = clock.unix_ms() // 1000
-        writer = ChunkWriter(f"chatcmpl-{request_id}", created, model, named=_named(choices))
-        reply = StreamReply(send, request_id, writer, len(choices))
+        writer = ChunkWriter(created, model, named=_named(choices))
+        reply = StreamReply(send, request_id, writer)
         try:
             async with asyncio.TaskGroup() as group:
                 filling = group.create_task(reply.fill_silence(self._sidecar.config.keep_alive_ms))
@@ -274,9 +274,15 @@ class ChatEndpoint:
     ) -> gateway_pb2.ChatDone:
         """Sends every event of one choice as soon as the gateway does."""
         done: gateway_pb2.ChatDone | None = None
+        begun = False
         async with aclosing(self._sidecar.chat(choice, request_id)) as responses:
             async for response in responses:  # to its end: a call cut short looks like one not read
-                if response.HasField("done"):
+                if response.HasField("begun"):
+                    begun = True
+                    reply.begin(choice.choice_index, response.begun.answer_id)
+                elif not begun:
+                    raise RollmeshError("the gateway began its answer without its id")
+                elif response.HasField("done"):
                     done = response.done
                     await reply.finish(choice.choice_index, done)
                 else:

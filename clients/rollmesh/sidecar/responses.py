@@ -44,6 +44,7 @@ def whole_answer(answers: list[gateway_pb2.ChatDone], model: str, *, named: bool
             "choices": [
                 {
                     "index": at,
+                    "answer_id": done.answer_id,
                     "message": _message(done.message),
                     "logprobs": None,
                     "finish_reason": finish_reason(done, named=named),
@@ -91,26 +92,40 @@ def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
 
 
 class ChunkWriter:
-    """Writes the chunks of one stream; all carry one id."""
+    """Writes the chunks of one stream.
 
-    def __init__(self, stream_id: str, created: int, model: str, *, named: bool) -> None:
+    All carry one id, as the SDKs want it: that of the first choice's answer. Each choice carries
+    the id of its own as `answer_id`, in its first and its last chunk, as in a whole answer.
+    """
+
+    def __init__(self, created: int, model: str, *, named: bool) -> None:
         """Takes what every chunk carries, and whether the request names a tool to call."""
         self._named = named
         self._common = {
-            "id": stream_id,
+            "id": "",
             "object": "chat.completion.chunk",
             "created": created,
             "model": model,
         }
+        self._answer_ids: dict[int, str] = {}
         self._begun: set[int] = set()
 
-    def role(self, index: int) -> bytes:
-        """Returns the first chunk of a choice."""
-        return self._choice(index, {"role": "assistant", "content": ""})
+    def begin(self, index: int, answer_id: str) -> None:
+        """Takes the id of a choice's answer; the first choice's must come before any chunk."""
+        self._answer_ids[index] = answer_id
+        if index == 0:
+            self._common["id"] = answer_id
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
-        """Returns the chunk of a piece of an answer."""
-        self._begun.add(index)
+        """Returns the chunk of a piece of an answer, behind its role where it is the first."""
+        role = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            role = self._choice(
+                index,
+                {"role": "assistant", "content": ""},
+                answer_id=self._answer_ids[index],
+            )
         fields: dict[str, Any] = {}
         if delta.content:
             fields["content"] = delta.content
@@ -118,7 +133,7 @@ class ChunkWriter:
             fields["reasoning_content"] = delta.reasoning_content
         if delta.tool_calls:
             fields["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
-        return self._choice(index, fields)
+        return role + self._choice(index, fields)
 
     def finish(self, index: int, done: gateway_pb2.ChatDone) -> bytes:
         """Returns the last chunk of a choice, behind the message where no piece was sent."""
@@ -132,7 +147,6 @@ class ChunkWriter:
                     index=at, id=call.id, name=call.name, arguments_json=call.arguments_json
                 )
             message = self.delta(index, pieces)
-        # A stream's id is older than its turn; whoever rewards the turn finds it by this one.
         reason = finish_reason(done, named=self._named)
         return message + self._choice(index, {}, reason, answer_id=done.answer_id)
 
@@ -143,8 +157,14 @@ class ChunkWriter:
     def _choice(
         self, index: int, delta: dict[str, Any], finish: str | None = None, **fields: str
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return _event({**self._common, **fields, "choices": [choice]})
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": finish,
+            **fields,
+        }
+        return _event({**self._common, "choices": [choice]})
 
 
 def _call_delta(call: gateway_pb2.ToolCallDelta) -> dict[str, Any]:

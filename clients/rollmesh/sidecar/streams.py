@@ -18,21 +18,29 @@ class StreamReply:
     each choice at most.
     """
 
-    def __init__(self, send: Send, request_id: str, writer: ChunkWriter, choices: int) -> None:
+    def __init__(self, send: Send, request_id: str, writer: ChunkWriter) -> None:
         """Takes the ASGI channel and what writes the chunks."""
         self._send = send
         self._request_id = request_id
         self._writer = writer
-        self._choices = choices
+        self._identified = asyncio.Event()
         self._silent = True
         self._started = False
 
+    def begin(self, index: int, answer_id: str) -> None:
+        """Takes the id of a choice's answer; nothing is sent before the first choice has one."""
+        self._writer.begin(index, answer_id)
+        if index == 0:
+            self._identified.set()
+
     async def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> None:
         """Sends a piece of an answer at once."""
+        await self._identified.wait()
         await self._write(self._writer.delta(index, delta))
 
     async def finish(self, index: int, done: gateway_pb2.ChatDone) -> None:
         """Sends the end of one choice."""
+        await self._identified.wait()
         await self._write(self._writer.finish(index, done))
 
     async def end(self, answers: list[gateway_pb2.ChatDone], *, include_usage: bool) -> None:
@@ -73,7 +81,6 @@ class StreamReply:
                     (b"x-accel-buffering", b"no"),
                 ),
             )
-            body = b"".join(map(self._writer.role, range(self._choices))) + body
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:

@@ -348,6 +348,7 @@ class ChatResponse(_message.Message):
 
     DELTA_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def delta(self) -> Global___ChatDelta:
         """A piece of a streamed answer."""
@@ -356,21 +357,50 @@ class ChatResponse(_message.Message):
     def done(self) -> Global___ChatDone:
         """The end, once, with the whole message."""
 
+    @_builtins.property
+    def begun(self) -> Global___ChatBegun:
+        """The beginning of a streamed answer, once, before anything of it is known."""
+
     def __init__(
         self,
         *,
         delta: Global___ChatDelta | None = ...,
         done: Global___ChatDone | None = ...,
+        begun: Global___ChatBegun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "done", b"done", "event", b"event"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "delta", b"delta", "done", b"done", "event", b"event"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "done", b"done", "event", b"event"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "delta", b"delta", "done", b"done", "event", b"event"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "done"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "done", "begun"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
+
+@_typing.final
+class ChatBegun(_message.Message):
+    """The beginning of a streamed answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_ID_FIELD_NUMBER: _builtins.int
+    answer_id: _builtins.str
+    """Id of the answer, as `done` says it: the same for every replay, also after a restart. An answer
+    that fails leaves its id to nobody.
+    """
+    def __init__(
+        self,
+        *,
+        answer_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatBegun: _TypeAlias = ChatBegun  # noqa: Y015
 
 @_typing.final
 class ChatDelta(_message.Message):
@@ -464,7 +494,7 @@ class ChatDone(_message.Message):
     node_id: _builtins.int
     """Id of the tree node that holds the turn."""
     answer_id: _builtins.str
-    """Stable id of the answer: the same for every replay of it."""
+    """Stable id of the answer: the same for every replay of it. Its last number is `node_id`."""
     created_unix_ms: _builtins.int
     """When the turn was committed, milliseconds since 1970 UTC."""
     @_builtins.property

@@ -17,7 +17,7 @@ from rollmesh.gateway.keys import SECRET_BYTES, SessionKeys
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.record import exported_lineages, trajectory_ids, write_record
 from rollmesh.gateway.rewards import check_rewards
-from rollmesh.gateway.session import Answered, Session, Turn, TurnRequest
+from rollmesh.gateway.session import Answered, Begun, Session, Turn, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.gateway.turns import TurnRunner
 from rollmesh.runtime import clock, faults
@@ -38,6 +38,8 @@ from rollmesh.v1 import gateway_pb2, types_pb2
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
 _IDLE_CHECK_S = 60.0
+_LOST_IDS = 1024
+"""More than the turns of a session that began to stream and were lost with the process."""
 
 
 class Gateway:
@@ -86,6 +88,7 @@ class Gateway:
         fresh = secrets.token_bytes(SECRET_BYTES)
         self.keys = SessionKeys(await self._database.run(lambda db: journal.keep_secret(db, fresh)))
         for stored in await self._database.run(lambda db: journal.read_open(db, self._new_tree)):
+            stored.tree.skip_ids(_LOST_IDS)
             session = Session(stored.spec, stored.tree)
             for node_id, record in stored.answers.items():
                 session.restore(Answered(stored.tree.nodes[node_id], record))
@@ -169,8 +172,8 @@ class Gateway:
 
     async def chat(
         self, session: Session, request: TurnRequest
-    ) -> AsyncGenerator[Delta | Answered, None]:
-        """Yields the pieces of an answer and then its end, durable by then.
+    ) -> AsyncGenerator[Begun | Delta | Answered, None]:
+        """Yields the beginning and the pieces of an answer, then its end, durable by then.
 
         Raises:
             IdempotencyKeyReusedError: The key names the sample of another request.
@@ -198,7 +201,7 @@ class Gateway:
     def _begin(self, session: Session, request: TurnRequest) -> Turn:
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
-        turn = Turn.of(request)
+        turn = Turn.of(request, session.spec.session_id, session.tree.reserve_id())
         session.begin(turn)
         turn.task = self._tasks.create_task(self._run(session, turn, request))
         # Not in the task: one that is cancelled before its first step runs nothing.

@@ -207,7 +207,7 @@ def read_open(db: sqlite3.Connection, new_tree: Callable[[], Tree]) -> list[Stor
 def _node_rows(db: sqlite3.Connection, session_id: str) -> Iterator[Any]:
     return db.execute(
         "SELECT node_id, parent_id, frame_key, unit, token_ids, glue, reasons, sample, logprobs,"
-        " answer FROM nodes WHERE session_id = ? ORDER BY node_id",
+        " answer FROM nodes WHERE session_id = ? ORDER BY rowid",  # parents first
         (session_id,),
     )
 

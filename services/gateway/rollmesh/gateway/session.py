@@ -57,6 +57,13 @@ class Answered:
     record: AnswerRecord
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The beginning of an answer."""
+
+    answer_id: str
+
+
 class Turn:
     """One sample that was asked for, and those who wait for its answer.
 
@@ -65,8 +72,12 @@ class Turn:
     Afterwards they are read from the answer itself.
     """
 
-    def __init__(self, fingerprint: str, idempotency_key: str = "") -> None:
-        """Begins a turn that nobody has joined."""
+    def __init__(
+        self, node_id: int, answer_id: str, fingerprint: str, idempotency_key: str = ""
+    ) -> None:
+        """Begins a turn that nobody has joined; its ids are those it has when it is committed."""
+        self.node_id = node_id
+        self.answer_id = answer_id
         self.fingerprint = fingerprint
         self.idempotency_key = idempotency_key
         self.stream = False
@@ -86,9 +97,10 @@ class Turn:
         self._changed: asyncio.Event | None = None
 
     @classmethod
-    def of(cls, request: TurnRequest) -> "Turn":
-        """Returns the turn that a request begins."""
-        turn = cls(request.fingerprint, request.idempotency_key)
+    def of(cls, request: TurnRequest, session_id: str, node_id: int) -> "Turn":
+        """Returns the turn that a request begins, with the node id that is reserved for it."""
+        answer_id = f"chatcmpl-{session_id}-{node_id}"
+        turn = cls(node_id, answer_id, request.fingerprint, request.idempotency_key)
         turn.stream, turn.finish_on_disconnect = request.stream, request.finish_on_disconnect
         return turn
 
@@ -99,7 +111,10 @@ class Turn:
         Who had its answer is not known: everybody may have. That all of it left is known only where
         the agent went on from it.
         """
-        turn = cls(answered.record.fingerprint, answered.record.idempotency_key)
+        record = answered.record
+        turn = cls(
+            answered.node.node_id, record.answer_id, record.fingerprint, record.idempotency_key
+        )
         turn.handed, turn.left = True, bool(answered.node.children)
         turn.end(answered)
         return turn
@@ -143,12 +158,13 @@ class Turn:
         if self.task is not None:
             self.task.cancel()
 
-    async def events(self) -> AsyncIterator[Delta | Answered]:
-        """Yields the pieces and then the answer.
+    async def events(self) -> AsyncIterator[Begun | Delta | Answered]:
+        """Yields the beginning, the pieces and then the answer.
 
         Raises:
             RollmeshError: The turn failed.
         """
+        yield Begun(self.answer_id)
         deltas, at = self._deltas, 0
         if self.answered is not None:
             deltas = _pieces(self.answered.node.unit[0])

@@ -6,6 +6,7 @@ A node is one unit (a message, or a run of tool results) and holds the ids it ad
 * The ids of a sampled node are what the engine was given behind its parent (`glue` of them) and
   then what it sampled; nothing is ever tokenised again.
 * A path is shared, never copied: two conversations with a common beginning share those nodes.
+* `nodes` has parents before children. Ids do not: a turn has its id from its beginning.
 """
 
 from collections.abc import Iterator
@@ -152,6 +153,15 @@ class Tree:
                 best = max(frontier, key=lambda m: (-len(m.reasons), m.node.node_id))
         return best
 
+    def reserve_id(self) -> int:
+        """Returns a node id that no other node gets: that of a turn which begins."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def skip_ids(self, count: int) -> None:
+        """Leaves out ids that turns may have had which did not end before a restart."""
+        self._next_id += count
+
     def root_reasons(self, frame: Frame) -> frozenset[Fidelity]:
         """Returns why a first message under `frame` begins a new root: TOOLS_CHANGED or nothing."""
         others = (root for key, root in self._roots.items() if key != frame.key)
@@ -176,10 +186,12 @@ class Tree:
         glue: TokenIds,
         sample: Sample,
         reasons: frozenset[Fidelity],
+        *,
+        node_id: int | None = None,
     ) -> Node:
-        """Attaches a sampled turn; equal samples stay apart."""
+        """Attaches a sampled turn, with its reserved id; equal samples stay apart."""
         node = Node(
-            self._next_id,
+            self.reserve_id() if node_id is None else node_id,
             parent,
             parent.frame,
             (message,),

@@ -131,7 +131,7 @@ class TurnRunner:
             message = f"the turn took longer than {self._turn_timeout_ms} ms"
             raise DeadlineError(message) from error
         turn.committing = True
-        return await self._commit(session, request, *sampled)
+        return await self._commit(session, turn, *sampled)
 
     async def _sample(
         self, session: Session, turn: Turn, request: TurnRequest
@@ -326,7 +326,7 @@ class TurnRunner:
     async def _commit(
         self,
         session: Session,
-        request: TurnRequest,
+        turn: Turn,
         prepared: Prepared,
         message: Message,
         sample: Sample,
@@ -337,13 +337,15 @@ class TurnRunner:
         tree.reattach(parent)
         for unit, ids in prepared.new_units:
             parent = tree.add_unit(parent, unit, ids)
-        node = tree.add_sample(parent, message, prepared.glue, sample, reasons)
+        node = tree.add_sample(
+            parent, message, prepared.glue, sample, reasons, node_id=turn.node_id
+        )
         # Another turn that shares a unit with this one may not have stored it, or may fail to.
         added = [one for one in node.path() if not one.stored]
         record = journal.AnswerRecord(
-            answer_id=f"chatcmpl-{session.spec.session_id}-{node.node_id}",
-            fingerprint=request.fingerprint,
-            idempotency_key=request.idempotency_key,
+            answer_id=turn.answer_id,
+            fingerprint=turn.fingerprint,
+            idempotency_key=turn.idempotency_key,
             created_unix_ms=clock.unix_ms(),
         )
         session_id = session.spec.session_id

@@ -14,7 +14,7 @@ from rollmesh.gateway.formats import tool_schemas
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.messages import Frame, Message, RoleName
 from rollmesh.gateway.reading import ROLES
-from rollmesh.gateway.session import Answered, Session, TurnRequest
+from rollmesh.gateway.session import Answered, Begun, Session, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime.arrays import pack_ids
 from rollmesh.runtime.errors import InvalidFieldError
@@ -147,8 +147,10 @@ def write_message(message: Message) -> types_pb2.ChatMessage:
     )
 
 
-def write_event(event: Delta | Answered) -> gateway_pb2.ChatResponse:
-    """Returns the proto of a piece of an answer, or of its end."""
+def write_event(event: Begun | Delta | Answered) -> gateway_pb2.ChatResponse:
+    """Returns the proto of the beginning of an answer, of a piece of it, or of its end."""
+    if isinstance(event, Begun):
+        return gateway_pb2.ChatResponse(begun=gateway_pb2.ChatBegun(answer_id=event.answer_id))
     if isinstance(event, Answered):
         return gateway_pb2.ChatResponse(done=_write_done(event))
     if isinstance(event, str):
