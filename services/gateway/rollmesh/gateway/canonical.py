@@ -1,15 +1,16 @@
 """When two messages are the same: what the template would see, and how agents echo.
 
-The rules are those that real clients need: arguments compare as JSON values, ids of calls count
-only where the template prints them, absent fields equal empty ones. An echo of a sampled message
-may also be stripped, may lack its reasoning, may have got the agent's name, and may carry mended
-arguments.
+The rules are those that real clients need: arguments compare as JSON values and their numbers as
+doubles, ids of calls count only where the template prints them, absent fields equal empty ones. An
+echo of a sampled message may also be stripped, may lack its reasoning, may have got the agent's
+name, and may carry mended arguments.
 """
 
 import hashlib
 import json
 from functools import lru_cache
 
+from rollmesh.gateway.json_values import comparable, rounded
 from rollmesh.gateway.messages import Frame, Message, Unit
 
 _DIGEST_BYTES = 16
@@ -19,6 +20,17 @@ _FRAMES_CACHED = 64
 def unit_key(unit: Unit, *, call_ids: bool) -> bytes:
     """Returns the digest under which equal units are found; `call_ids` says whether ids count."""
     return _digest([field for message in unit for field in _plain(message, call_ids=call_ids)])
+
+
+def spelling_key(unit: Unit) -> bytes:
+    """Returns the digest of all that a template prints of a unit, arguments as they are spelled."""
+    fields: list[str] = []
+    for one in unit:
+        fields += (one.role, one.content, one.name, one.tool_call_id, one.reasoning)
+        for call in one.tool_calls:
+            fields += (call.id, call.name, call.arguments)
+        fields.append(str(len(one.tool_calls)))
+    return _digest(fields)
 
 
 def lenient_key(unit: Unit, *, call_ids: bool) -> bytes:
@@ -31,7 +43,7 @@ def is_mended_echo(sampled: Message, echo: Message) -> bool:
     """Says whether `echo` is `sampled` with broken arguments repaired by the agent's framework.
 
     Holds when calls agree in number, order, id and name, and each pair of arguments is equal as
-    JSON or was not JSON when it was sampled.
+    JSON, or nearly (15 digits of a number), or was not JSON when it was sampled.
     """
     if len(sampled.tool_calls) != len(echo.tool_calls) or not sampled.tool_calls:
         return False
@@ -40,12 +52,19 @@ def is_mended_echo(sampled: Message, echo: Message) -> bool:
     return all(
         ours.id == theirs.id
         and ours.name == theirs.name
-        and (
-            argument_value(ours.arguments)[0] == "raw"
-            or argument_value(ours.arguments) == argument_value(theirs.arguments)
-        )
+        and _is_mended(ours.arguments, theirs.arguments)
         for ours, theirs in zip(sampled.tool_calls, echo.tool_calls, strict=True)
     )
+
+
+def _is_mended(sampled: str, echo: str) -> bool:
+    kind, value = argument_value(sampled)
+    if kind == "raw" or argument_value(echo) == (kind, value):
+        return True
+    try:
+        return rounded(sampled) == rounded(echo)
+    except ValueError:
+        return False
 
 
 def contradicts_reasoning(sampled: Message, echo: Message) -> bool:
@@ -56,15 +75,15 @@ def contradicts_reasoning(sampled: Message, echo: Message) -> bool:
 def argument_value(text: str) -> tuple[str, str]:
     """Returns arguments as ("json", canonical text), or ("raw", text) where they are not JSON.
 
-    The last of equal keys wins, `1E2` equals `100.0`, the empty string equals `{}`.
+    The last of equal keys wins, `1E2` equals `100` and `100.0`, the empty string equals `{}`. What
+    holds a number that is no double is not JSON here: languages print it each in another way.
     """
     if not text.strip():
         return "json", "{}"
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        return "json", comparable(text)
+    except ValueError:
         return "raw", text
-    return "json", _dump(value)
 
 
 @lru_cache(_FRAMES_CACHED)  # agents send the same tools with every request

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmesh.gateway.canonical import unit_key
+from rollmesh.gateway.canonical import spelling_key
 from rollmesh.gateway.contract import REWRITING, Finding
 from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
@@ -81,7 +81,7 @@ class Continuation:
         """
         cutter = self._of(frame).cutter
         if start == 0:
-            first = unit_key(units[0], call_ids=True) + frame.key
+            first = spelling_key(units[0]) + frame.key
             known = self._heads.get(first)
             if known is not None:
                 return [known, *self._encode(cutter.pieces(units, 1, frame))]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rollmesh.gateway.canonical import unit_key
+from rollmesh.gateway.canonical import spelling_key
 from rollmesh.gateway.ends import TemplateRefusedError, find_ends
 from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
 from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
@@ -17,6 +17,7 @@ from rollmesh.gateway.windows import (
     Place,
     followers,
     place,
+    readable,
     result,
 )
 
@@ -199,7 +200,7 @@ class Cutter:
         before, previous, unit = place(units, at), units[at - 1], units[at]
         window = WINDOWS[before] if before != "start" else ()
         if before == "assistant":
-            calls = previous[0].tool_calls
+            calls = readable(previous[0].tool_calls)
             window = (ASKED, Message("assistant", self._beside_calls if calls else MARK, calls))
         if self.moves_system and at > 1 and unit[0].role == "user" and units[0][0].role == "system":
             window = (*units[0], *window)
@@ -235,7 +236,7 @@ class Cutter:
         return behind
 
     def _render_cached(self, window: tuple[Message, ...], options: Frame) -> str:
-        key = options.key + unit_key(window, call_ids=True)
+        key = options.key + spelling_key(window)
         text = self._renders.get(key)
         if text is None:
             text = self._template.render(window, options)

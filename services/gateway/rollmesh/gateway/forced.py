@@ -22,6 +22,7 @@ from rollmesh.gateway.formats import (
     AnswerFormat,
     tool_schemas,
 )
+from rollmesh.gateway.json_values import write_json
 from rollmesh.gateway.messages import Frame
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2
@@ -165,7 +166,7 @@ def constraint_of(
         return None
     reasoning = _reasoning(format_, inside=inside_reasoning)
     tag = {"type": "structural_tag", "format": _sequence(*reasoning, _one_of(forms))}
-    text = json.dumps(tag, ensure_ascii=False)
+    text = write_json(tag)
     return engine_pb2.Constraint(structural_tag=text, strict=strict)
 
 

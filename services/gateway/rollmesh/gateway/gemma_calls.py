@@ -8,11 +8,11 @@ are part of it. Values without string marks are JSON's numbers and words (or as 
 them); other bare text is a string, as is what the tool's schema says is one.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from rollmesh.gateway.json_values import read_json, write_json
 from rollmesh.gateway.pieces import Machine, Piece, ReasoningPiece, first_of, possible_start
 from rollmesh.gateway.tagged_calls import Schemas, kinds
 
@@ -28,7 +28,6 @@ _NAME = re.compile(r"\s*(?:call)?:(?P<name>[\w.-]+)(?=\{)")
 _BARE = re.compile(r"[^,:{}\[\]<]+")
 _BLANK = re.compile(r"\s*")
 _WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
-_NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
 _MOST_DEPTH = 64
 
 
@@ -131,7 +130,7 @@ class GemmaParser(Machine):
         else:
             self.malformed |= mark == _CALL
             self.begin_call(call[0], pieces)
-            self.emit_arguments(json.dumps(call[1], ensure_ascii=False), pieces)
+            self.emit_arguments(write_json(call[1]), pieces)
         self._state = "call" if mark == _CALL else "text"
         self._looked, self._quoted = 0, False
 
@@ -249,7 +248,7 @@ def _scalar(text: str, schema: object) -> Any:
     if text in _WORDS:
         return _WORDS[text]
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = read_json(text)
+    except ValueError:
         return text
-    return value if isinstance(value, int | float) and text not in _NOT_FINITE else text
+    return value if isinstance(value, int | float) else text

@@ -11,7 +11,8 @@ import re
 from collections.abc import Set
 
 from rollmesh.gateway.channels import MESSAGE, ChannelParser, Kind
-from rollmesh.gateway.pieces import Piece, is_object
+from rollmesh.gateway.json_values import is_object
+from rollmesh.gateway.pieces import Piece
 
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")

@@ -28,6 +28,7 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
+from rollmesh.gateway.json_values import replace_surrogates
 from rollmesh.gateway.messages import Frame, Message
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelFilesError
@@ -43,6 +44,7 @@ _REFUSALS = (
     AssertionError,
     LookupError,
     NotImplementedError,
+    RecursionError,
     TypeError,
     ValueError,
 )
@@ -152,7 +154,7 @@ class MistralTemplate:
             ids = instruct.encode_instruct(normal).tokens
         except _REFUSALS as error:
             raise TemplateRenderError(str(error)) from error
-        return recorder.written(ids)
+        return replace_surrogates(recorder.written(ids))
 
 
 class _Recorder:

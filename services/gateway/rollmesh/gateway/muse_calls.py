@@ -11,11 +11,11 @@ are passed on when their message is whole. Values are read as the tool's schema 
 sometimes opens the next message without having ended the one before.
 """
 
-import json
 import re
 from typing import Any
 
 from rollmesh.gateway.channels import MESSAGE, ChannelParser, Kind
+from rollmesh.gateway.json_values import write_json
 from rollmesh.gateway.pieces import Piece, possible_start
 from rollmesh.gateway.tagged_calls import Schemas, typed
 
@@ -89,7 +89,7 @@ class MuseParser(ChannelParser):
                 self.emit_text(invoke.group(), pieces)
             else:
                 self.begin_call(invoke["name"], pieces)
-                self.emit_arguments(json.dumps(arguments, ensure_ascii=False), pieces)
+                self.emit_arguments(write_json(arguments), pieces)
         self._say(self._body[at:], pieces)
         self._body = ""
 

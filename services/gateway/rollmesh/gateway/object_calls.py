@@ -16,8 +16,9 @@ import re
 from collections.abc import Set
 from enum import Enum, auto
 
+from rollmesh.gateway.json_values import is_object, read_json, write_json
 from rollmesh.gateway.object_formats import ObjectFormat
-from rollmesh.gateway.pieces import Machine, Piece, first_of, is_object, possible_start
+from rollmesh.gateway.pieces import Machine, Piece, first_of, possible_start
 
 _SEPARATORS = "; \t\r\n"
 
@@ -266,8 +267,8 @@ def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str
     if not keys:
         return []
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
+        value = read_json(body)
+    except ValueError:
         return []
     found: list[tuple[str, str, str]] = []
     for entry in value if isinstance(value, list) else [value]:
@@ -281,7 +282,7 @@ def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str
         if key is None:
             arguments = "{}"
         elif isinstance(value, list):
-            arguments = json.dumps(entry[key], ensure_ascii=False)
+            arguments = write_json(entry[key])
         else:
             arguments = _source_of(body, key)
         call_id = entry.get(id_key)

@@ -1,9 +1,10 @@
 """What a parser of sampled text gives: pieces, as they become certain."""
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+from rollmesh.gateway.json_values import replace_surrogates
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class Collector:
     def begin_call(self, name: str, pieces: list[Piece], call_id: str = "") -> None:
         """Begins a call."""
         self._blank = ""
+        if replace_surrogates(call_id) != call_id:
+            call_id = ""  # no text could carry it
         pieces.append(CallStart(len(self.calls), name, call_id))
         self.calls.append((name, ""))
 
@@ -131,14 +134,6 @@ class Machine(Collector, ABC):
     @abstractmethod
     def _step(self, pieces: list[Piece]) -> bool:
         """Makes one transition; says whether another may follow."""
-
-
-def is_object(text: str) -> bool:
-    """Says whether a text is a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def possible_start(text: str, tags: tuple[str, ...]) -> int:

@@ -8,12 +8,12 @@ whole; one that is not, or names no tool there is, is text, and flagged. So is w
 and is no call. A list that does not begin with a call (`[1, 2]`, `[link](x)`) is plain text.
 """
 
-import json
 import re
 from collections.abc import Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from rollmesh.gateway.json_values import write_json
 from rollmesh.gateway.pieces import Machine, Piece, first_of, possible_start
 from rollmesh.gateway.python_literals import read_call
 
@@ -163,7 +163,7 @@ class PythonicCallParser(Machine):
         else:
             self._opened = ""
             self.begin_call(call[0], pieces)
-            self.emit_arguments(json.dumps(call[1], ensure_ascii=False), pieces)
+            self.emit_arguments(write_json(call[1]), pieces)
         return True
 
     def _step_comma(self, pieces: list[Piece]) -> bool:

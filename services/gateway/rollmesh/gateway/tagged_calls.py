@@ -13,12 +13,12 @@ does not fit. A call is passed on when it is whole; one that is not is text, and
 inside a value that is still open are part of it.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollmesh.gateway.json_values import read_json, write_json
 from rollmesh.gateway.pieces import Machine, Piece, first_of, possible_start
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -194,7 +194,7 @@ class TaggedCallParser(Machine):
             arguments[key] = typed(argument["value"], properties.get(key))
         if rest[at:].strip():
             return None
-        return name, json.dumps(arguments, ensure_ascii=False)
+        return name, write_json(arguments)
 
 
 def typed(text: str, schema: object) -> Any:
@@ -203,8 +203,8 @@ def typed(text: str, schema: object) -> Any:
     if not allowed or allowed == {"string"}:
         return text
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = read_json(text)
+    except ValueError:
         spelled = {"true": True, "false": False, "none": None, "null": None}
         word = text.strip().lower()
         if word not in spelled:

@@ -17,6 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rollmesh.gateway.json_values import escape_surrogates, read_json, replace_surrogates
 from rollmesh.gateway.messages import Frame, Message
 from rollmesh.gateway.tokenizer import ModelFilesError, Tokenizer
 
@@ -80,14 +81,17 @@ class ChatTemplate:
         """
         options = json.loads(frame.options_json) if frame.options_json else {}
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=[as_template_message(one, parts=self._parts) for one in messages],
                 tools=json.loads(frame.tools_json) if frame.tools_json else None,
                 add_generation_prompt=generation_prompt,
                 **{"documents": None, **self._variables, **options},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            return replace_surrogates(text)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise TemplateRenderError(str(error)) from error
+        except RecursionError as error:
+            raise TemplateRenderError("a value is nested too deep for it") from error
 
     def _prints_strings(self) -> bool:
         """Says whether content is printed as a string; templates for images want it in parts."""
@@ -154,7 +158,7 @@ def as_template_message(message: Message, *, parts: bool = False) -> dict[str, A
 def _arguments(text: str) -> Any:
     """Parses arguments: templates print objects with their own `tojson`; broken ones stay text."""
     try:
-        return json.loads(text) if text.strip() else {}
+        return read_json(text) if text.strip() else {}
     except ValueError:
         return text
 
@@ -192,13 +196,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    return json.dumps(
+    text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return escape_surrogates(text)
 
 
 def _raise_exception(message: str) -> None:

@@ -171,7 +171,8 @@ class Tree:
     def add_unit(self, parent: Node, unit: Unit, token_ids: TokenIds) -> Node:
         """Attaches an unsampled unit, or returns the equal one that another request attached."""
         for node in parent.by_key.get(self._key(unit), ()):
-            if node.sample is None and not contradicts_reasoning(node.unit[0], unit[0]):
+            # Equal messages may be spelled otherwise (7 and 7.0): each has its own tokens then.
+            if node.sample is None and np.array_equal(node.token_ids, token_ids):
                 return node
         reasons = self.root_reasons(parent.frame) if parent.parent is None else frozenset()
         node = Node(

@@ -5,10 +5,10 @@ an object of arguments; else the whole answer is text, and flagged. It is text a
 where the other parser failed, or left out a part of an answer without calls.
 """
 
-import json
 from collections.abc import Set
 from dataclasses import dataclass
 
+from rollmesh.gateway.json_values import escape_surrogates, is_object, replace_surrogates
 from rollmesh.gateway.pieces import Collector, Piece
 
 
@@ -51,10 +51,10 @@ class WholeCallParser(Collector):
         pieces: list[Piece] = []
         found = self._reading
         if found is not None and found.calls and all(map(self._is_whole, found.calls)):
-            self.emit_text(found.content, pieces)
+            self.emit_text(replace_surrogates(found.content), pieces)
             for name, arguments in found.calls:
                 self.begin_call(name, pieces)
-                self.emit_arguments(arguments, pieces)
+                self.emit_arguments(escape_surrogates(arguments), pieces)
         elif self.text:
             kept = found is not None and found.content.strip() == self.text.strip()
             self.malformed = not kept or bool(found and found.calls)
@@ -64,7 +64,4 @@ class WholeCallParser(Collector):
 
     def _is_whole(self, call: tuple[str, str]) -> bool:
         name, arguments = call
-        try:
-            return name in self._names and isinstance(json.loads(arguments), dict)
-        except (ValueError, RecursionError):
-            return False
+        return name in self._names and is_object(arguments)

@@ -1,13 +1,16 @@
 """Short conversations in which a marker stands for a message: what is rendered to learn to cut."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
+from rollmesh.gateway.json_values import is_deeper, is_object
 from rollmesh.gateway.messages import Message, ToolCall, Unit
 
 Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
 """What a unit stands behind: templates treat a system message that begins otherwise."""
 MARK, FOLLOWED = "mark7zq", "next7zq"
+_MOST_RENDERED_DEPTH = 24  # templates that print values by macros need some frames for each level
 # Nine letters and digits: the strictest template wants ids of that form.
 CALL = ToolCall("call7probe"[:9], "look_up", '{"key": "value", "limit": 2}')
 ASKED = Message("user", "a")
@@ -51,3 +54,20 @@ def followers(unit: Unit) -> tuple[Message, ...]:
     return tuple(
         result("c" if at else FOLLOWED, call) for at, call in enumerate(message.tool_calls)
     )
+
+
+def readable(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
+    """Returns calls that any template prints: what stands behind them hangs on no arguments.
+
+    What was sampled may be no object, or nested so deep that a template fails on it; the tokens of
+    the session stay as sampled.
+    """
+    return tuple(
+        call if _is_plain(call.arguments) else replace(call, arguments="{}") for call in calls
+    )
+
+
+def _is_plain(arguments: str) -> bool:
+    if not arguments.strip():
+        return True
+    return not is_deeper(arguments, _MOST_RENDERED_DEPTH) and is_object(arguments)

@@ -1,6 +1,5 @@
 """Between protos and the gateway's plain types."""
 
-import json
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -11,6 +10,7 @@ from rollmesh.gateway.canonical import fingerprint, make_frame
 from rollmesh.gateway.fidelity import Fidelity, Lineage
 from rollmesh.gateway.forced import Calls, Wanted
 from rollmesh.gateway.formats import tool_schemas
+from rollmesh.gateway.json_values import read_json, replace_surrogates
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.messages import Frame, Message, RoleName
 from rollmesh.gateway.reading import ROLES
@@ -32,6 +32,7 @@ _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
 _MAX_KEY_CHARS = 256
 _MAX_SCHEMA_BYTES = 64 * 1024
 _DEFAULTS_CACHED = 256
+_FRAMES_CACHED = 64
 
 
 def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest:
@@ -47,11 +48,7 @@ def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest
         raise InvalidFieldError(
             "stop", f"give at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters"
         )
-    try:
-        frame = make_frame(request.tools_json, request.template_options_json)
-    except ValueError as error:
-        field = "template_options_json" if "options" in str(error) else "tools_json"
-        raise InvalidFieldError(field, str(error)) from error
+    frame = _read_frame(request.tools_json, request.template_options_json)
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(_defaults(spec.sampling))
     sampling.MergeFrom(request.sampling)
@@ -81,6 +78,25 @@ def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
         or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
     )
+
+
+@lru_cache(_FRAMES_CACHED)  # agents send the same tools with every request
+def _read_frame(tools_json: bytes, options_json: bytes) -> Frame:
+    for field, source in (("tools_json", tools_json), ("template_options_json", options_json)):
+        try:
+            if source:
+                read_json(source.decode())
+        except ValueError as error:
+            raise InvalidFieldError(field, f"is not JSON: {error}") from error
+    try:
+        frame = make_frame(tools_json, options_json)
+    except ValueError as error:
+        field = "template_options_json" if "options" in str(error) else "tools_json"
+        raise InvalidFieldError(field, str(error)) from error
+    for name in tool_schemas(tools_json) if tools_json else ():
+        if name != replace_surrogates(name):
+            raise InvalidFieldError("tools_json", f"the name {name!r} is not Unicode")
+    return frame
 
 
 def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
@@ -120,8 +136,8 @@ def _check_schema(schema: bytes) -> None:
             "json_format", f"its schema has {len(schema)} bytes; give at most {_MAX_SCHEMA_BYTES}"
         )
     try:
-        value = json.loads(schema)
-    except (ValueError, RecursionError) as error:
+        value = read_json(schema.decode())
+    except ValueError as error:
         raise InvalidFieldError("json_format", f"its schema is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidFieldError("json_format", "its schema is not an object")
