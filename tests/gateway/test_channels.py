@@ -74,6 +74,7 @@ VECTORS: list[Vector] = [
     ("muse_glimmer", " to=se", "", [], "", False),
     ("muse_glimmer", "no channel at all", "no channel at all", [], "", True),
     ("muse_glimmer", "<|message|>Yes.<|eot|>", "Yes.", [], "", False),
+    ("muse_glimmer", "<|message|>Yes.<|eot|><|eot|>", "Yes.", [], "", False),
 ]  # fmt: skip
 
 

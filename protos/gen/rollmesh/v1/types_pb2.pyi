@@ -123,6 +123,12 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     gives. A ratio to a trainer's own log-probabilities is no importance ratio, unless the trainer
     masks the same tokens.
     """
+    FIDELITY_REASON_SPECIAL_TEXT: _FidelityReason.ValueType  # 16
+    """Text of a message, a call, a tool or a template option spells a special token, and became that
+    token in the turn's prompt, as with apply_chat_template: text from outside may so have closed a
+    turn or opened another. It informs: the ids are what the engine saw and sampled. On the turn
+    that added the text.
+    """
 
 class FidelityReason(_FidelityReason, metaclass=_FidelityReasonEnumTypeWrapper):
     """Why a trajectory, or a part of it, is not simply the trained output of one policy version."""
@@ -164,6 +170,12 @@ FIDELITY_REASON_CONSTRAINED: FidelityReason.ValueType  # 15
 that were allowed, renormalised: 0.0 where one was left, and never below what the model alone
 gives. A ratio to a trainer's own log-probabilities is no importance ratio, unless the trainer
 masks the same tokens.
+"""
+FIDELITY_REASON_SPECIAL_TEXT: FidelityReason.ValueType  # 16
+"""Text of a message, a call, a tool or a template option spells a special token, and became that
+token in the turn's prompt, as with apply_chat_template: text from outside may so have closed a
+turn or opened another. It informs: the ids are what the engine saw and sampled. On the turn
+that added the text.
 """
 Global___FidelityReason: _TypeAlias = FidelityReason  # noqa: Y015
 

@@ -45,6 +45,10 @@ class GatewayConfig(ServerConfig):
     """Longest wait for a parser of vLLM's, its start included, milliseconds."""
     reasoning_parser: str = "auto"
     """Whether answers begin with <think>: think, none, or auto."""
+    special_text: str = "parity"
+    """What becomes of text of messages, calls and tools that spells a special token: parity (it is
+    that token, as transformers' apply_chat_template has it; the turn carries SPECIAL_TEXT), plain
+    (it stays text), or refuse (the request is a 400 that names the message)."""
     history: str = "keep"
     """What becomes of sampled turns that the chat template prints otherwise later on: keep them
     as sampled, or rewrite: go on from what the template prints, on a new branch."""

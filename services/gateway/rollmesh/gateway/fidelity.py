@@ -21,6 +21,7 @@ class Fidelity(IntEnum):
     SHARED_PREFIX = 13
     STOP_STRING = 14
     CONSTRAINED = 15
+    SPECIAL_TEXT = 16
 
 
 class Lineage(IntEnum):

@@ -99,6 +99,19 @@ class MistralTokenizer:
         """Returns the id of a control token, as this module or as its makers write it."""
         return self._ids.get(text.removeprefix(_OPEN).removesuffix(_CLOSE))
 
+    def spells(self, text: str) -> bool:
+        """Says that no text spells a control token."""
+        del text
+        return False
+
+    def hide(self, text: str) -> str:
+        """Returns a text as it is: it spells no control token."""
+        return text
+
+    def escape(self, text: str) -> str:
+        """Returns a text as it is."""
+        return text
+
     def shown(self, text: str) -> str:
         """Returns a control token as its makers write it."""
         return text.removeprefix(_OPEN).removesuffix(_CLOSE)

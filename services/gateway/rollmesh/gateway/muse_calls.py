@@ -31,6 +31,7 @@ _PARAMETER = re.compile(
     r'\s*<atem:parameter\b[^>]*?\bname="(?P<key>[^"]+)"[^>]*?>(?P<value>.*?)</atem:parameter>\s*',
     re.DOTALL,
 )
+_END = re.compile("|".join(map(re.escape, _ENDS)))
 _AROUND = re.compile(r"</?atem:function_calls>")
 MARKS = (MESSAGE, *_ENDS, _START)
 
@@ -45,8 +46,8 @@ class MuseParser(ChannelParser):
         self._body = ""
 
     def _is_header(self, text: str) -> bool:
-        left = text.strip()
-        return left.startswith(_START) or "to=".startswith(left[:3])
+        left = _END.sub("", text).strip()
+        return not left or left.startswith(_START) or "to=".startswith(left[:3])
 
     def _begin_body(self, header: str, pieces: list[Piece]) -> Kind:  # noqa: ARG002 - no name yet
         recipient = _RECIPIENT.search(header)

@@ -22,6 +22,7 @@ from rollmesh.gateway.model_files import load_model
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.servicer import GatewayServicer
 from rollmesh.gateway.session import SessionLimits
+from rollmesh.gateway.special_text import SETTINGS, SpecialText
 from rollmesh.gateway.tokenizer import ModelFilesError, read_json
 from rollmesh.gateway.turns import TurnRunner
 from rollmesh.gateway.vllm_parser import VllmParser
@@ -59,6 +60,8 @@ class GatewayService:
         )
         if config.history not in {"keep", "rewrite"}:
             raise ConfigError(f"history: there is no {config.history!r}; give keep or rewrite")
+        if config.special_text not in SETTINGS:
+            raise ConfigError(f"special_text: give one of {', '.join(SETTINGS)}")
         moved = self._continuation.contract.findings & MOVING
         if config.history == "rewrite" and moved:
             raise ConfigError(f"history: give keep: the template {min(moved)}")
@@ -112,6 +115,7 @@ class GatewayService:
                 executor=executor,
                 long_executor=long_executor,
                 max_context_tokens=self._max_context_tokens,
+                special_text=SpecialText(self._tokenizer, config.special_text),
                 limits=SessionLimits(
                     config.max_session_nodes, config.max_session_tokens, config.max_session_bytes
                 ),

@@ -1,19 +1,29 @@
 """A model's tokenizer, loaded from its directory without transformers."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import AddedToken, Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
 from rollmesh.runtime.arrays import TokenIds
 
+# Characters that are none in Unicode: the first stands within hidden text, the second behind one
+# that the text itself holds, the others around special tokens that the template printed.
+_HIDDEN, _LITERAL, _OPEN, _CLOSE = "\ufdd3", "\ufdd4", "\ufdd5", "\ufdd6"
+_ANY_HIDDEN = re.compile(f"{_HIDDEN}{_LITERAL}?")
+
 
 class ModelFilesError(Exception):
     """A file of the model's directory is missing or cannot be used; the message names it."""
+
+
+class SpecialTextError(Exception):
+    """Text that spells a special token cannot be encoded as anything else."""
 
 
 class TextStream(Protocol):
@@ -55,6 +65,18 @@ class ModelTokenizer(Protocol):
         """Returns the id of a token that is never split; None where `text` is no such token."""
         ...
 
+    def spells(self, text: str) -> bool:
+        """Says whether a text holds what the template would print for a special token."""
+        ...
+
+    def hide(self, text: str) -> str:
+        """Returns a text to be printed by a template whose special tokens are encoded as text."""
+        ...
+
+    def escape(self, text: str) -> str:
+        """Returns a text to be printed by a template that is encoded as it is."""
+        ...
+
     def shown(self, text: str) -> str:
         """Returns a special token as people write it."""
         ...
@@ -68,7 +90,8 @@ class Tokenizer:
     """Turns template text into ids and ids into text.
 
     Text of special tokens becomes those tokens, as in the reference implementation of chat
-    templates; so a message that spells out `<|im_end|>` does end its turn.
+    templates; so a message that spells out `<|im_end|>` does end its turn, unless it was hidden:
+    then a mark stands within it, which the template prints and `encode` takes away.
     """
 
     def __init__(self, model_path: Path) -> None:
@@ -97,9 +120,35 @@ class Tokenizer:
         self.special_texts = tuple(one.content for one in added if one.special and one.content)
         self.added_texts = tuple(one.content for one in added if one.content)
         """Text that is one token wherever it stands."""
+        # One of a single character could not be hidden; no model is known that has any.
+        spelled = (re.escape(text) for text in self.special_texts if len(text) > 1)
+        longest_first = sorted(spelled, key=len, reverse=True)
+        self._special = re.compile("|".join(longest_first) or "(?!)")
+        self._plain = _PlainTokenizer(self.rust, self._special)
+
+    def spells(self, text: str) -> bool:
+        """Says whether a text holds what the template would print for a special token."""
+        return self._special.search(text) is not None
+
+    def hide(self, text: str) -> str:
+        """Returns a text to be printed by a template whose special tokens are encoded as text."""
+        text = self.escape(text)
+        while self.spells(text):  # again: what is left may spell a shorter one
+            text = self._special.sub(lambda one: f"{one[0][0]}{_HIDDEN}{one[0][1:]}", text)
+        return text
+
+    def escape(self, text: str) -> str:
+        """Returns a text to be printed by a template that is encoded as it is."""
+        return text.replace(_HIDDEN, _HIDDEN + _LITERAL)
 
     def encode(self, text: str) -> TokenIds:
-        """Returns the ids of template text, nothing added; dtype uint32, shape [N]."""
+        """Returns the ids of template text, nothing added; dtype uint32, shape [N].
+
+        Raises:
+            SpecialTextError: Hidden text is a special token all the same.
+        """
+        if _HIDDEN in text:
+            return self._plain.encode(text)
         # The fast one leaves out offsets, which nobody reads: a quarter of the time.
         (encoding,) = self.rust.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
@@ -119,6 +168,55 @@ class Tokenizer:
     def stream(self) -> TextStream:
         """Returns what turns ids into text one by one, special tokens included."""
         return _Stream(self.rust)
+
+
+class _PlainTokenizer:
+    """Encodes text in which some special tokens are hidden: the others are the template's own.
+
+    In a second tokenizer special tokens are text. It has one more token for each, which stands for
+    it where the template printed it, so that all else is encoded as by the first.
+    """
+
+    def __init__(self, rust: RustTokenizer, special: re.Pattern[str]) -> None:
+        self._source = rust
+        self._special = special
+        self._rust: RustTokenizer | None = None
+        self._ids: dict[int, int] = {}
+
+    def encode(self, text: str) -> TokenIds:
+        rust = self._rust or self._made()
+        marked = self._special.sub(lambda one: f"{_OPEN}{one[0]}{_CLOSE}", text)
+        plain = _ANY_HIDDEN.sub(lambda one: _HIDDEN if one[0].endswith(_LITERAL) else "", marked)
+        (encoding,) = rust.encode_batch_fast([plain], add_special_tokens=False)
+        if set(encoding.ids) & set(self._ids.values()):
+            raise SpecialTextError("text that spells a special token has no other tokens")
+        return np.asarray([self._ids.get(id_, id_) for id_ in encoding.ids], dtype=np.uint32)
+
+    def _made(self) -> RustTokenizer:
+        rust = RustTokenizer.from_str(self._source.to_str())
+        rust.encode_special_tokens = True
+        added = self._source.get_added_tokens_decoder()
+        special = {id_: one for id_, one in added.items() if one.special and one.content}
+        stands_for = {f"{_OPEN}{one.content}{_CLOSE}": id_ for id_, one in special.items()}
+        rust.add_tokens(
+            [
+                AddedToken(
+                    f"{_OPEN}{one.content}{_CLOSE}",
+                    single_word=one.single_word,
+                    lstrip=one.lstrip,
+                    rstrip=one.rstrip,
+                    normalized=False,
+                )
+                for one in special.values()
+            ]
+        )
+        self._ids = {
+            new: id_
+            for text, id_ in stands_for.items()
+            if (new := rust.token_to_id(text)) is not None
+        }
+        self._rust = rust  # last: several threads tokenise
+        return rust
 
 
 class _Stream:

@@ -28,9 +28,10 @@ from rollmesh.gateway.generation import Generation, checked_sample
 from rollmesh.gateway.messages import Frame, Message, Unit, units_of
 from rollmesh.gateway.reasoning import ReasoningSplitter
 from rollmesh.gateway.session import Answered, Session, SessionLimits, Turn, TurnRequest
+from rollmesh.gateway.special_text import SpecialText
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.text import IncrementalDecoder
-from rollmesh.gateway.tokenizer import ModelTokenizer
+from rollmesh.gateway.tokenizer import ModelTokenizer, SpecialTextError
 from rollmesh.gateway.tree import Match, Sample
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime import clock, faults
@@ -94,6 +95,7 @@ class TurnRunner:
         vllm_parser: VllmParser | None,
         long_executor: Executor,
         max_context_tokens: int,
+        special_text: SpecialText,
         limits: SessionLimits,
         rewrite_history: bool,
         lease_timeout_ms: int,
@@ -113,6 +115,7 @@ class TurnRunner:
         self._vllm_parser = vllm_parser
         self._long_executor = long_executor
         self._max_context_tokens = max_context_tokens
+        self._special_text = special_text
         self._limits = limits
         self._rewrite_history = rewrite_history
         self._lease_timeout_ms = lease_timeout_ms
@@ -187,9 +190,11 @@ class TurnRunner:
         frame = request.frame
         try:
             match = self._heed_template(match, frame, units)
-            fresh = self._continuation.pieces(units, match.depth, frame)
+            shown, framed, reasons = self._special_text.apply(units, match.depth, frame)
+            match = match._replace(reasons=match.reasons | reasons)
+            fresh = self._continuation.pieces(shown, match.depth, framed)
             glue = self._continuation.glue(units, frame)
-        except (TemplateRenderError, TemplateRefusedError) as error:
+        except (TemplateRenderError, TemplateRefusedError, SpecialTextError) as error:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
         if fresh:
             fresh[0] = self._continuation.behind(match.node, fresh[0])
