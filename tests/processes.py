@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
-_START_S = 120.0
-_STOP_S = 30.0
+_START_S = 400.0  # vLLM on a machine that does other work
+_STOP_S = 90.0
 
 
 class ServiceProcess:
@@ -47,7 +47,7 @@ class ServiceProcess:
         ready = json.loads(await self.wait_line("READY"))
         self.port, self.metrics_port = ready["port"], ready["metrics_port"]
 
-    async def samples(self) -> dict[str, float]:
+    async def samples(self, prefix: str = "rollmesh_") -> dict[str, float]:
         """What it counts, as Prometheus reads it; it was started with `metrics_port`."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
 
@@ -56,7 +56,7 @@ class ServiceProcess:
                 return str(answer.read().decode())
 
         lines = (await asyncio.to_thread(read)).splitlines()
-        pairs = (line.rpartition(" ") for line in lines if line.startswith("rollmesh_"))
+        pairs = (line.rpartition(" ") for line in lines if line.startswith(prefix))
         return {name: float(value) for name, _, value in pairs}
 
     async def exit_code(self) -> int:

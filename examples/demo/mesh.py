@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh.client import MeshAddresses
 
-_START_TIMEOUT_S = 300
+_START_TIMEOUT_S = 900
 _STOP_TIMEOUT_S = 60
 
 _MESH = """\
@@ -37,6 +37,7 @@ async def running_mesh(folder: Path, model: Path, context: int) -> AsyncIterator
             "rollmesh.runtime.cli",
             "up",
             f"--config={config}",
+            f"--start-timeout={_START_TIMEOUT_S}",
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
         )

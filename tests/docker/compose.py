@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,8 @@ class Project:
 
     name: str = field(default_factory=lambda: f"rollmesh-test-{uuid.uuid4().hex[:8]}")
     command: list[str] = field(default_factory=_compose_command)
+    settings: dict[str, str] = field(default_factory=lambda: dict(_SETTINGS))
+    services: frozenset[str] = _SERVICES
 
     def compose(self, *arguments: str) -> str:
         """Runs a compose command; returns what it printed."""
@@ -51,7 +53,7 @@ class Project:
             [*self.command, "--project-name", self.name, *arguments],
             check=False,
             cwd=_FOLDER,
-            env={**os.environ, **_SETTINGS},
+            env={**os.environ, **self.settings},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -63,7 +65,7 @@ class Project:
         """Builds, starts, and returns when all services are healthy."""
         since = time.time()
         self.compose("up", "--detach", "--build")
-        sick = set(_SERVICES)
+        sick = set(self.services)
         for status, service in self._events(since):
             if status == "die" and service in sick:
                 break  # it would be started again and again
@@ -113,7 +115,7 @@ class Project:
     def stop(self) -> dict[str, int]:
         """Stops all containers as a user would; returns their exit codes."""
         self.compose("stop")
-        return {service: self._exit_code(service) for service in _SERVICES}
+        return {service: self._exit_code(service) for service in self.services}
 
     def _exit_code(self, service: str) -> int:
         label = "label=com.docker.compose"
@@ -123,10 +125,21 @@ class Project:
         return int(subprocess.check_output(inspect, text=True))
 
 
+def running_project() -> AbstractContextManager[Project]:
+    """Runs a project on the CPU."""
+    return _running(Project())
+
+
+def gpu_project() -> AbstractContextManager[Project]:
+    """Runs a project whose only engine is on the GPU."""
+    gpu = {"COMPOSE_PROFILES": "gpu", "CPU_ENGINES": "0", "GPU_ENGINE_PORT": "0"}
+    services = _SERVICES - {"engine"} | {"engine-gpu"}
+    return _running(Project(settings=_SETTINGS | gpu, services=services))
+
+
 @contextmanager
-def running_project() -> Iterator[Project]:
+def _running(project: Project) -> Iterator[Project]:
     """Runs a project; its containers and volumes are gone afterwards, whatever happened."""
-    project = Project()
     try:
         project.up()
         yield project

@@ -12,7 +12,7 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
 from rollmesh.runtime.config import ConfigError, parse_config
-from rollmesh.runtime.mesh import ProcessSpec, Restarts, plan_mesh, read_mesh
+from rollmesh.runtime.mesh import ProcessSpec, Restarts, plan_mesh, read_mesh, visible_gpus
 from rollmesh.sidecar.config import SidecarConfig
 
 CONFIGS: dict[str, type[Any]] = {
@@ -185,3 +185,21 @@ def test_restarts(up_ms: list[int], delays_ms: list[int]) -> None:
     restarts = Restarts()
     assert [restarts.died(up) for up in up_ms] == delays_ms
     assert restarts.count == len(up_ms)
+
+
+def test_each_engine_sees_its_own_gpus() -> None:
+    specs = plan(mesh={"engines": 3, "gpus_per_engine": 2})
+    seen = {name: visible_gpus(spec, {}) for name, spec in specs.items()}
+    assert seen["engine-0"] == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert seen["engine-2"] == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert seen["gateway-0"] == {}
+    few = {"CUDA_VISIBLE_DEVICES": "7,GPU-8,2,3"}
+    assert visible_gpus(specs["engine-1"], few) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    with pytest.raises(ConfigError, match="engine-2 needs GPU 5 and CUDA_VISIBLE_DEVICES=7,GPU-8"):
+        visible_gpus(specs["engine-2"], few)
+
+
+def test_engines_see_all_gpus_unless_they_are_told() -> None:
+    assert visible_gpus(plan()["engine-0"], {"CUDA_VISIBLE_DEVICES": "1"}) == {}
+    with pytest.raises(ConfigError, match="gpus_per_engine: is -1"):
+        plan(mesh={"gpus_per_engine": -1})

@@ -136,8 +136,10 @@ async def test_a_service_that_cannot_start_ends_the_mesh_with_its_reason(
     async with up(tmp_path, config) as process, asyncio.timeout(120):
         said = (await process.communicate())[1].decode()
     assert process.returncode == 1
-    assert "engine-0 ended with code 2 before it was ready" in said
-    assert "unknown" in (tmp_path / "data" / "logs" / "engine-0.log").read_text()
+    line = said.strip().splitlines()[-1]
+    assert "engine-0 ended with code 2 before it was ready: rollmesh engine: " in line
+    assert "--unknown=1" in line
+    assert str(tmp_path / "data" / "logs" / "engine-0.log") in line
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Settings of the engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rollmesh.runtime.config import check_least
 from rollmesh.runtime.serving import ServerConfig
@@ -42,6 +43,9 @@ class EngineConfig(ServerConfig):
     """Whether to do without compiled graphs (vllm)."""
     gpu_memory_utilization: float = 0.9
     """Part of the accelerator's memory to use (vllm)."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of the installed vLLM's AsyncEngineArgs, by its name: a table in a file, a
+    JSON object elsewhere, such as {"tensor_parallel_size": 2} (vllm)."""
     weight_transfer: str = ""
     """Weight transfer backend, such as nccl or ipc (vllm); empty takes weights by calls alone."""
     weight_transfer_timeout_ms: int = 300_000

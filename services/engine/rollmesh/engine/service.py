@@ -104,7 +104,7 @@ def make_backend(config: EngineConfig) -> Backend:
     """Returns the backend that the settings name.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is none of that name, or vLLM has no such option.
     """
     if config.backend == "scripted":
         scripted = ScriptedConfig(
@@ -121,7 +121,9 @@ def make_backend(config: EngineConfig) -> Backend:
     if config.backend != "vllm":
         raise ConfigError(f"backend: there is no {config.backend!r}; give vllm or scripted")
     # Only here: importing vLLM takes seconds, and the scripted backend does without it.
-    from rollmesh.engine.vllm_backend import VllmBackend, VllmConfig  # noqa: PLC0415
+    from rollmesh.engine.vllm_backend import VllmBackend  # noqa: PLC0415
+    from rollmesh.engine.vllm_options import read_options  # noqa: PLC0415
+    from rollmesh.engine.vllm_start import VllmConfig  # noqa: PLC0415
 
     return VllmBackend(
         VllmConfig(
@@ -133,5 +135,7 @@ def make_backend(config: EngineConfig) -> Backend:
             gpu_memory_utilization=config.gpu_memory_utilization,
             weight_transfer=config.weight_transfer,
             weight_transfer_timeout_ms=config.weight_transfer_timeout_ms,
+            metrics=config.metrics_port >= 0,
+            options=read_options(config.vllm),
         )
     )

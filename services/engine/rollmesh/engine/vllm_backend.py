@@ -2,23 +2,17 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.config import WeightTransferConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rollmesh.engine.backend import (
     Chunk,
@@ -35,10 +29,12 @@ from rollmesh.engine.backend import (
     VersionSpan,
 )
 from rollmesh.engine.vllm_constraint import compilable, has_tokenizer
+from rollmesh.engine.vllm_start import VllmConfig, start_llm
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     EngineDeadError,
     InvalidConstraintError,
+    InvalidFieldError,
     InvalidWeightsError,
     RollmeshError,
     WeightTransferError,
@@ -49,20 +45,6 @@ _log = logging.getLogger(__name__)
 _FINISHES = {"stop": FinishKind.STOP, "length": FinishKind.LENGTH, "abort": FinishKind.ABORT}
 _HEALTH_CHECK_S = 0.5
 _ANY_TEXT = '{"type": "structural_tag", "format": {"type": "any_text"}}'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmConfig:
-    """How vLLM is started."""
-
-    model_path: Path
-    max_context_tokens: int
-    dtype: str = "auto"
-    enforce_eager: bool = False
-    max_running: int = 256
-    gpu_memory_utilization: float = 0.9
-    weight_transfer: str = ""
-    weight_transfer_timeout_ms: int = 300_000
 
 
 class VllmBackend:
@@ -86,25 +68,7 @@ class VllmBackend:
 
     async def start(self) -> None:
         """Loads the model, sets its version and samples one token to warm it up."""
-        config = self._config
-        arguments = AsyncEngineArgs(
-            model=str(config.model_path),
-            # Text is the gateway's; the tokenizer is for constraints alone.
-            skip_tokenizer_init=not self._takes_constraints,
-            structured_outputs_config={"backend": "xgrammar"},
-            max_model_len=config.max_context_tokens or None,
-            dtype=config.dtype,
-            enforce_eager=config.enforce_eager,
-            max_num_seqs=config.max_running,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            disable_log_stats=True,
-            worker_extension_cls="rollmesh.engine.weights.WeightReceiver",
-            weight_transfer_config=(
-                WeightTransferConfig(config.weight_transfer) if config.weight_transfer else None
-            ),
-            **_cpu_arguments(),
-        )
-        self._llm = AsyncLLM.from_engine_args(arguments)
+        self._llm = start_llm(self._config, takes_constraints=self._takes_constraints)
         model = self._llm.vllm_config.model_config
         eos = model.try_get_generation_config().get("eos_token_id", [])
         self.limits = Limits(
@@ -230,13 +194,13 @@ class VllmBackend:
         if isinstance(source, Transfer):
             problem = _first(await self._transfer_call("check_transfer", list(source.updates)))
         else:
-            problem = _first(await self._llm.collective_rpc("check_weights", args=(str(source),)))
+            problem = _first(await self._on_workers("check_weights", str(source)))
         if problem:
             raise InvalidWeightsError("weights", problem)
 
     async def _load(self, source: Path | Transfer) -> None:
         if isinstance(source, Path):
-            await self._llm.collective_rpc("load_checked_weights", args=(str(source),))
+            await self._on_workers("load_checked_weights", str(source))
             return
         problems = await self._transfer_call("load_transfer", list(source.updates))
         if all(problems):
@@ -248,8 +212,7 @@ class VllmBackend:
         """Calls the workers, which wait for the trainer; a trainer that never comes ends them."""
         try:
             async with asyncio.timeout(self._config.weight_transfer_timeout_ms / 1000):
-                problems: list[str] = await self._llm.collective_rpc(method, args=(argument,))
-                return problems
+                return await self._on_workers(method, argument)
         except TimeoutError as error:
             self.died.set()
             raise EngineDeadError(
@@ -258,8 +221,22 @@ class VllmBackend:
                 retry_delay_ms=5000,
             ) from error
 
+    async def _on_workers(self, method: str, argument: object) -> list[str]:
+        """Calls every worker of every data-parallel rank; vLLM's own call answers for one rank."""
+        core = self._llm.engine_core
+        ranks = await core.call_utility_all_async("collective_rpc", method, None, (argument,), {})
+        return [answer for answers in ranks for answer in answers]
+
     async def sleep(self, level: int) -> None:
-        """Frees accelerator memory; running requests are aborted."""
+        """Frees accelerator memory; running requests are aborted.
+
+        Raises:
+            InvalidFieldError: vLLM was started without its sleep mode.
+        """
+        if not (current_platform.is_cpu() or self._llm.vllm_config.model_config.enable_sleep_mode):
+            raise InvalidFieldError(
+                "level", "the engine cannot sleep; start it with enable_sleep_mode in [engine.vllm]"
+            )
         await self._llm.sleep(level)
         self._sleeping = True
 
@@ -319,23 +296,6 @@ class VllmBackend:
     def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
         """Returns the model's end tokens: without a tokenizer vLLM does not know them all."""
         return frozenset() if sampling.ignore_eos else self.limits.stop_ids
-
-
-def _cpu_arguments() -> dict[str, Any]:
-    """Returns what vLLM needs to know on a CPU: run the model in the scheduler's process.
-
-    vLLM's own choice there, a worker process per model, makes the scheduler spin for the worker's
-    answer. On few cores that takes a core from the model, and the threads that carry requests and
-    tokens in and out of the scheduler get no turn: streams stood still for seconds, and aborts and
-    pauses took effect when the request had ended anyway. The threads of the model, which vLLM
-    would bind to cores in the worker, are set by the environment instead.
-    """
-    if not current_platform.is_cpu():
-        return {}
-    environ = os.environ  # noqa: TID251 - the only way to the threads of vLLM's process
-    environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
-    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return {"distributed_executor_backend": UniProcExecutor}
 
 
 def _first(problems: list[str]) -> str:

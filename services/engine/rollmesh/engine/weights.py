@@ -157,9 +157,14 @@ def _watched(model: Any) -> Iterator[list[bool]]:
 def _tie_again(model: Any) -> None:
     """Gives the output layer the new embedding: `reload_weights` leaves a tied one as it was.
 
-    On CPU the layer also holds a packed copy of its weight, made by post-processing.
+    On CPU the layer also holds a packed copy of its weight, made by post-processing. Of the workers
+    of a pipeline only the last has the layer.
     """
+    from vllm.model_executor.models.utils import PPMissingLayer  # noqa: PLC0415 - workers
+
     head, embedding = model.lm_head, model.model.embed_tokens
+    if isinstance(head, PPMissingLayer):
+        return
     head.weight.data.copy_(embedding.weight.data)
     head.quant_method.process_weights_after_loading(head)
 

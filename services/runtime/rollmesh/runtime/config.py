@@ -8,11 +8,12 @@ over the default. The docstring under a field is its help.
 import argparse
 import dataclasses
 import inspect
+import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 _Config = TypeVar("_Config")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
@@ -22,6 +23,7 @@ _TAKES: dict[type[Any], tuple[type[Any], ...]] = {
     float: (str, int, float),
     bool: (str, bool, int),
     Path: (str,),
+    dict: (str, dict),
 }
 """What a TOML file may give for a setting: `int(7.9)` would pass in silence."""
 
@@ -36,7 +38,8 @@ def parse_config(
     """Returns the config of a service.
 
     Args:
-        cls: The dataclass; all its fields have defaults, of type str, int, float, bool or Path.
+        cls: The dataclass; all its fields have defaults, of type str, int, float, bool, Path, or
+            dict: a table in a file, a JSON object elsewhere.
         service: Name of the service: `router`.
         argv: Command-line arguments, without the program's name.
         environ: The environment.
@@ -44,7 +47,8 @@ def parse_config(
     Raises:
         ConfigError: Names the setting and what is wrong.
     """
-    hints, docs = get_type_hints(cls), _field_docs(cls)
+    hints = {name: get_origin(kind) or kind for name, kind in get_type_hints(cls).items()}
+    docs = _field_docs(cls)
     parser = argparse.ArgumentParser(prog=f"rollmesh {service}", description=inspect.getdoc(cls))
     parser.add_argument("--config", type=Path, help="TOML file with the same names as the flags")
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -86,7 +90,7 @@ def _read_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any, kind: type[Any]) -> Any:
-    converters: dict[type[Any], Callable[[Any], Any]] = {bool: _to_bool}
+    converters: dict[type[Any], Callable[[Any], Any]] = {bool: _to_bool, dict: _to_table}
     if not isinstance(value, _TAKES[kind]) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{name}: {value!r} is not a {kind.__name__}")
     try:
@@ -102,6 +106,13 @@ def _to_bool(value: Any) -> bool:
     if text in _FALSE:
         return False
     raise ValueError(text)
+
+
+def _to_table(value: Any) -> dict[str, Any]:
+    table = json.loads(value or "{}") if isinstance(value, str) else value
+    if not isinstance(table, dict):
+        raise TypeError(value)
+    return table
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:

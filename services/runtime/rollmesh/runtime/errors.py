@@ -176,6 +176,13 @@ class SessionKeyWrongError(RollmeshError):
     reason = "SESSION_KEY_WRONG"
 
 
+class EngineStartError(RollmeshError):
+    """The model could not be loaded."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ENGINE_START_FAILED"
+
+
 class EngineDeadError(RollmeshError):
     """The model's process died under the engine."""
 

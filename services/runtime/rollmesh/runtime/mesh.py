@@ -6,12 +6,17 @@ data_dir = "var/mesh"       # stores, logs
 model_path = "var/model"    # the policy: weights, tokenizer, chat template
 model = "policy"            # its name, as agents give it
 engines = 1                 # how many
+gpus_per_engine = 0         # GPUs that each engine sees alone; 0: each sees what this process sees
 
 [engine]                    # any flag of the service, the same for router, gateway,
 backend = "vllm"            # collector and sidecar; a port left out is chosen
 dtype = "float32"
+
+[engine.vllm]               # any argument of the installed vLLM's AsyncEngineArgs
+tensor_parallel_size = 2
 """
 
+import json
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +27,7 @@ from rollmesh.runtime.config import ConfigError
 
 GRACE_MS = 10_000
 SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
-_MESH_KEYS = {"host", "data_dir", "model_path", "model", "engines"}
+_MESH_KEYS = {"host", "data_dir", "model_path", "model", "engines", "gpus_per_engine"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class ProcessSpec:
     address: str
     """host:port."""
     flags: tuple[str, ...]
+    gpus: tuple[int, ...] = ()
+    """Which of the GPUs of this machine it sees, counted from 0; empty: all."""
     grace_ms: int = GRACE_MS
     """Time that its running calls get to finish on a stop, milliseconds."""
 
@@ -73,13 +80,14 @@ def plan_mesh(
         free_port: Gives a port for a service whose table names none.
 
     Raises:
-        ConfigError: `mesh.engines` is not a positive number.
+        ConfigError: `mesh.engines` is not a positive number, or `mesh.gpus_per_engine` is below 0.
     """
     mesh = tables.get("mesh", {})
     host, data_dir = str(mesh.get("host", "127.0.0.1")), Path(mesh.get("data_dir", "var/mesh"))
-    engines = mesh.get("engines", 1)
-    if type(engines) is not int or engines < 1:
-        raise ConfigError(f"mesh.engines: is {engines!r}; give at least 1")
+    engines, gpus = mesh.get("engines", 1), mesh.get("gpus_per_engine", 0)
+    for name, number, least in (("engines", engines, 1), ("gpus_per_engine", gpus, 0)):
+        if type(number) is not int or number < least:
+            raise ConfigError(f"mesh.{name}: is {number!r}; give at least {least}")
     model = {
         "model_path": mesh.get("model_path", "var/model"),
         "model": mesh.get("model", "policy"),
@@ -111,8 +119,37 @@ def plan_mesh(
         if service in ("engine", "gateway"):
             settings[f"{service}_id"] = name
         grace_ms = _number(tables, service, "grace_ms", GRACE_MS)
-        specs.append(ProcessSpec(name, service, address[name], _flags(settings), grace_ms))
+        own = _gpus(name, gpus) if service == "engine" else ()
+        specs.append(ProcessSpec(name, service, address[name], _flags(settings), own, grace_ms))
     return specs
+
+
+def _gpus(name: str, count: int) -> tuple[int, ...]:
+    """Returns the GPUs of an engine: the first has the first `count`."""
+    first = int(name.rpartition("-")[2]) * count
+    return tuple(range(first, first + count))
+
+
+def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what to set in a process's environment so that it sees its GPUs alone.
+
+    Args:
+        spec: The process.
+        environ: This process's environment; its CUDA_VISIBLE_DEVICES names the GPUs to count.
+
+    Raises:
+        ConfigError: There are not as many.
+    """
+    if not spec.gpus:
+        return {}
+    named = environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = named.split(",") if named else [str(at) for at in range(spec.gpus[-1] + 1)]
+    if len(devices) <= spec.gpus[-1]:
+        raise ConfigError(
+            f"mesh.gpus_per_engine: {spec.name} needs GPU {spec.gpus[-1]} and "
+            f"CUDA_VISIBLE_DEVICES={named} has {len(devices)}; run fewer engines"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[at] for at in spec.gpus)}
 
 
 def _number(tables: Mapping[str, Mapping[str, Any]], service: str, name: str, default: int) -> int:
@@ -136,7 +173,11 @@ def _port(
 
 
 def _flags(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(f"--{name.replace('_', '-')}={value}" for name, value in settings.items())
+    return tuple(f"--{name.replace('_', '-')}={_flag(value)}" for name, value in settings.items())
+
+
+def _flag(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 @dataclass(slots=True)

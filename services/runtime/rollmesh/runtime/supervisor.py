@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +19,7 @@ from rollmesh.runtime.mesh import ProcessSpec, Restarts
 
 _log = logging.getLogger(__name__)
 _KILL_AFTER_GRACE_MS = 5_000
+_TAIL_BYTES = 8_192
 
 
 class StartError(Exception):
@@ -28,9 +29,16 @@ class StartError(Exception):
 class Supervisor:
     """Owns the processes of one mesh."""
 
-    def __init__(self, specs: list[ProcessSpec], log_dir: Path, start_timeout_s: float) -> None:
-        """Takes what to run; nothing is started yet."""
+    def __init__(
+        self,
+        specs: list[ProcessSpec],
+        environments: Mapping[str, Mapping[str, str]],
+        log_dir: Path,
+        start_timeout_s: float,
+    ) -> None:
+        """Takes what to run, and each process's environment by its name; starts nothing yet."""
         self._specs = specs
+        self._environments = environments
         self._log_dir = log_dir
         self._start_timeout_s = start_timeout_s
         self._processes: dict[str, Process] = {}
@@ -90,9 +98,10 @@ class Supervisor:
                 if self._stopping:
                     return
                 if not self._ready[spec.name].is_set():
+                    path = self._log_dir / f"{spec.name}.log"
                     raise StartError(
-                        f"{spec.name} ended with code {code} before it was ready; "
-                        f"see {self._log_dir / spec.name}.log"
+                        f"{spec.name} ended with code {code} before it was ready"
+                        f"{_last_words(path)}; see {path}"
                     )
                 delay = restarts.died(clock.monotonic_ms() - started)
                 _log.warning(
@@ -111,6 +120,7 @@ class Supervisor:
             stdin=PIPE,  # its end tells the process that we are gone, however we went
             stdout=PIPE,
             stderr=log,
+            env=self._environments[spec.name],
             start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
         )
         self._processes[spec.name] = process
@@ -151,6 +161,15 @@ class Supervisor:
             except TimeoutError:
                 _log.warning("killed", extra=fields(process=spec.name))
             _kill_group(process)
+
+
+def _last_words(path: Path) -> str:
+    """Returns what a service said of its failed start, from the end of its log."""
+    with path.open("rb") as log:
+        log.seek(-min(_TAIL_BYTES, path.stat().st_size), os.SEEK_END)
+        lines = log.read().decode(errors="replace").splitlines()
+    said = [line for line in lines if line.startswith("rollmesh ")]
+    return f": {said[-1]}" if said else ""
 
 
 def _kill_group(process: Process) -> None:

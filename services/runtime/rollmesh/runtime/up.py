@@ -2,13 +2,14 @@
 
 import argparse
 import asyncio
+import os
 import sys
 from contextlib import closing
 from pathlib import Path
 
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.logs import configure_logging
-from rollmesh.runtime.mesh import plan_mesh, read_mesh
+from rollmesh.runtime.mesh import plan_mesh, read_mesh, visible_gpus
 from rollmesh.runtime.serving import stop_signals
 from rollmesh.runtime.supervisor import StartError, Supervisor, free_ports
 
@@ -24,11 +25,14 @@ def main() -> int:
         tables = read_mesh(options.config)
         with closing(free_ports()) as ports:
             specs = plan_mesh(tables, ports.__next__)
+        environments = {
+            spec.name: {**os.environ, **visible_gpus(spec, os.environ)} for spec in specs
+        }
     except ConfigError as error:
         print(f"rollmesh up: {error}", file=sys.stderr)
         return 2
     log_dir = Path(tables.get("mesh", {}).get("data_dir", "var/mesh")) / "logs"
-    supervisor = Supervisor(specs, log_dir, options.start_timeout)
+    supervisor = Supervisor(specs, environments, log_dir, options.start_timeout)
     failure = asyncio.run(_supervise(supervisor))
     if failure:
         print(f"rollmesh up: {failure}", file=sys.stderr)

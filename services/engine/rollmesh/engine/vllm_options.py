@@ -1,0 +1,96 @@
+"""Options of vLLM that are passed through: any argument of the installed vLLM, by its own name.
+
+vLLM's own command line checks them, so an option takes here what `vllm serve` takes there. Those
+that rollmesh sets itself are refused by name, with the setting to use instead.
+"""
+
+import difflib
+import json
+from argparse import SUPPRESS, ArgumentError
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from rollmesh.runtime.config import ConfigError
+
+_OWNED = {
+    "model": "the setting model_path",
+    "served_model_name": "the setting model",
+    "max_model_len": "the setting max_context_tokens",
+    "max_num_seqs": "the setting lease_capacity",
+    "dtype": "the setting dtype",
+    "enforce_eager": "the setting enforce_eager",
+    "gpu_memory_utilization": "the setting gpu_memory_utilization",
+    "weight_transfer_config": "the setting weight_transfer",
+    "disable_log_stats": "the setting metrics_port, which serves vLLM's metrics too",
+    "generation_config": "the model's generation_config.json, which names its end tokens",
+    "tokenizer": "the tokenizer in model_path, the gateway's",
+    "skip_tokenizer_init": "nothing: the engine needs the tokenizer for constraints alone",
+    "worker_extension_cls": "nothing: weights reach the workers through it",
+    "structured_outputs_config": "nothing: the gateway's constraints are for xgrammar",
+    "logprobs_mode": "nothing: trainers get log-probabilities before temperature and truncation",
+}
+"""What the engine sets itself, and what to use instead."""
+_SIMILAR = 3
+_MOST_CHARS = 400
+
+
+def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keyword arguments for `AsyncEngineArgs`.
+
+    Args:
+        options: By the names of `AsyncEngineArgs`, as JSON or TOML gives them.
+
+    Raises:
+        ConfigError: An option is unknown (the nearest names are given), has a value that vLLM does
+            not take, or is one that rollmesh sets.
+    """
+    if not options:
+        return {}
+    parser = AsyncEngineArgs.add_cli_args(_Parser(add_help=False, argument_default=SUPPRESS))
+    known = {
+        action.dest: action
+        for action in parser._actions  # noqa: SLF001 - argparse has no public list
+        if action.option_strings
+    }
+    read: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _OWNED:
+            raise ConfigError(f"vllm.{name}: is set by rollmesh; use {_OWNED[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, _SIMILAR)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise ConfigError(f"vllm.{name}: the installed vLLM has no such option{hint}")
+        try:
+            read[name] = getattr(parser.parse_args(_words(name, value)), name)
+        except (ArgumentError, ValueError, ConfigError) as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(
+                f"vllm.{name}: vLLM does not take {json.dumps(value)}: {said:.{_MOST_CHARS}}"
+            ) from error
+    return read
+
+
+class _Parser(FlexibleArgumentParser):
+    """Raises where vLLM's would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """Returns an option as it stands on a command line."""
+    flag = name.replace("_", "-")
+    match value:
+        case bool():
+            return [f"--{flag}" if value else f"--no-{flag}"]
+        case list() if value:
+            return [f"--{flag}", *(_text(one) for one in value)]
+        case _:
+            return [f"--{flag}", _text(value)]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,177 @@
+"""What only a GPU can show: real transfers, workers on several GPUs, sleep.
+
+`make test-gpu` runs these; elsewhere they are skipped. The model is made on the spot.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rollmesh.client import MeshAddresses
+from rollmesh.client.sync import Client
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc
+from tests.docker.compose import docker_problem
+from tests.engine.test_conformance import Engine
+from tests.engine.test_transfer import free_port
+from tests.engine.test_vllm import torch_logprobs
+from tests.processes import running
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not GPUS, reason="torch sees no GPU"),
+]
+two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, torch sees {GPUS}")
+GREEDY = {"temperature": 0.0}
+CLOSE = 1e-3
+"""Kernels on a GPU add in another order than torch does on a CPU."""
+
+
+@asynccontextmanager
+async def engine_of(
+    folder: Path, model: Path, other: Path, **flags: object
+) -> AsyncIterator[Engine]:
+    settings = {"model_path": model, "dtype": "float32", "max_context_tokens": 2048, **flags}
+    settings.setdefault("gpu_memory_utilization", 0.3)
+    async with (
+        running("engine", folder, backend="vllm", **settings) as process,
+        open_channel(process.address) as channel,
+    ):
+        yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other)
+
+
+async def samples(engine: Engine, model: Path, version: int) -> None:
+    """The engine samples with these weights, and says so."""
+    result = await engine.generate(engine.request(40, 0, sampling=GREEDY))
+    assert result.spans == [(version, 0, 40)]
+    assert np.abs(torch_logprobs(model, result.ids) - result.logprobs).max() < CLOSE
+
+
+async def test_weights_by_bytes_and_by_directory(
+    tmp_path: Path, model_dir: Path, other_model_dir: Path
+) -> None:
+    async with engine_of(tmp_path, model_dir, other_model_dir) as engine:
+        await samples(engine, model_dir, 0)
+        await engine.update(1, (other_model_dir / "model.safetensors").read_bytes())
+        await samples(engine, other_model_dir, 1)
+        await engine.update(2, model_dir)
+        await samples(engine, model_dir, 2)
+
+
+@two_gpus
+async def test_two_tensor_parallel_workers(
+    tmp_path: Path, model_dir: Path, other_model_dir: Path
+) -> None:
+    options = '{"tensor_parallel_size": 2}'
+    async with engine_of(tmp_path, model_dir, other_model_dir, vllm=options) as engine:
+        await samples(engine, model_dir, 0)
+        await engine.update(1, (other_model_dir / "model.safetensors").read_bytes())
+        await samples(engine, other_model_dir, 1)
+
+
+async def test_sleep_frees_memory_and_waking_brings_the_same_model(
+    tmp_path: Path, model_dir: Path, other_model_dir: Path
+) -> None:
+    options = '{"enable_sleep_mode": true}'
+    async with engine_of(tmp_path, model_dir, other_model_dir, vllm=options) as engine:
+        await samples(engine, model_dir, 0)
+        for level in (1, 2):
+            before = torch.cuda.mem_get_info()[0]
+            with typed_errors():
+                await engine.stub.Sleep(engine_pb2.SleepRequest(level=level), timeout=60)
+            assert torch.cuda.mem_get_info()[0] > before
+            with typed_errors():
+                await engine.stub.WakeUp(engine_pb2.WakeUpRequest(), timeout=60)
+            if level == 2:  # the weights are gone: they have to be pushed
+                await engine.update(1, (model_dir / "model.safetensors").read_bytes())
+            await samples(engine, model_dir, level - 1)
+
+
+@asynccontextmanager
+async def transfer_mesh(
+    folder: Path, model: Path, other: Path, backend: str
+) -> AsyncIterator[tuple[Engine, Client]]:
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        router = await enter(running("router", folder, data_dir=folder / "router"))
+        engine = await enter(
+            engine_of(folder, model, other, weight_transfer=backend, router=router.address)
+        )
+        client = Client(
+            MeshAddresses(router=router.address, gateway="-", collector="-", sidecar="-")
+        )
+        client.__enter__()
+        stack.push_async_callback(asyncio.to_thread, client.__exit__, None, None, None)
+        yield engine, client
+
+
+async def send(client: Client, backend: str, info: Any, model: Path) -> None:
+    """Pushes a model from the first GPU by vLLM's own trainer side."""
+    from vllm.distributed.weight_transfer import (  # noqa: PLC0415 - only with a GPU
+        ModuleSource,
+        WeightTransferTrainerFactory,
+    )
+
+    from rollmesh.integrations.vllm_transfer import MeshWeightSync  # noqa: PLC0415
+
+    network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).to("cuda:0")
+    sync = MeshWeightSync(client, backend)
+
+    def push() -> None:
+        torch.cuda.set_device(0)
+        engine = WeightTransferTrainerFactory.trainer_init(
+            info, client=sync, source=ModuleSource(network)
+        )
+        sync.policy_version = 1
+        engine.send_weights()
+
+    await asyncio.to_thread(push)
+
+
+@two_gpus
+async def test_weights_by_nccl(
+    tmp_path: Path, model_dir: Path, other_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    with monkeypatch.context() as patched:
+        patched.setenv("CUDA_VISIBLE_DEVICES", visible[1])  # the trainer has the first
+        async with transfer_mesh(tmp_path, model_dir, other_model_dir, "nccl") as (engine, client):
+            info = NCCLTrainerInitInfo("127.0.0.1", free_port(), world_size=2, rank=0)
+            await send(client, "nccl", info, other_model_dir)
+            await samples(engine, other_model_dir, 1)
+
+
+async def test_weights_by_cuda_ipc(
+    tmp_path: Path, model_dir: Path, other_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # CUDA's handles are pickled
+    async with transfer_mesh(tmp_path, model_dir, other_model_dir, "ipc") as (engine, client):
+        await send(client, "ipc", IPCTrainerInitInfo(rank=0), other_model_dir)
+        await samples(engine, other_model_dir, 1)
+
+
+@pytest.mark.skipif(bool(docker_problem()), reason=docker_problem() or "docker runs")
+@pytest.mark.timeout(1800)
+async def test_the_gpu_profile_of_compose_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.docker.compose import gpu_project  # noqa: PLC0415 - asks docker
+
+    with gpu_project() as project:
+        async with open_channel(project.compose("port", "engine-gpu", "7400").strip()) as channel:
+            stub: Any = engine_pb2_grpc.EngineServiceStub(channel)
+            info = await stub.GetInfo(engine_pb2.GetInfoRequest(), timeout=60)
+            assert info.policy_version == 0
+            assert info.max_context_tokens > 0
