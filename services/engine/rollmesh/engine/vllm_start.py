@@ -93,4 +93,8 @@ def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
-    return {"distributed_executor_backend": UniProcExecutor} if workers == 1 else {}
+    if workers == 1:
+        return {"distributed_executor_backend": UniProcExecutor}
+    # vLLM would bind each worker to a NUMA node, and refuses to start where there are fewer.
+    environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return {}
