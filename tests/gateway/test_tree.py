@@ -238,3 +238,51 @@ def test_a_turn_whose_beginning_was_taken_back_meanwhile_puts_it_back() -> None:
     again = world.turn((user("q"),), said("B"))
     assert again.parent is asked
     world.check()
+
+
+def attempt(call_id: str, arguments: str = '{"a": 6}') -> tuple[Message, Message]:
+    """A call and its result."""
+    call = said("", ToolCall(call_id, "f", arguments))
+    return call, Message("tool", "r", tool_call_id=call_id)
+
+
+@pytest.mark.parametrize("first_goes_on", [0, 1, 2])
+@pytest.mark.parametrize("named_by", ["call and result", "call", "result"])
+def test_the_ids_of_an_echo_say_which_of_equal_samples_goes_on(
+    first_goes_on: int, named_by: str
+) -> None:
+    world = World()
+    (one, result_one), (two, result_two) = attempt("one"), attempt("two")
+    nodes = [world.turn((user("q"),), call) for call in (one, two)]
+    history: tuple[Message, ...] = (user("q"), one, result_one)
+    for at in range(first_goes_on):
+        assert world.turn(history, said(f"A{at}")).path()[1] is nodes[0]
+        history = (*history, said(f"A{at}"), user("on"))
+    echo = two if "call" in named_by else said("", ToolCall("", "f", '{"a": 6}'))
+    result = result_two if "result" in named_by else Message("tool", "r")
+    last = world.turn((user("q"), echo, result), said("B"))
+    assert last.path()[1] is nodes[1]
+    again = world.turn((user("q"), echo, result, said("B"), user("more")), said("C"))
+    assert last in again.path()
+    world.check()
+
+
+def test_an_echo_without_its_blanks_is_still_told_by_its_ids() -> None:
+    world = World()
+    first = world.turn((user("q"),), said(" now ", ToolCall("one", "f", "{}")))
+    world.turn((user("q"),), said("now", ToolCall("two", "f", "{}")))
+    echo = said("now", ToolCall("one", "f", "{}"))
+    last = world.turn((user("q"), echo, Message("tool", "r", tool_call_id="one")), said("A"))
+    assert first in last.path()
+    world.check()
+
+
+def test_ids_that_an_agent_made_up_part_nothing() -> None:
+    world = World()
+    (one, result_one), (other, result_other) = attempt("one"), attempt("other")
+    world.turn((user("q"),), one)
+    world.turn((user("q"),), attempt("two")[0])
+    first = world.turn((user("q"), one, result_one), said("A"))
+    last = world.turn((user("q"), other, result_other, said("A"), user("more")), said("B"))
+    assert first in last.path()
+    world.check()

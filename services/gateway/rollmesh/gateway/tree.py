@@ -9,7 +9,7 @@ A node is one unit (a message, or a run of tool results) and holds the ids it ad
 * `nodes` has parents before children. Ids do not: a turn has its id from its beginning.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -135,22 +135,26 @@ class Tree:
     def match(self, frame: Frame, units: list[Unit]) -> Match:
         """Finds the deepest node whose path equals the beginning of the request.
 
-        Of equally deep ones it takes one without leniency before one with, then the newest.
+        Where several samples are equal, the ids of calls say which of them the request goes on
+        from, also where the template does not print them; ids that speak for none of them part
+        nothing, as agents make up their own. Of equally deep nodes it takes one without leniency
+        before one with, then the newest.
         """
         node, shared = _unbranched(self.root(frame), units)
         best = Match(node, shared, frozenset())
         frontier = [best]
         for depth, unit in enumerate(units[shared:], shared):
+            named = _chosen(frontier, lambda match: _answers(unit, match.node))  # noqa: B023
+            best = best if best in named else _best(named)
             frontier = [
                 Match(child, depth + 1, match.reasons | reasons)
-                for match in frontier
+                for match in named
                 for child, reasons in self._children_like(match.node, unit)
             ]
             if not frontier:
                 break
-            best = frontier[0]
-            if len(frontier) > 1:
-                best = max(frontier, key=lambda m: (-len(m.reasons), m.node.node_id))
+            frontier = _chosen(frontier, lambda match: _repeats(unit, match.node))  # noqa: B023
+            best = _best(frontier)
         return best
 
     def reserve_id(self) -> int:
@@ -294,6 +298,29 @@ def _text_size(unit: Unit) -> int:
         + sum(len(call.arguments) for call in message.tool_calls)
         for message in unit
     )
+
+
+def _best(matches: list[Match]) -> Match:
+    return max(matches, key=lambda match: (-len(match.reasons), match.node.node_id))
+
+
+def _chosen(matches: list[Match], wanted: Callable[[Match], bool]) -> list[Match]:
+    """Returns the matches that are wanted, or all where none is."""
+    if len(matches) == 1:
+        return matches
+    return [match for match in matches if wanted(match)] or matches
+
+
+def _repeats(unit: Unit, node: Node) -> bool:
+    """Says whether the calls of a request's message have the ids of a node's."""
+    ids = [call.id for call in unit[0].tool_calls]
+    return any(ids) and ids == [call.id for call in node.unit[0].tool_calls]
+
+
+def _answers(unit: Unit, node: Node) -> bool:
+    """Says whether tool results name the calls of a node."""
+    named = {message.tool_call_id for message in unit if message.tool_call_id}
+    return bool(named) and bool(node.unit) and named <= {c.id for c in node.unit[0].tool_calls}
 
 
 def _unbranched(root: Node, units: list[Unit]) -> tuple[Node, int]:
