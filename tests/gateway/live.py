@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -153,7 +154,7 @@ class LiveMesh:
         await self._gateway_stack.aclose()
         await self._stack.aclose()
 
-    async def start_gateway(self) -> None:
+    async def start_gateway(self, **settings: Any) -> None:
         """Ends the gateway, where there is one, and starts another on its journal."""
         await self._gateway_stack.aclose()
         config = GatewayConfig(
@@ -163,6 +164,7 @@ class LiveMesh:
             model_path=self._model,
             port=self._port,
             grace_ms=0,
+            **settings,
         )
         self._service = LiveGateway(config)
         address = await self._gateway_stack.enter_async_context(served(self._service, config))

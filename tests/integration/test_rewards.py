@@ -297,7 +297,7 @@ async def streamed_ids(agent: Any, *, n: int = 1, **fields: Any) -> list[str]:
     async for chunk in stream:
         shared.add(chunk.id)
         for choice in chunk.choices:
-            named = getattr(choice, "answer_id", None)  # in the first chunk and in the last
+            named: Any = getattr(choice, "answer_id", None)  # in the first chunk and in the last
             assert ids.setdefault(choice.index, named) == (named or ids[choice.index])
     assert shared == {ids[0]}
     return [ids[at] for at in range(n)]
@@ -315,7 +315,7 @@ async def test_every_form_of_an_answer_names_its_turns_for_rewards(
         messages: list[Any] = [{"role": "user", "content": "plain"}]
         async with agent.chat.completions.stream(model="policy", messages=messages) as stream:
             helped = (await stream.get_final_completion()).id
-        whole = await agent.chat.completions.create(model="policy", messages=messages, n=2)
+        whole: Any = await agent.chat.completions.create(model="policy", messages=messages, n=2)
         assert whole.id == whole.choices[0].answer_id
         named = [*first, *two, helped, *(choice.answer_id for choice in whole.choices)]
         await mesh.restart("gateway")

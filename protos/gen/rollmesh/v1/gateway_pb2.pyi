@@ -139,8 +139,8 @@ class CreateSessionRequest(_message.Message):
     DISCONNECT_POLICY_FIELD_NUMBER: _builtins.int
     EXPORT_MODE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Makes the call repeatable: the same id gives the same session. Up to 128 characters; empty
-    means each call opens another.
+    """Makes the call repeatable: the same id gives the same session, until that is closed. Up to 128
+    characters; empty means each call opens another.
     """
     group_id: _builtins.str
     """Id of the group; empty means the session is its own group."""
@@ -574,7 +574,7 @@ class CloseSessionRequest(_message.Message):
     """Key of the session."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Added to the session's metadata; a key given here wins."""
+        """Added to the session's metadata; a key given here wins. At most 64 KiB together."""
 
     @_builtins.property
     def rewards(self) -> _types_pb2.SessionRewards:

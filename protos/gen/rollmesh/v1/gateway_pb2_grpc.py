@@ -67,8 +67,10 @@ class GatewayServiceServicer(object):
     """
 
     def CreateSession(self, request, context):
-        """Opens a session. A repeat with the same request_id gives the same session.
-        Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
+        """Opens a session. A repeat with the same request_id gives the same session while that is open,
+        and an error once it is closed, as long as the close is remembered: for 10,000 sessions.
+        Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
+        the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

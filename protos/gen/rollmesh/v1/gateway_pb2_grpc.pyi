@@ -34,8 +34,10 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     CreateSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CreateSessionRequest, _gateway_pb2.CreateSessionResponse]
-    """Opens a session. A repeat with the same request_id gives the same session.
-    Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
+    """Opens a session. A repeat with the same request_id gives the same session while that is open,
+    and an error once it is closed, as long as the close is remembered: for 10,000 sessions.
+    Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
+    the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
     Chat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
     """Answers one chat request with one turn. A streamed answer sends `begun`, deltas and then `done`,
@@ -65,8 +67,10 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CreateSessionRequest, _gateway_pb2.CreateSessionResponse]  # type: ignore[assignment]
-    """Opens a session. A repeat with the same request_id gives the same session.
-    Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
+    """Opens a session. A repeat with the same request_id gives the same session while that is open,
+    and an error once it is closed, as long as the close is remembered: for 10,000 sessions.
+    Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
+    the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
     Chat: _aio.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
     """Answers one chat request with one turn. A streamed answer sends `begun`, deltas and then `done`,
@@ -99,8 +103,10 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CreateSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CreateSessionResponse, _abc.Awaitable[_gateway_pb2.CreateSessionResponse]]:
-        """Opens a session. A repeat with the same request_id gives the same session.
-        Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
+        """Opens a session. A repeat with the same request_id gives the same session while that is open,
+        and an error once it is closed, as long as the close is remembered: for 10,000 sessions.
+        Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
+        the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
         """
 
     @_abc_1.abstractmethod

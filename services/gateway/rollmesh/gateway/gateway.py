@@ -66,6 +66,8 @@ class Gateway:
         self._by_request_id: dict[str, SessionSpec] = {}
         self._closed: dict[str, list[str]] = {}
         self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
+        self._opens = 0
+        """Sessions on their way to the journal."""
         self._closing: dict[str, asyncio.Future[list[str]]] = {}
         self._draining = False
         self.keys: SessionKeys
@@ -124,6 +126,7 @@ class Gateway:
         """Opens a session, or returns the one that the same request id opened.
 
         Raises:
+            SessionClosedError: The session that the same request id opened is closed.
             TooManySessionsError: The gateway is full.
             StoreFullError: The collector is behind.
         """
@@ -135,7 +138,7 @@ class Gateway:
             return await asyncio.shield(opening)
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
-        if len(self._sessions) >= self._max_sessions:
+        if len(self._sessions) + self._opens >= self._max_sessions:
             raise TooManySessionsError(
                 f"the gateway holds {self._max_sessions} open sessions; close some",
                 retry_delay_ms=_RETRY_MS,
@@ -161,7 +164,12 @@ class Gateway:
         if spec.request_id:
             self._opening[spec.request_id] = opening
             opening.add_done_callback(lambda _: self._opening.pop(spec.request_id))
+        self._opens += 1
+        opening.add_done_callback(lambda _: self._opened())
         return await asyncio.shield(opening)
+
+    def _opened(self) -> None:
+        self._opens -= 1
 
     async def _open(self, spec: SessionSpec) -> SessionSpec:
         await self._database.run(lambda db: journal.insert_session(db, spec))

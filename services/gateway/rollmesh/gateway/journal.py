@@ -14,6 +14,7 @@ from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish
 from rollmesh.gateway.messages import Message, ToolCall
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from rollmesh.runtime.errors import SessionClosedError
 
 SCHEMA_VERSION = 4  # counts up with every change of what is below
 SCHEMA = """
@@ -112,7 +113,18 @@ def adopt_model(db: sqlite3.Connection, model: ModelFiles) -> None:
 
 
 def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:
-    """Stores a new session."""
+    """Stores a new session.
+
+    Raises:
+        SessionClosedError: Its request id opened one that is closed and still remembered.
+    """
+    known = "SELECT session_id FROM sessions WHERE request_id = ? AND trajectory_ids IS NOT NULL"
+    for (session_id,) in db.execute(known, (spec.request_id,)):
+        raise SessionClosedError(
+            f"request_id: {spec.request_id!r} opened session {session_id}, which is closed; "
+            "give another to open another",
+            session_id=session_id,
+        )
     db.execute(
         "INSERT INTO sessions (session_id, request_id, spec) VALUES (?, ?, ?)",
         (spec.session_id, spec.request_id or None, json.dumps(dataclasses.asdict(spec))),

@@ -1,6 +1,6 @@
 """GatewayService: checks fields, calls the gateway, answers."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
 from rollmesh.gateway.gateway import Gateway
@@ -51,11 +51,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidFieldError(
                 "export_mode", f"is {request.export_mode}; give one of ExportMode"
             )
-        size = sum(len(key) + len(value) for key, value in request.metadata.items())
-        if size > _MAX_METADATA_BYTES:
-            raise InvalidFieldError(
-                "metadata", f"has {size} bytes; the limit is {_MAX_METADATA_BYTES}"
-            )
+        _check_metadata(request.metadata)
         spec = await self.gateway.create(request)
         return gateway_pb2.CreateSessionResponse(
             session_id=spec.session_id, session_key=self.gateway.keys.key(spec.session_id)
@@ -79,6 +75,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidFieldError("outcome", "is not set; say how the session ended")
         if request.HasField("reward_timeout_ms") and not request.reward_timeout_ms:
             raise InvalidFieldError("reward_timeout_ms", "is 0; give at least 1, or leave it out")
+        _check_metadata(request.metadata)
         ids = await self.gateway.close(request)
         return gateway_pb2.CloseSessionResponse(trajectory_ids=ids)
 
@@ -102,3 +99,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         info.live_sessions = self.gateway.live_sessions
         info.undelivered_sessions = self.gateway.undelivered_sessions
         return info
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
+    if size > _MAX_METADATA_BYTES:
+        raise InvalidFieldError("metadata", f"has {size} bytes; give at most {_MAX_METADATA_BYTES}")

@@ -1,0 +1,75 @@
+"""What a session may be asked for: bounds that name their field, also for many callers at once."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rollmesh.runtime.errors import RollmeshError, from_rpc_error
+from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.gateway.live import LiveMesh
+
+ASK = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
+    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as running:
+        yield running
+
+
+async def refusal(call: object) -> RollmeshError:
+    """The error of a call."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call  # type: ignore[misc]
+    return from_rpc_error(refused.value)
+
+
+async def test_a_request_id_of_a_closed_session_opens_nothing_and_names_it(mesh: LiveMesh) -> None:
+    request = gateway_pb2.CreateSessionRequest(request_id="once")
+    opened = await mesh.stub.CreateSession(request)
+    assert await mesh.stub.CreateSession(request) == opened
+    close = gateway_pb2.CloseSessionRequest(
+        session_id=opened.session_id,
+        session_key=opened.session_key,
+        outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+    )
+    await mesh.stub.CloseSession(close)
+    for _ in range(2):
+        error = await refusal(mesh.stub.CreateSession(request, wait_for_ready=True))
+        assert error.reason == "SESSION_CLOSED"
+        assert error.metadata["session_id"] == opened.session_id
+        await mesh.start_gateway()
+    assert mesh.gateway.live_sessions == 0
+
+
+async def test_creates_in_flight_count_among_the_sessions(mesh: LiveMesh) -> None:
+    await mesh.start_gateway(max_sessions=3)
+    request = gateway_pb2.CreateSessionRequest()
+    calls = (mesh.gateway.create(request) for _ in range(8))
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [one for one in found if isinstance(one, RollmeshError)]
+    assert {error.reason for error in refused} == {"TOO_MANY_SESSIONS"}
+    assert (len(refused), mesh.gateway.live_sessions) == (5, 3)
+
+
+async def test_long_keys_and_large_metadata_are_refused_by_name(mesh: LiveMesh) -> None:
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
+    close = gateway_pb2.CloseSessionRequest(
+        **who, outcome=types_pb2.SESSION_OUTCOME_COMPLETED, metadata={"m": "\u00e9" * 40_000}
+    )
+    error = await refusal(mesh.stub.CloseSession(close))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "metadata")
+    chat = gateway_pb2.ChatRequest(**who, messages=[ASK], idempotency_key="k" * 257)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async for _ in mesh.stub.Chat(chat):
+            pass
+    error = from_rpc_error(refused.value)
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "idempotency_key")
+    del close.metadata["m"]
+    await mesh.stub.CloseSession(close)  # nothing was lost
