@@ -1,12 +1,13 @@
 """Ways in which our parsers and vLLM's read an answer differently, each a predicate."""
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rollmesh.gateway.formats import FORMATS
+from rollmesh.gateway.formats import CHANNELS, FORMATS
 from rollmesh.gateway.pythonic_calls import PythonicFormat
 from rollmesh.gateway.tagged_calls import TaggedFormat
 from tests.gateway.outputs import WRITERS, Output
@@ -48,6 +49,38 @@ class Pair:
         return not self.theirs.calls and self.theirs.content == self.text.strip()
 
 
+SPELLED = {"gemma4", "muse_glimmer"}
+"""Formats whose values carry no types, or not all of them, and which are no `TaggedFormat`."""
+
+
+def marks_of(pair: Pair) -> tuple[str, ...]:
+    """What a call of the pair's format is written between."""
+    name = WRITERS[pair.writer].format
+    return FORMATS[name].marks if name in FORMATS else (*CHANNELS[name], "atem:")
+
+
+def folded(pair: Pair) -> Pair:
+    """The pair with all values as text, so that only their spelling is left out."""
+
+    def fold(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: fold(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [fold(one) for one in value]
+        return value.strip() if isinstance(value, str) else json.dumps(value)
+
+    def read(calls: Calls) -> Calls:
+        return [(name, fold(arguments)) for name, arguments in calls]
+
+    output = pair.output
+    return replace(
+        pair,
+        output=output if output.meant is None else replace(output, meant=read(output.meant)),
+        ours=replace(pair.ours, calls=read(pair.ours.calls)),
+        theirs=replace(pair.theirs, calls=read(pair.theirs.calls)),
+    )
+
+
 def _strings(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
@@ -80,7 +113,7 @@ def _text_around(pair: Pair) -> bool:
 def _dropped(pair: Pair) -> bool:
     behind = pair.ours.content.removeprefix(pair.theirs.content)
     more = behind != pair.ours.content or not pair.theirs.content
-    marks = FORMATS[WRITERS[pair.writer].format].marks
+    marks = marks_of(pair)
     call = any(mark in behind for mark in (*marks, '{"name"'))
     return pair.ours.calls == pair.theirs.calls and more and call
 
@@ -114,13 +147,13 @@ def _unclosed(pair: Pair) -> bool:
 
 def _mark_cut(pair: Pair) -> bool:
     behind = pair.ours.content.removeprefix(pair.theirs.content).strip()
-    marks = FORMATS[WRITERS[pair.writer].format].marks
+    marks = marks_of(pair)
     cut = any(mark.startswith(behind) for mark in marks) and pair.text.endswith(behind)
     return pair.ours.calls == pair.theirs.calls and bool(behind) and cut
 
 
 def _mark_in_name(pair: Pair) -> bool:
-    marks = FORMATS[WRITERS[pair.writer].format].marks
+    marks = marks_of(pair)
     return any(mark in name for mark in marks for name, _ in pair.theirs.calls)
 
 
@@ -152,6 +185,10 @@ def _lines(pair: Pair) -> bool:
 def _swallowed(pair: Pair) -> bool:
     broken = [given for _, given in pair.theirs.calls if isinstance(given, str)]
     whole = pair.ours.malformed and _whole(pair.ours.calls)
+    if pair.writer in SPELLED:
+        shown = any(mark in pair.ours.content for mark in marks_of(pair))
+        two = len(re.findall(r"call:\w*\{|<atem:invoke name", pair.text)) > len(pair.theirs.calls)
+        return whole and shown and two and not _within(pair.ours.calls, pair.theirs.calls)
     return whole and any(re.search(r"[}\]]<[|\uff5c]", given) for given in broken)
 
 
@@ -164,7 +201,7 @@ def _merged(pair: Pair) -> bool:
 
 def _marks_around(pair: Pair) -> bool:
     text = pair.text
-    for mark in getattr(FORMATS[WRITERS[pair.writer].format], "around", ()):
+    for mark in getattr(FORMATS.get(WRITERS[pair.writer].format), "around", ()):
         text = text.replace(mark, "")
     return pair.nothing and not pair.ours.calls and pair.ours.content == text.strip()
 
@@ -182,7 +219,7 @@ def _no_key(pair: Pair) -> bool:
 
 def _completed(pair: Pair) -> bool:
     more = _within(pair.ours.calls, pair.theirs.calls) and pair.theirs.calls != pair.ours.calls
-    marks = FORMATS[WRITERS[pair.writer].format].marks
+    marks = marks_of(pair)
     shown = any(mark in pair.ours.content for mark in marks)
     return pair.ours.malformed and more and shown and _whole(pair.theirs.calls)
 
@@ -194,10 +231,10 @@ def _in_prose(pair: Pair) -> bool:
 
 
 def _not_all_a_list(pair: Pair) -> bool:
-    format_ = FORMATS[WRITERS[pair.writer].format]
+    format_ = FORMATS.get(WRITERS[pair.writer].format)
 
     def unmarked(text: str) -> str:
-        for mark in format_.marks:
+        for mark in marks_of(pair):
             text = text.replace(mark, "")
         return text.strip()
 
@@ -216,7 +253,28 @@ def _spelling(pair: Pair) -> bool:
             return False
         if given.keys() != taken.keys():
             return False
-    return isinstance(FORMATS[WRITERS[pair.writer].format], TaggedFormat)
+    tagged = isinstance(FORMATS.get(WRITERS[pair.writer].format), TaggedFormat)
+    return tagged or pair.writer in SPELLED
+
+
+def _line_break(pair: Pair) -> bool:
+    same = pair.ours.calls == pair.theirs.calls
+    return (
+        same
+        and pair.ours.content.split() != []
+        and "".join(pair.ours.content.split()) == "".join(pair.theirs.content.split())
+    )
+
+
+def _header_cut(pair: Pair) -> bool:
+    nothing = pair.ours == Reading("", [])
+    return pair.writer == "muse_glimmer" and nothing and "to=".startswith(pair.theirs.content[:3])
+
+
+def _first_list(pair: Pair) -> bool:
+    calls = pair.theirs.calls
+    first = calls == pair.ours.calls[: len(calls)]
+    return pair.writer == "lfm2" and first and pair.text.count("<|tool_call_start|>") > 1
 
 
 CLASSES: dict[str, tuple[Callable[[Pair], bool], str]] = {
@@ -252,6 +310,19 @@ CLASSES: dict[str, tuple[Callable[[Pair], bool], str]] = {
         "array or a boolean): vLLM converts as Python does, and to types that the schema does not "
         "allow. What does not fit as JSON stays the text that was sampled; of Python's words we "
         "read `True`, `False`, `None` where the schema allows their values.",
+    ),
+    "line break between texts": (
+        _line_break,
+        "vLLM puts a line break between the text in front of the calls and the text behind them. "
+        "Ours is what was sampled.",
+    ),
+    "cut inside a header": (
+        _header_cut,
+        "The answer ends within the header of a message, which vLLM gives as text.",
+    ),
+    "second list": (
+        _first_list,
+        "vLLM reads the first of two marked lists of LFM2, and drops what stands between them.",
     ),
     "mark inside a string": (
         _mark_in_string,
@@ -290,7 +361,7 @@ CLASSES: dict[str, tuple[Callable[[Pair], bool], str]] = {
     "next call swallowed": (
         _swallowed,
         "A call lacks its closing mark. vLLM takes the next one into its arguments, which are then "
-        "no JSON; we end it where the next begins, and flag it.",
+        "no JSON, or drops it; we end it where the next begins, and flag it.",
     ),
     "arguments that are no object": (
         _no_object,

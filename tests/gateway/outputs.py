@@ -16,6 +16,8 @@ TAGS = (
     *("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", CALL, CALL_END, CALLS, CALLS_END),
     *(SEP, "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("<|channel>", "<channel|>", "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
 )
 """What is one token in some model's vocabulary."""
 Arguments = dict[str, Any]
@@ -40,6 +42,8 @@ class Writer:
     """What a string may contain that looks like an end."""
     pretty: bool = True
     """Whether arguments are JSON, which may be indented."""
+    said: Callable[[str], str] = lambda words: words
+    """Text that is no call, as the format writes it."""
 
     @property
     def format(self) -> str:
@@ -65,6 +69,22 @@ def _tags(form: str, joint: str) -> Callable[[Arguments], str]:
         )
 
     return spell
+
+
+def _quoted(value: Any) -> str:
+    """A value as Gemma 4 writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(map(_quoted, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_quoted(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as Muse writes it between its tags."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _keywords(arguments: Arguments) -> str:
@@ -178,6 +198,41 @@ WRITERS = {
             tag="<|python_end|>",
             pretty=False,
         ),
+        Writer(
+            "lfm2",
+            lambda name, arguments, _: f"{name}({arguments})",
+            before="<|tool_call_start|>[",
+            between=", ",
+            after="]<|tool_call_end|>",
+            spell=_keywords,
+            tag="<|tool_call_end|>",
+            pretty=False,
+        ),
+        Writer(
+            "gemma4",
+            lambda name, arguments, _: f"<|tool_call>call:{name}{{{arguments}}}<tool_call|>",
+            spell=lambda arguments: ",".join(
+                f"{key}:{_quoted(value)}" for key, value in arguments.items()
+            ),
+            tag="<tool_call|>",
+            pretty=False,
+        ),
+        Writer(
+            "muse_glimmer",
+            lambda name, arguments, _: (
+                f" to={name}<|message|><atem:function_calls>\n"
+                f'<atem:invoke name="{name}">\n{arguments}</atem:invoke>\n</atem:function_calls>'
+            ),
+            between="<|eom|><|start|>assistant",
+            after="<|eot|>",
+            spell=lambda arguments: "".join(
+                f'<atem:parameter name="{key}">{_plain(value)}</atem:parameter>\n'
+                for key, value in arguments.items()
+            ),
+            tag="<atem:function_calls>",
+            pretty=False,
+            said=lambda words: f" to=user<|message|>{words}<|eom|><|start|>assistant",
+        ),
     )
 }
 
@@ -234,7 +289,7 @@ class Maker:
         ]
 
     def words(self) -> str:
-        return " ".join(self.rng.choices(_WORDS, k=self.rng.randrange(1, 4)))
+        return self.writer.said(" ".join(self.rng.choices(_WORDS, k=self.rng.randrange(1, 4))))
 
     # --- whole answers ---
 

@@ -16,7 +16,7 @@ import pytest
 
 from rollmesh.gateway.forced import FORCED_FORMATS
 from rollmesh.gateway.formats import AnswerFormat
-from tests.gateway.differences import CLASSES, Pair, Reading
+from tests.gateway.differences import CLASSES, SPELLED, Pair, Reading, folded
 from tests.gateway.outputs import KINDS, TAGS, WRITERS, outputs
 from tests.gateway.test_formats import FRAME, TOOLS
 
@@ -96,7 +96,13 @@ def pairs() -> list[Pair]:
 
 
 def class_of(pair: Pair) -> str | None:
-    return next((name for name, (is_one, _) in CLASSES.items() if is_one(pair)), None)
+    found = next((name for name, (is_one, _) in CLASSES.items() if is_one(pair)), None)
+    if found is not None or pair.writer not in SPELLED:
+        return found
+    other = folded(pair)
+    if other.agree:
+        return "spelling of values"
+    return next((name for name, (is_one, _) in CLASSES.items() if is_one(other)), None)
 
 
 def counts() -> Counter[tuple[str, str]]:
