@@ -1,3 +1,5 @@
+import tracemalloc
+
 from rollmesh.gateway.canonical import fingerprint, make_frame
 from rollmesh.gateway.formats import tool_schemas
 
@@ -16,3 +18,18 @@ def test_a_fingerprint_tells_requests_apart_by_each_of_its_parts() -> None:
     parts = [(bare, b"m", [1]), (tools, b"m", [1]), (bare, b"n", [1]), (bare, b"m", [2])]
     assert len({fingerprint(*part) for part in parts}) == len(parts)
     assert fingerprint(*parts[0]) == fingerprint(bare, b"m", [1])
+
+
+def test_tools_of_megabytes_leave_nothing_in_the_caches() -> None:
+    function = '{"type": "function", "function": {"name": "f", "description": "%s"}}'
+    tracemalloc.start()
+    try:
+        for at in range(5):
+            tools = f"[{function % (str(at) * 1_000_000)}]".encode()
+            make_frame(tools, b"")
+            assert tool_schemas(tools).keys() == {"f"}
+        del tools
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -64,3 +66,19 @@ def test_a_message_without_a_role_is_named_where_it_stands() -> None:
     with pytest.raises(InvalidMessagesError, match=r"messages\[1\]\.role"):
         reader.read(request([user, types_pb2.ChatMessage(content="who?")]))
     assert reader.read(request([user]))[0][0].content == "q"  # and nothing was lost
+
+
+def test_a_conversation_of_megabytes_is_read_and_not_kept() -> None:
+    reader = MessageReader()
+    tracemalloc.start()
+    try:
+        for at in range(4):
+            text = str(at) * 5_000_000
+            user = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=text)
+            (found,), _ = reader.read(request([user]))
+            assert found.content == text
+        del text, user, found
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000

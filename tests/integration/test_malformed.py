@@ -65,7 +65,7 @@ WRONG: dict[str, list[Any]] = {
     "tools": [
         5, "x", {}, True, [5], [{}], [{"type": "function"}], [{"type": "function", "function": 5}],
         [{"type": "function", "function": {"name": 5}}],
-        *(tool_with(deep(levels, of="{")) for levels in (300, 900)),
+        *(tool_with(deep(levels, of="{")) for levels in (300, 900)), [{}] * 2049,
     ],
     "response_format": [
         5, "json_object", [], True, {"type": "x"}, {"type": []}, {"type": "json_schema"},
@@ -81,7 +81,9 @@ WRONG: dict[str, list[Any]] = {
     "documents": [5, "x", {}, [5], [{"a": 5}], deep(900)],
     "reasoning_effort": [5, [], {}, True],
     "modalities": [5, "text", [["text"]], {}],
-    "messages": [None, 5, "x", {}, [], True, [5], [None], [[]], deep(900)],
+    "messages": [
+        None, 5, "x", {}, [], True, [5], [None], [[]], deep(900), [*ASK["messages"] * 20_001],
+    ],
 }  # fmt: skip
 WRONG_IN_MESSAGE: dict[str, list[Any]] = {
     "role": [None, 5, "", "x", [], {}, ["user"], "r" * 100_000],

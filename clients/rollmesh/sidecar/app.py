@@ -18,6 +18,7 @@ from rollmesh.runtime import clock, faults
 from rollmesh.runtime.channels import read_stream, typed_errors, whole_call
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.logs import fields, set_request_id
+from rollmesh.runtime.memory import FreedMemory
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import PathUnknownError, to_http
 from rollmesh.sidecar.metrics import measured
@@ -53,6 +54,7 @@ class Sidecar:
             gateway_pb2.ChatResponse,
         )
         self._model = ""
+        self.freed_memory = FreedMemory()
 
     def app(self) -> Starlette:
         """Returns the ASGI application."""
@@ -134,11 +136,12 @@ class ChatEndpoint:
         """Answers one request; a client that leaves ends the call to the gateway."""
         request_id = uuid.uuid4().hex
         set_request_id(request_id)
-        send, watch = measured(send)
+        receive, send, watch = measured(receive, send)
         try:
             await self._answer(scope, receive, send, request_id)
         finally:
             watch.ended()
+            self._sidecar.freed_memory.served(watch.received_bytes)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:

@@ -3,7 +3,7 @@
 import time
 
 from prometheus_client import Counter, Histogram
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Send
 
 CHATS = Counter(
     "rollmesh_sidecar_chats_total",
@@ -29,6 +29,8 @@ class Watch:
         """Begins now."""
         self._started = time.perf_counter()
         self._status = 499
+        self.received_bytes = 0
+        """Of the request's body."""
 
     def answered(self, status: int) -> None:
         """Notes the first byte of the answer."""
@@ -40,7 +42,7 @@ class Watch:
         CHATS.labels(str(self._status)).inc()
 
 
-def measured(send: Send) -> tuple[Send, Watch]:
+def measured(receive: Receive, send: Send) -> tuple[Receive, Send, Watch]:
     """Returns an ASGI channel that is watched, and its watch."""
     watch = Watch()
 
@@ -49,4 +51,9 @@ def measured(send: Send) -> tuple[Send, Watch]:
             watch.answered(message["status"])
         await send(message)
 
-    return watched, watch
+    async def counted() -> Message:
+        message = await receive()
+        watch.received_bytes += len(message.get("body", b""))
+        return message
+
+    return counted, watched, watch

@@ -41,6 +41,8 @@ _TEMPLATE_ARGUMENTS = {
 }  # fmt: skip
 _MAX_STOPS, _MAX_STOP_TOKENS = 16, 64
 _MAX_MODEL_CHARACTERS = 256
+_MAX_MESSAGES = 20_000  # the default of the gateway's `max_session_nodes`
+_MAX_TOOLS = 2048
 _MAX_SCHEMA_BYTES = 64 * 1024
 MAX_CHOICES = 16
 _SHOWN = reprlib.Repr()
@@ -73,6 +75,10 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidFieldError("messages", "must be a non-empty list")
+    if len(messages) > _MAX_MESSAGES:
+        raise InvalidFieldError(
+            "messages", f"has {len(messages)} messages; a session holds at most {_MAX_MESSAGES}"
+        )
     choice, tool_name = _tool_choice(body.get("tool_choice"))
     parallel = body.get("parallel_tool_calls")
     if not isinstance(parallel, bool | None):
@@ -246,6 +252,8 @@ def _tools(tools: Any) -> bytes:
         return b""
     if not isinstance(tools, list):
         raise InvalidFieldError("tools", "must be a list")
+    if len(tools) > _MAX_TOOLS:
+        raise InvalidFieldError("tools", f"has {len(tools)} tools; give at most {_MAX_TOOLS}")
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -14,6 +14,7 @@ from rollmesh.gateway import (
     pythonic_calls,
     tagged_calls,
 )
+from rollmesh.gateway.canonical import MOST_CACHED_BYTES
 from rollmesh.gateway.messages import Frame
 from rollmesh.gateway.object_calls import ObjectCallParser
 from rollmesh.gateway.object_formats import ObjectFormat
@@ -130,9 +131,13 @@ class AnswerFormat:
         return harmony.HarmonyParser(schemas.keys())
 
 
-@lru_cache(_CACHED)
 def tool_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
     """Returns the JSON schema of each tool's parameters, by the tool's name."""
+    read = _read_schemas if len(tools_json) > MOST_CACHED_BYTES else _known_schemas
+    return read(tools_json)
+
+
+def _read_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in json.loads(tools_json):
         function = tool.get("function", tool)
@@ -140,3 +145,6 @@ def tool_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
             parameters = function.get("parameters")
             schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
     return schemas
+
+
+_known_schemas = lru_cache(_CACHED)(_read_schemas)

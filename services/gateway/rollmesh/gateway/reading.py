@@ -19,6 +19,8 @@ ROLES: dict[int, RoleName] = {
     types_pb2.ROLE_TOOL: "tool",
 }
 _KEPT = 4  # a main conversation, and those of some sub-agents
+_KEPT_BYTES = 4 * 1024 * 1024
+"""Most bytes of a conversation that is kept: a larger one is read anew each time."""
 _DIGEST_BYTES = 16
 
 
@@ -72,7 +74,8 @@ class MessageReader:
             raise InvalidMessagesError("messages", "is empty; send at least one message")
         end = size + sum(map(_size, fresh))
         digest.update(data[size:end])
-        self._known.appendleft(_Known(messages, end, digest.digest()))
+        if end <= _KEPT_BYTES:
+            self._known.appendleft(_Known(messages, end, digest.digest()))
         return messages, digest.digest()
 
 

@@ -7,6 +7,7 @@ from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.wire import read_chat, write_event, write_nodes
 from rollmesh.runtime.errors import InvalidFieldError, StartingError
 from rollmesh.runtime.interceptors import Context
+from rollmesh.runtime.memory import FreedMemory
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 
 _MAX_METADATA_BYTES = 64 * 1024
@@ -21,6 +22,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """Takes the part of the gateway's info that does not change."""
         self._info = info
         self._gateway: Gateway | None = None
+        self._freed_memory = FreedMemory()
 
     @property
     def gateway(self) -> Gateway:
@@ -62,10 +64,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncIterator[gateway_pb2.ChatResponse]:
         self.gateway.keys.check(request.session_id, request.session_key)
         session = self.gateway.session(request.session_id)
-        turn_request = read_chat(request, session)
-        async with aclosing(self.gateway.chat(session, turn_request)) as events:
-            async for event in events:
-                yield write_event(event)
+        try:
+            turn_request = read_chat(request, session)
+            async with aclosing(self.gateway.chat(session, turn_request)) as events:
+                async for event in events:
+                    yield write_event(event)
+        finally:
+            self._freed_memory.served(request.ByteSize())
 
     async def CloseSession(
         self, request: gateway_pb2.CloseSessionRequest, context: Context
