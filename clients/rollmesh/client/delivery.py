@@ -26,6 +26,8 @@ from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 _log = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
 _MAX_CREDITS = 65_536
+_MAX_ACKNOWLEDGED = 4096
+"""Of one message."""
 _UNITS = {
     "session": collector_pb2.DELIVERY_UNIT_SESSION,
     "group": collector_pb2.DELIVERY_UNIT_GROUP,
@@ -189,8 +191,10 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         self._outgoing.put_nowait(collector_pb2.SubscribeRequest(version=message))
 
     def _send_acknowledgements(self, ids: list[str]) -> None:
-        message = collector_pb2.AcknowledgeDeliveries(delivery_ids=ids)
-        self._outgoing.put_nowait(collector_pb2.SubscribeRequest(acknowledge=message))
+        for at in range(0, len(ids), _MAX_ACKNOWLEDGED):
+            part = ids[at : at + _MAX_ACKNOWLEDGED]
+            message = collector_pb2.AcknowledgeDeliveries(delivery_ids=part)
+            self._outgoing.put_nowait(collector_pb2.SubscribeRequest(acknowledge=message))
 
     def _grant(self, credits_: int) -> None:
         grant = collector_pb2.GrantCredits(credits=credits_)

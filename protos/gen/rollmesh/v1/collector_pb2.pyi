@@ -137,7 +137,7 @@ class IngestRequest(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SessionRecord]:
-        """The sessions, at least one."""
+        """The sessions, 1 to 4,096."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class SubscribeHello(_message.Message):
     FILTER_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
-    """Name of the consumer, 1 to 128 characters. A known name goes on where it stopped."""
+    """Name of the consumer, 1 to 128 printable characters. A known name goes on where it stopped."""
     unit: Global___DeliveryUnit.ValueType
     """What one delivery holds. A name keeps its unit."""
     lease_ms: _builtins.int
@@ -479,7 +479,7 @@ class AcknowledgeDeliveries(_message.Message):
     DELIVERY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def delivery_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Their ids. Those of other consumers and unknown ones are ignored."""
+        """Their ids, at most 4,096. Those of other consumers and unknown ones are ignored."""
 
     def __init__(
         self,

@@ -89,7 +89,9 @@ class CollectorServiceServicer(object):
     def Ingest(self, request, context):
         """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
         one of them; any of the others may be stored or not, and may be sent again without it.
-        Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL) with a delay.
+        Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
+        size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
+        (STORE_FULL), UNAVAILABLE and INTERNAL pass: the session may be sent again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

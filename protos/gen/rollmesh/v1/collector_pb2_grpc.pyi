@@ -36,7 +36,9 @@ class CollectorServiceStub:
     Ingest: _grpc.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]
     """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
     one of them; any of the others may be stored or not, and may be sent again without it.
-    Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL) with a delay.
+    Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
+    size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
+    (STORE_FULL), UNAVAILABLE and INTERNAL pass: the session may be sent again.
     """
     Subscribe: _grpc.StreamStreamMultiCallable[_collector_pb2.SubscribeRequest, _collector_pb2.SubscribeResponse]
     """Delivers to a named consumer. The first message says who, the others grant credits and
@@ -77,7 +79,9 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     Ingest: _aio.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]  # type: ignore[assignment]
     """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
     one of them; any of the others may be stored or not, and may be sent again without it.
-    Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL) with a delay.
+    Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
+    size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
+    (STORE_FULL), UNAVAILABLE and INTERNAL pass: the session may be sent again.
     """
     Subscribe: _aio.StreamStreamMultiCallable[_collector_pb2.SubscribeRequest, _collector_pb2.SubscribeResponse]  # type: ignore[assignment]
     """Delivers to a named consumer. The first message says who, the others grant credits and
@@ -121,7 +125,9 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_collector_pb2.IngestResponse, _abc.Awaitable[_collector_pb2.IngestResponse]]:
         """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
         one of them; any of the others may be stored or not, and may be sent again without it.
-        Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL) with a delay.
+        Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
+        size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
+        (STORE_FULL), UNAVAILABLE and INTERNAL pass: the session may be sent again.
         """
 
     @_abc_1.abstractmethod

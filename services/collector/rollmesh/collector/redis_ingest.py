@@ -21,7 +21,7 @@ from rollmesh.collector.store import (
     group_key_of,
     own_log,
 )
-from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
+from rollmesh.runtime.errors import GroupSizeError, SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _DUE_BATCH = 200
@@ -55,7 +55,7 @@ async def ingest(
         if answer == "full":
             raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
         if answer.startswith("size"):
-            raise InvalidFieldError(
+            raise GroupSizeError(
                 "group_size",
                 f"is {record.group_size}, and group {group_key_of(record)!r} has {answer[5:]}; "
                 "give all its sessions one",

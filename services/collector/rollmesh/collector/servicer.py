@@ -1,5 +1,6 @@
 """CollectorService: checks fields, calls the store, and says what became of it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from rollmesh.collector import metrics
@@ -8,6 +9,8 @@ from rollmesh.collector.scoring import Scoring, wants_score
 from rollmesh.collector.store import Arrival, Store
 from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.collector.validation import (
+    MAX_SESSIONS,
+    check_count,
     check_name,
     check_page_size,
     check_position,
@@ -66,7 +69,8 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         return self.subscriptions.store
 
     async def Ingest(self, request: pb.IngestRequest, context: Context) -> pb.IngestResponse:
-        check_sessions(request.sessions)
+        check_count("sessions", request.sessions, MAX_SESSIONS)
+        await asyncio.to_thread(check_sessions, request.sessions)
         duplicates = await self.subscriptions.finish(self._ingest(request.sessions))
         await faults.reach("collector-before-ack")
         return pb.IngestResponse(duplicates=duplicates)

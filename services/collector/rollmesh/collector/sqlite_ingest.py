@@ -23,7 +23,7 @@ from rollmesh.collector.store import (
     read_hello,
 )
 from rollmesh.runtime.errors import (
-    InvalidFieldError,
+    GroupSizeError,
     SessionDamagedError,
     SessionUnknownError,
     StoreFullError,
@@ -190,7 +190,7 @@ def _enter_group(db: sqlite3.Connection, key: str, size: int, now_ms: int) -> No
         for log in _group_logs(db)[1:]:
             _await_deadline(db, log, key, now_ms)
     elif row is not None and row[0] != size:
-        raise InvalidFieldError(
+        raise GroupSizeError(
             "group_size", f"is {size}, and group {key!r} has {row[0]}; give all its sessions one"
         )
 

@@ -27,6 +27,7 @@ GROUP = int(pb.DELIVERY_UNIT_GROUP)
 SESSION_LOG, GROUP_LOG = "s", "g"
 LOAD_BYTES = 4 * 1024 * 1024
 """Most that is loaded at once, and one unit more."""
+_MAX_TOKEN_DIGITS = 18
 RETRY_MS = 1000
 """When to try again after a refusal, milliseconds."""
 Judge: TypeAlias = Callable[[Sequence[types_pb2.SessionRecord]], Verdict]
@@ -186,7 +187,7 @@ class Store(Protocol):
         On an error any of them may be stored or not.
 
         Raises:
-            InvalidFieldError: A group was announced with another size.
+            GroupSizeError: A group was announced with another size.
             StoreFullError: There is no room until something is settled.
         """
         ...
@@ -359,7 +360,8 @@ def read_token(page_token: str) -> int:
     Raises:
         InvalidFieldError: It is none of ours.
     """
-    if (page_token and not page_token.isascii()) or not (page_token or "0").isdigit():
+    known = page_token.isascii() and page_token.isdigit() and len(page_token) <= _MAX_TOKEN_DIGITS
+    if page_token and not known:
         raise InvalidFieldError("page_token", "give the next_page_token of a page, or none")
     return int(page_token or "0")
 

@@ -11,7 +11,13 @@ from rollmesh.collector import metrics
 from rollmesh.collector.delivery import Consumer
 from rollmesh.collector.filters import judge
 from rollmesh.collector.store import Loaded, Settlement, Sought, Store, Unit
-from rollmesh.collector.validation import check_credits, check_hello, check_version
+from rollmesh.collector.validation import (
+    MAX_ACKNOWLEDGED,
+    check_count,
+    check_credits,
+    check_hello,
+    check_version,
+)
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
@@ -24,6 +30,8 @@ from rollmesh.v1 import collector_pb2 as pb
 
 _DEFAULT_LEASE_MS = 600_000
 _MOST_TAKEN = 8
+_SETTLED = 256
+"""Acknowledgements that the store takes at once."""
 _MOST_UNTOLD = 4096
 """Acknowledgements that may wait until the consumer reads that they are durable."""
 _Result = TypeVar("_Result")
@@ -238,8 +246,11 @@ class Subscriptions:
             case "grant":
                 stream.consumer.grant(stream.id, check_credits(request.grant))
             case "acknowledge":
-                ids = list(request.acknowledge.delivery_ids)
-                await self.finish(self._acknowledge(stream, ids))
+                ids = request.acknowledge.delivery_ids
+                check_count("acknowledge.delivery_ids", ids, MAX_ACKNOWLEDGED)
+                for at in range(0, len(ids), _SETTLED):  # others have their turn in between
+                    part = list(ids[at : at + _SETTLED])
+                    await self.finish(self._acknowledge(stream, part))
             case "version":
                 stream.consumer.version = check_version(request.version.policy_version)
             case _:

@@ -16,6 +16,8 @@ _Rewarded: TypeAlias = (
 )
 _MAX_ID_CHARS = 128
 _MAX_CREDITS = 65_536
+MAX_SESSIONS, MAX_ACKNOWLEDGED = 4096, 4096
+"""Of one message."""
 _MAX_PAGE, _DEFAULT_PAGE = 1000, 100
 
 
@@ -129,6 +131,27 @@ def check_name(field: str, name: str) -> str:
     return name
 
 
+def check_count(field: str, values: Sequence[object], most: int) -> None:
+    """Checks how many entries a message has: what they cost is paid by everybody else.
+
+    Raises:
+        InvalidFieldError: They are too many.
+    """
+    if len(values) > most:
+        raise InvalidFieldError(field, f"has {len(values)} entries; send at most {most} at once")
+
+
+def check_consumer(name: str) -> None:
+    """Checks the name of a consumer.
+
+    Raises:
+        InvalidFieldError: It is empty, too long, or not printable.
+    """
+    check_name("consumer", name)
+    if not name.isprintable():
+        raise InvalidFieldError("consumer", f"is {name!r}; give printable characters")
+
+
 def check_hello(first: pb.SubscribeRequest | None) -> pb.SubscribeHello:
     """Returns the hello of a stream's first message.
 
@@ -138,7 +161,7 @@ def check_hello(first: pb.SubscribeRequest | None) -> pb.SubscribeHello:
     if first is None or not first.HasField("hello"):
         raise InvalidFieldError("hello", "is missing; send it in the first message")
     hello = first.hello
-    check_name("consumer", hello.consumer)
+    check_consumer(hello.consumer)
     if hello.unit == pb.DELIVERY_UNIT_UNSPECIFIED:
         raise InvalidFieldError("unit", "is not set; say what one delivery holds")
     if hello.HasField("lease_ms") and hello.lease_ms < 1:

@@ -53,6 +53,12 @@ class InvalidFieldError(RollmeshError):
         self.field = field
 
 
+class GroupSizeError(InvalidFieldError):
+    """A session announces its group with another size than the sessions that are stored."""
+
+    reason = "GROUP_SIZE_CONFLICT"
+
+
 class UndecodableError(InvalidFieldError):
     """A request is no message of the method that it was sent to."""
 
