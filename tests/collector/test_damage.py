@@ -1,54 +1,16 @@
 """Damage in a store: what it hits is set aside and listed, and everything else goes on."""
 
 import os
-import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import grpc
 import pytest
 
-from rollmesh.collector.redis_client import connected
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, stub_at, subscribing
+from tests.collector.damage import damaged_store
 from tests.collector.records import record
-from tests.collector.redis_server import redis_server
 from tests.collector.test_array_files import long_record
-
-Damage: TypeAlias = Callable[[str, bytes], Awaitable[None]]
-"""Overwrites a field of session `b`, or the hello of consumer `b`."""
-
-
-IN_SQLITE = {
-    "head": "UPDATE sessions SET head = ? WHERE session_id = 'b'",
-    "arrays": "UPDATE sessions SET arrays = ? WHERE session_id = 'b'",
-    "hello": "UPDATE consumers SET hello = ? WHERE name = 'b'",
-}
-
-
-@asynccontextmanager
-async def damaged_store(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str, Any], Damage]]:
-    """Yields the settings of a collector, and what damages its store."""
-    if kind == "sqlite":
-
-        async def in_sqlite(field: str, data: bytes) -> None:
-            with sqlite3.connect(folder / "collector.sqlite") as db:
-                db.execute(IN_SQLITE[field], (data,))
-            db.close()
-
-        yield {}, in_sqlite
-        return
-    async with redis_server(folder / "redis") as server, connected(server.url) as client:
-
-        async def in_redis(field: str, data: bytes) -> None:
-            if field == "hello":
-                await client.run("HSET", client.key("consumers"), "b", data)
-            else:
-                await client.run("HSET", client.key("session", "b"), field, data)
-
-        yield {"store": server.url}, in_redis
 
 
 def damaged(caplog: pytest.LogCaptureFixture) -> set[str]:

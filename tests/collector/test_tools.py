@@ -96,6 +96,8 @@ async def test_replay_brings_acknowledged_units_back(collector: ServiceProcess) 
             assert await stream.delivered(2) == ["a", "b"]
     unknown = tool(collector, "replay", "--consumer", "x", "--from", "latest")
     assert (unknown.returncode, "'x' is not known" in unknown.stderr) == (1, True)
+    said = [tool(collector, "drop", "--consumer", "trainer").stdout for _ in range(2)]
+    assert said == ["trainer: forgotten\n", "trainer: is not known\n"]
 
 
 @pytest.mark.parametrize(

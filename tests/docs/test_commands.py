@@ -15,7 +15,7 @@ from tests.docs.pages import PAGES, ROOT, Block, blocks
 LANGUAGES = {"python", "toml", "sh", "json", "text"}
 """What a block may be; one without a language is shown and not run."""
 _TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-_COLLECTOR_TOOLS = {"export", "inspect", "replay"}
+_COLLECTOR_TOOLS = {"drop", "export", "inspect", "replay"}
 
 
 def commands() -> list[tuple[str, list[str]]]:

@@ -713,6 +713,7 @@ class ConsumerStats(_message.Message):
     STREAMS_FIELD_NUMBER: _builtins.int
     FILTERED_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    SEEN_UNIX_MS_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Its name."""
     unit: Global___DeliveryUnit.ValueType
@@ -727,6 +728,10 @@ class ConsumerStats(_message.Message):
     """Streams open at this collector."""
     policy_version: _builtins.int
     """The policy version it told last."""
+    seen_unix_ms: _builtins.int
+    """When it had a stream at any collector last, milliseconds since 1970 UTC, to the minute. A
+    consumer that has none for the collector's consumer_ttl_ms is forgotten, as by DropConsumer.
+    """
     @_builtins.property
     def filtered(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilteredCount]:
         """What was kept from it, one entry per reason."""
@@ -742,10 +747,11 @@ class ConsumerStats(_message.Message):
         streams: _builtins.int = ...,
         filtered: _abc.Iterable[Global___FilteredCount] | None = ...,
         policy_version: _builtins.int | None = ...,
+        seen_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "acknowledged", b"acknowledged", "consumer", b"consumer", "filtered", b"filtered", "leased", b"leased", "policy_version", b"policy_version", "ready", b"ready", "streams", b"streams", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "acknowledged", b"acknowledged", "consumer", b"consumer", "filtered", b"filtered", "leased", b"leased", "policy_version", b"policy_version", "ready", b"ready", "seen_unix_ms", b"seen_unix_ms", "streams", b"streams", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

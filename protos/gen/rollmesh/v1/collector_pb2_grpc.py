@@ -134,6 +134,7 @@ class CollectorServiceServicer(object):
 
     def DropConsumer(self, request, context):
         """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error.
+        The collector does the same with one that had no stream for its setting consumer_ttl_ms.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

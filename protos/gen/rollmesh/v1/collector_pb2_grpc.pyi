@@ -59,7 +59,9 @@ class CollectorServiceStub:
     UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     DropConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.DropConsumerRequest, _collector_pb2.DropConsumerResponse]
-    """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error."""
+    """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error.
+    The collector does the same with one that had no stream for its setting consumer_ttl_ms.
+    """
     ListFiltered: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]
     """Lists what was kept from a consumer, and why; oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
@@ -102,7 +104,9 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     DropConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.DropConsumerRequest, _collector_pb2.DropConsumerResponse]  # type: ignore[assignment]
-    """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error."""
+    """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error.
+    The collector does the same with one that had no stream for its setting consumer_ttl_ms.
+    """
     ListFiltered: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]  # type: ignore[assignment]
     """Lists what was kept from a consumer, and why; oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
@@ -178,7 +182,9 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.DropConsumerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.DropConsumerResponse, _abc.Awaitable[_collector_pb2.DropConsumerResponse]]:
-        """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error."""
+        """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error.
+        The collector does the same with one that had no stream for its setting consumer_ttl_ms.
+        """
 
     @_abc_1.abstractmethod
     def ListFiltered(

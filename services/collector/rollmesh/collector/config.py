@@ -10,6 +10,7 @@ from rollmesh.runtime.serving import ServerConfig
 _LEAST = {
     "max_stored_bytes": 1,
     "retain_settled_ms": 0,
+    "consumer_ttl_ms": 0,
     "tick_ms": 1,
     "scorer_workers": 1,
     "scorer_timeout_ms": 1,
@@ -37,6 +38,9 @@ class CollectorConfig(ServerConfig):
     retain_settled_ms: int = 24 * 3600 * 1000
     """Time that a session stays after every known consumer has settled it, milliseconds. Near
     max_stored_bytes settled sessions go at once."""
+    consumer_ttl_ms: int = 7 * 24 * 3600 * 1000
+    """Time without a stream after which a consumer's name is forgotten, as by DropConsumer,
+    milliseconds; 0: never. Time in which no collector runs does not count for the first hour."""
     tick_ms: int = 200
     """How often deadlines of groups and of rewards are looked at, milliseconds."""
     scorer: str = ""

@@ -38,6 +38,10 @@ SCORES = Counter(
 REMOVED = Counter(
     "rollmesh_collector_removed_sessions_total", "Sessions removed after all had settled them."
 )
+EXPIRED = Counter(
+    "rollmesh_collector_expired_consumers_total",
+    "Consumers forgotten because they had no stream for consumer_ttl_ms.",
+)
 STORE_ERRORS = Counter(
     "rollmesh_collector_store_errors_total", "Work that the store refused or failed.", ["reason"]
 )

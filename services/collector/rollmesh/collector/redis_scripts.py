@@ -17,7 +17,7 @@ Every script gets the prefix of all keys and the time as its first arguments. Ke
     filtered:OWNER, counts:OWNER, listed:OWNER     stream of entries; sums; what is listed once
     rewards:ID                set of the requests that set rewards
     news                      counts what became whole, and seeks
-    moves                     hash: seeks of each consumer
+    moves, seen               hashes by consumer: its seeks; when it had a stream last
     removed                   sorted set of ids by the time they were removed
 """
 

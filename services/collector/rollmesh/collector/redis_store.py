@@ -124,6 +124,7 @@ class RedisStore:
             await client.run("HSET", client.key("consumer", name), "start", start)
         else:
             start = await redis_logs.start_of(self._client, name)
+        await client.run("HSET", client.key("seen"), name, now_ms)
         await client.run("HSET", client.key("consumers"), name, hello.SerializeToString())
         await redis_logs.make_group(self._client, name, log, start)
         made = await client.run("HGET", client.key("consumer", name), "groups")
@@ -227,6 +228,7 @@ class RedisStore:
         client = self._client
         known = await client.run("HDEL", client.key("consumers"), consumer)
         await client.run("HDEL", client.key("moves"), consumer)
+        await client.run("HDEL", client.key("seen"), consumer)
         for log in (SESSION_LOG, GROUP_LOG):
             if await client.run("EXISTS", client.key("log", log)):
                 await client.run("XGROUP DESTROY", client.key("log", log), consumer)
@@ -237,6 +239,21 @@ class RedisStore:
             kinds = ("filtered", "counts", "listed")
             await client.run("DEL", *(client.key(kind, owner) for kind in kinds))
         return bool(known)
+
+    async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
+        """Says that consumers have streams now."""
+        client = self._client
+        names = await client.run("HKEYS", client.key("consumers")) if consumers else []
+        known = sorted(set(consumers) & set(map(text, names)))
+        if known:
+            pairs_ = (word for name in known for word in (name, now_ms))
+            await client.run("HSET", client.key("seen"), *pairs_)
+
+    async def expire_consumers(self, before_ms: int) -> list[str]:
+        """Forgets the consumers that had no stream since."""
+        seen = pairs(await self._client.run("HGETALL", self._client.key("seen")))
+        names = sorted(name for name, at_ms in seen.items() if int(at_ms) < before_ms)
+        return [name for name in names if await self.drop_consumer(name)]
 
     async def standing(self, consumer: str) -> Standing:
         """Returns where a consumer stands."""
@@ -254,7 +271,8 @@ class RedisStore:
                 counts[int(reason)] = (
                     (units + added, trajectories) if what == "u" else (units, trajectories + added)
                 )
-        return Standing(int(acknowledged or 0), left, filtered_counts(counts))
+        seen_ms = int(await self._client.run("HGET", self._client.key("seen"), consumer) or 0)
+        return Standing(int(acknowledged or 0), left, filtered_counts(counts), seen_ms)
 
     async def filtered(
         self, consumer: str, page_size: int, page_token: str

@@ -38,7 +38,9 @@ class CollectorService:
         async with self._open_store() as store, asyncio.TaskGroup() as tasks:
             subscriptions = Subscriptions(store, tasks)
             await subscriptions.restore()
-            upkeep = tasks.create_task(keep_up(store, subscriptions, self._config.tick_ms))
+            config = self._config
+            work = keep_up(store, subscriptions, config.tick_ms, config.consumer_ttl_ms)
+            upkeep = tasks.create_task(work)
             async with self._scoring(subscriptions):
                 self._servicer.subscriptions = subscriptions
                 yield

@@ -166,6 +166,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
             streams=consumer.streams,
             filtered=standing.filtered,
             policy_version=consumer.version,
+            seen_unix_ms=standing.seen_ms,
         )
 
     async def _ingest(self, sessions: Sequence[types_pb2.SessionRecord]) -> list[bool]:

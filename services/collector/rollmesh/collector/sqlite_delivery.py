@@ -53,12 +53,14 @@ class Known(NamedTuple):
     """Everything up to here is settled."""
     settled: int
     acknowledged: int
+    seen_ms: int
 
 
 def known(db: sqlite3.Connection, name: str) -> Known:
     """Returns what is known of a consumer."""
     row = db.execute(
-        "SELECT log, start_seq, floor, settled, acknowledged FROM consumers WHERE name = ?",
+        "SELECT log, start_seq, floor, settled, acknowledged, seen_ms FROM consumers"
+        " WHERE name = ?",
         (name,),
     ).fetchone()
     if row is None:
@@ -74,9 +76,9 @@ def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int)
         shared = GROUP_LOG if hello.unit == pb.DELIVERY_UNIT_GROUP else log
         start = _first_seq(db, shared, hello.start) - 1 if hello.HasField("start") else 0
         db.execute(
-            "INSERT INTO consumers (name, log, hello, start_seq, floor, settled)"
-            " VALUES (?, ?, ?, ?, ?, 0)",
-            (name, log, data, start, start),
+            "INSERT INTO consumers (name, log, hello, start_seq, floor, settled, seen_ms)"
+            " VALUES (?, ?, ?, ?, ?, 0, ?)",
+            (name, log, data, start, start, now_ms),
         )
         before = None
     else:
@@ -89,8 +91,8 @@ def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int)
         start = known(db, name).start_seq
         floor = row[2] if row[1] == log else start
         db.execute(
-            "UPDATE consumers SET hello = ?, log = ?, floor = ? WHERE name = ?",
-            (data, log, floor, name),
+            "UPDATE consumers SET hello = ?, log = ?, floor = ?, seen_ms = ? WHERE name = ?",
+            (data, log, floor, now_ms, name),
         )
     if before is not None and before.groups == hello.groups:
         return
@@ -276,6 +278,21 @@ def drop_consumer(db: sqlite3.Connection, name: str) -> bool:
     return bool(dropped)
 
 
+def touch(db: sqlite3.Connection, names: Sequence[str], now_ms: int) -> None:
+    """Keeps that consumers have streams now."""
+    rows = [(now_ms, name) for name in names]
+    db.executemany("UPDATE consumers SET seen_ms = ? WHERE name = ?", rows)
+
+
+def expire(db: sqlite3.Connection, before_ms: int) -> list[str]:
+    """Forgets the consumers that had no stream since; returns their names."""
+    rows = db.execute("SELECT name FROM consumers WHERE seen_ms < ?", (before_ms,)).fetchall()
+    names = [name for (name,) in rows]
+    for name in names:
+        drop_consumer(db, name)
+    return names
+
+
 def standing(db: sqlite3.Connection, name: str) -> Standing:
     """Returns where a consumer stands."""
     consumer = known(db, name)
@@ -286,7 +303,7 @@ def standing(db: sqlite3.Connection, name: str) -> Standing:
     )
     counts = {reason: (units, trajectories) for reason, units, trajectories in rows}
     left = total(db, f"log:{consumer.log}") - consumer.settled
-    return Standing(consumer.acknowledged, left, filtered_counts(counts))
+    return Standing(consumer.acknowledged, left, filtered_counts(counts), consumer.seen_ms)
 
 
 def filtered(

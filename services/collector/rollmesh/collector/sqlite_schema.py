@@ -1,6 +1,6 @@
 """Tables of the SQLite store. Sums are kept in tables: nothing hot counts rows."""
 
-VERSION = 3  # counts up with every change of what is below
+VERSION = 4  # counts up with every change of what is below
 PAGE_BYTES = 16_384  # a row of 10,000 tokens is 90 KB
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -28,7 +28,8 @@ CREATE INDEX IF NOT EXISTS units_by_log ON units (log, seq);
 CREATE INDEX IF NOT EXISTS units_by_time ON units (log, made_ms, seq);
 CREATE TABLE IF NOT EXISTS consumers (
   name TEXT PRIMARY KEY, log TEXT NOT NULL, hello BLOB NOT NULL, start_seq INTEGER NOT NULL,
-  floor INTEGER NOT NULL, settled INTEGER NOT NULL, acknowledged INTEGER NOT NULL DEFAULT 0);
+  floor INTEGER NOT NULL, settled INTEGER NOT NULL, acknowledged INTEGER NOT NULL DEFAULT 0,
+  seen_ms INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS progress (
   consumer TEXT NOT NULL, unit_id TEXT NOT NULL, seq INTEGER NOT NULL, attempts INTEGER NOT NULL,
   settled_ms INTEGER, PRIMARY KEY (consumer, unit_id)) WITHOUT ROWID;

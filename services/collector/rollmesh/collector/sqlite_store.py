@@ -132,6 +132,14 @@ class SqliteStore:
         """Forgets a consumer."""
         return await self._database.run(lambda db: sqlite_delivery.drop_consumer(db, consumer))
 
+    async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
+        """Says that consumers have streams now."""
+        await self._database.run(lambda db: sqlite_delivery.touch(db, consumers, now_ms))
+
+    async def expire_consumers(self, before_ms: int) -> list[str]:
+        """Forgets the consumers that had no stream since."""
+        return await self._database.run(lambda db: sqlite_delivery.expire(db, before_ms))
+
     async def standing(self, consumer: str) -> Standing:
         """Returns where a consumer stands."""
         return await self._database.run(lambda db: sqlite_delivery.standing(db, consumer))

@@ -136,6 +136,8 @@ class Standing:
     open: int
     """Units not settled, leased ones among them."""
     filtered: list[pb.FilteredCount]
+    seen_ms: int = 0
+    """When it had a stream last, milliseconds since 1970 UTC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,14 @@ class Store(Protocol):
 
     async def drop_consumer(self, consumer: str) -> bool:
         """Forgets a consumer; says whether it was known."""
+        ...
+
+    async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
+        """Says that consumers have streams now; unknown ones are ignored."""
+        ...
+
+    async def expire_consumers(self, before_ms: int) -> list[str]:
+        """Forgets the consumers that had no stream since; returns their names."""
         ...
 
     async def standing(self, consumer: str) -> Standing:

@@ -1,6 +1,7 @@
 """The open streams: joins what consumers say, what their cores decide, and what the store keeps."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
@@ -25,9 +26,11 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     ShuttingDownError,
 )
+from rollmesh.runtime.logs import fields
 from rollmesh.runtime.tasks import contained, finish
 from rollmesh.v1 import collector_pb2 as pb
 
+_log = logging.getLogger(__name__)
 _DEFAULT_LEASE_MS = 600_000
 _MOST_TAKEN = 8
 _SETTLED = 256
@@ -208,10 +211,35 @@ class Subscriptions:
     async def drop(self, name: str) -> bool:
         """Forgets a consumer; says whether it was known."""
         dropped = await self.store.drop_consumer(name)
+        self._forget(name)
+        return dropped
+
+    async def attend(self, ttl_ms: int | None) -> None:
+        """Keeps who is connected; forgets consumers that were not for so long.
+
+        Args:
+            ttl_ms: How long that may be, milliseconds; None forgets nobody.
+
+        Raises:
+            RollmeshError: The store failed.
+        """
+        now_ms = clock.steady_unix_ms()
+        connected = [name for name, one in self._known.items() if one.consumer.streams]
+        await self.store.touch(connected, now_ms)
+        if ttl_ms is None:
+            return
+        for name in await self.store.expire_consumers(now_ms - ttl_ms):
+            metrics.EXPIRED.inc()
+            _log.warning(
+                "consumer forgotten: it had no stream for too long",
+                extra=fields(consumer=name, consumer_ttl_ms=ttl_ms),
+            )
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
         self._known.pop(name, None)
         metrics.forget(name)
         self._end_of(name, f"consumer {name!r} was dropped")
-        return dropped
 
     def _end_of(self, name: str, message: str) -> None:
         for stream in self._streams:

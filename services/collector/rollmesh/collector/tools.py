@@ -1,4 +1,4 @@
-"""`rollmesh collector export|inspect|replay`: looks at a running collector, and moves consumers."""
+"""`rollmesh collector drop|export|inspect|replay`: looks at a collector, and moves consumers."""
 
 import argparse
 import asyncio
@@ -96,6 +96,12 @@ async def _replay(stub: "Stub", options: argparse.Namespace) -> None:
     _say(f"{options.consumer}: {sought.again} units come again, {sought.skipped} are skipped")
 
 
+async def _drop(stub: "Stub", options: argparse.Namespace) -> None:
+    request = pb.DropConsumerRequest(consumer=options.consumer)
+    dropped = await stub.DropConsumer(request, timeout=_TIMEOUT_S)
+    _say(f"{options.consumer}: {'forgotten' if dropped.known else 'is not known'}")
+
+
 def read_position(text: str) -> pb.Position:
     """Reads earliest, latest, a time in milliseconds since 1970 UTC, or id:DELIVERY_ID.
 
@@ -156,7 +162,13 @@ def _replay_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _drop_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Forgets a consumer: it holds no sessions any more. `inspect` lists them."
+    parser.add_argument("--consumer", required=True, help="its name")
+
+
 TOOLS = {
+    "drop": (_drop_flags, _drop),
     "export": (_export_flags, _export),
     "inspect": (_inspect_flags, _inspect),
     "replay": (_replay_flags, _replay),

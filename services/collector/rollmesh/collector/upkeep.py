@@ -14,9 +14,13 @@ from rollmesh.runtime.logs import fields
 _log = logging.getLogger(__name__)
 _RETAIN_EVERY_S = 2.0
 _AFTER_ERROR_S = 1.0
+_ATTEND_EVERY_MS = 60_000.0
+_PATIENCE_MS = 3_600_000
 
 
-async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> None:
+async def keep_up(
+    store: Store, subscriptions: Subscriptions, tick_ms: int, consumer_ttl_ms: int
+) -> None:
     """Runs until it is cancelled; errors are logged and counted, and the work is tried again."""
 
     async def tick() -> None:
@@ -37,8 +41,17 @@ async def keep_up(store: Store, subscriptions: Subscriptions, tick_ms: int) -> N
         metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
         await asyncio.sleep(_RETAIN_EVERY_S)
 
+    # Consumers get time to come back before the time without a collector counts for them.
+    patient_until = clock.monotonic_ms() + min(consumer_ttl_ms, _PATIENCE_MS)
+
+    async def attend() -> None:
+        expires = consumer_ttl_ms and clock.monotonic_ms() >= patient_until
+        await subscriptions.attend(consumer_ttl_ms if expires else None)
+        every_ms = min(consumer_ttl_ms / 4, _ATTEND_EVERY_MS) if consumer_ttl_ms else None
+        await asyncio.sleep((every_ms or _ATTEND_EVERY_MS) / 1000)
+
     async with asyncio.TaskGroup() as group:
-        for work in (tick, expire, listen, retain):
+        for work in (tick, expire, listen, retain, attend):
             group.create_task(_for_ever(work))
 
 

@@ -13,7 +13,7 @@ _USAGE = """usage: rollmesh up [--config mesh.toml]
        rollmesh SERVICE [flags]        router, engine, collector, gateway or sidecar
        rollmesh SERVICE --help         lists the service's flags
        rollmesh router forget-weights [--model NAME]
-       rollmesh collector export|inspect|replay [flags]
+       rollmesh collector drop|export|inspect|replay [flags]
        rollmesh template check MODEL   shows what a gateway finds about a chat template
        rollmesh --version
 """

@@ -1,0 +1,58 @@
+"""Consumers that nobody uses any more: forgotten, so that they hold nothing."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollmesh.collector.store import Store
+from rollmesh.v1 import collector_pb2 as pb
+from tests.collector.collectors import TIMEOUT_S, ingest_all, stub_at, subscribing
+from tests.collector.damage import damaged_store
+from tests.collector.records import record
+from tests.collector.stores import Reader, fill
+
+
+async def test_a_consumer_without_a_stream_for_too_long_holds_nothing(store: Store) -> None:
+    stays = await Reader.open(store, "stays", now_ms=0)
+    await Reader.open(store, "left", now_ms=0)
+    await fill(store, [record("a")])
+    await stays.take_all()
+    assert await store.retain(10**13) == 0
+    await store.touch(["stays", "nobody"], 1000)
+    assert (await store.standing("stays")).seen_ms == 1000
+    assert await store.expire_consumers(0) == []
+    assert await store.expire_consumers(1000) == ["left"]
+    assert await store.expire_consumers(1000) == []
+    assert [hello.consumer for hello in await store.consumers()] == ["stays"]
+    assert await store.retain(10**13) == 1
+
+
+async def test_a_consumer_that_comes_back_in_time_is_seen_anew(store: Store) -> None:
+    await Reader.open(store, "c", now_ms=0)
+    await Reader.open(store, "c", now_ms=500)
+    assert await store.expire_consumers(500) == []
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+async def test_a_collector_forgets_who_left_and_keeps_who_waits(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        damaged_store(kind, tmp_path) as (settings, _),
+        stub_at(tmp_path, consumer_ttl_ms=400, **settings) as stub,
+        subscribing(stub, "waits", credits_=1) as stream,
+    ):
+        await stream.opened()
+        async with subscribing(stub, "stranger") as other:
+            await other.opened()
+        async with asyncio.timeout(TIMEOUT_S):
+            while len((await stub.GetStats(pb.GetStatsRequest())).consumers) > 1:
+                pass
+        (left,) = (await stub.GetStats(pb.GetStatsRequest())).consumers
+        assert left.consumer == "waits"
+        assert left.seen_unix_ms > 0
+        await ingest_all(stub, "a")
+        assert await stream.delivered(1) == ["a"]
+    told = [entry for entry in caplog.records if "consumer forgotten" in entry.getMessage()]
+    assert [getattr(entry, "fields", {})["consumer"] for entry in told] == ["stranger"]
