@@ -118,15 +118,13 @@ async def test_near_its_limit_a_store_gives_up_settled_sessions_and_never_others
         reader = await Reader.open(store)
         taken = 0
         for at in range(200):  # ten times what fits
-            large = record(f"s{at}")
-            large.trajectories[0].CopyFrom(trajectory(f"s{at}", tokens=10_000))
             try:
-                assert not await ingest(store, large, at)
+                assert not await ingest(store, large(f"s{at}"), at)
             except StoreFullError:
                 assert (await store.counts()).sessions > 5  # it was full, of open sessions
                 taken += len(await reader.take_all(now_ms=at))
                 assert await store.retain(at)
-                assert not await ingest(store, large, at)
+                assert not await ingest(store, large(f"s{at}"), at)
             assert (await store.counts()).stored_bytes <= most
         taken += len(await reader.take_all(now_ms=200))
         assert taken == 200
@@ -171,6 +169,7 @@ async def test_a_full_disk_is_a_typed_error_and_the_store_goes_on(tmp_path: Path
 
 
 def large(session_id: str, tokens: int = 10_000) -> types_pb2.SessionRecord:
+    """A session that is made for one call: the store takes the arrays out of it."""
     made = record(session_id)
     made.trajectories[0].CopyFrom(trajectory(session_id, tokens))
     return made
