@@ -73,3 +73,28 @@ async def test_long_keys_and_large_metadata_are_refused_by_name(mesh: LiveMesh) 
     assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "idempotency_key")
     del close.metadata["m"]
     await mesh.stub.CloseSession(close)  # nothing was lost
+
+
+async def test_what_a_request_says_that_it_is_survives_a_restart_and_is_checked(
+    mesh: LiveMesh,
+) -> None:
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
+    said = (types_pb2.LINEAGE_AUXILIARY, types_pb2.LINEAGE_UNSPECIFIED, types_pb2.LINEAGE_SUB_AGENT)
+    for at, lineage in enumerate(said):
+        ask = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=f"question {at}")
+        chat = gateway_pb2.ChatRequest(**who, messages=[ask], lineage=lineage)
+        async for _ in mesh.stub.Chat(chat, wait_for_ready=True):
+            pass
+        await mesh.start_gateway()
+    shown = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(**who), wait_for_ready=True)
+    assert [node.lineage for node in shown.nodes if node.sampled] == [
+        types_pb2.LINEAGE_AUXILIARY,
+        types_pb2.LINEAGE_MAIN,
+        types_pb2.LINEAGE_SUB_AGENT,
+    ]
+    wrong = gateway_pb2.ChatRequest(**who, messages=[ASK], lineage=types_pb2.LINEAGE_SIBLING)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async for _ in mesh.stub.Chat(wrong):
+            pass
+    assert from_rpc_error(refused.value).metadata["field"] == "lineage"

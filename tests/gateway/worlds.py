@@ -7,7 +7,7 @@ import numpy as np
 
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.export import Trajectory, export_tree
-from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
 from rollmesh.gateway.messages import Message, ToolCall, units_of
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 
@@ -39,6 +39,7 @@ class World:
         finish: Finish = Finish.STOP,
         version: int = 0,
         tokens: int = 3,
+        said: Lineage | None = None,
     ) -> Node:
         units = units_of(messages)
         match = self.tree.match(frame, units)  # type: ignore[arg-type]
@@ -62,7 +63,7 @@ class World:
             0,
             0,
         )
-        node = self.tree.add_sample(parent, reply, glue, sample, match.reasons)
+        node = self.tree.add_sample(parent, reply, glue, sample, match.reasons, said=said)
         self.seen[node.node_id] = (prompt.tolist(), sampled.tolist())
         return node
 

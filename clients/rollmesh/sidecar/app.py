@@ -21,6 +21,7 @@ from rollmesh.runtime.logs import fields, set_request_id
 from rollmesh.runtime.memory import FreedMemory
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import PathUnknownError, to_http
+from rollmesh.sidecar.lineages import said_lineage
 from rollmesh.sidecar.metrics import measured
 from rollmesh.sidecar.requests import (
     parse_body,
@@ -195,6 +196,7 @@ class ChatEndpoint:
         session = scope["path_params"].get("session", "")
         request.session_id, request.session_key = named_session(session, headers)
         request.idempotency_key = headers.get(b"idempotency-key", "")
+        request.lineage = said_lineage(headers)
         retries = headers.get(b"x-stainless-retry-count", "0")
         request.retry_count = int(retries) if retries.isdecimal() and len(retries) < 9 else 0
         return request

@@ -256,6 +256,7 @@ class ChatRequest(_message.Message):
     TOOL_NAME_FIELD_NUMBER: _builtins.int
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     JSON_FORMAT_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     session_key: _builtins.str
@@ -286,6 +287,10 @@ class ChatRequest(_message.Message):
     parallel_tool_calls: _builtins.bool
     """Whether the answer may hold more than one call. Default true. Where the model decides, the
     answer is cut where a second call begins, as by a stop string.
+    """
+    lineage: _types_pb2.Lineage.ValueType
+    """What the request is, where the agent says so: MAIN, SUB_AGENT, COMPACTION or AUXILIARY. It wins
+    over what the tree looks like, and is no part of what a retry is known by.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ChatMessage]:
@@ -324,10 +329,11 @@ class ChatRequest(_message.Message):
         tool_name: _builtins.str = ...,
         parallel_tool_calls: _builtins.bool | None = ...,
         json_format: Global___JsonFormat | None = ...,
+        lineage: _types_pb2.Lineage.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "json_format", b"json_format", "parallel_tool_calls", b"parallel_tool_calls", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "choice_index", b"choice_index", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "json_format", b"json_format", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "stop", b"stop", "stream", b"stream", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "choice_index", b"choice_index", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "json_format", b"json_format", "lineage", b"lineage", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "stop", b"stop", "stream", b"stream", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__json_format: _TypeAlias = _typing.Literal["json_format"]  # noqa: Y015
     _WhichOneofArgType__json_format: _TypeAlias = _typing.Literal["_json_format", b"_json_format"]  # noqa: Y015

@@ -188,7 +188,7 @@ class _LineageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Lineage.Value
     LINEAGE_UNSPECIFIED: _Lineage.ValueType  # 0
     """Never sent."""
     LINEAGE_MAIN: _Lineage.ValueType  # 1
-    """The first conversation of the session and its continuation."""
+    """The agent's work: the conversation that the others stand beside, and its continuation."""
     LINEAGE_SIBLING: _Lineage.ValueType  # 2
     """Another sample of a prompt already answered."""
     LINEAGE_BRANCH: _Lineage.ValueType  # 3
@@ -208,7 +208,7 @@ class Lineage(_Lineage, metaclass=_LineageEnumTypeWrapper):
 LINEAGE_UNSPECIFIED: Lineage.ValueType  # 0
 """Never sent."""
 LINEAGE_MAIN: Lineage.ValueType  # 1
-"""The first conversation of the session and its continuation."""
+"""The agent's work: the conversation that the others stand beside, and its continuation."""
 LINEAGE_SIBLING: Lineage.ValueType  # 2
 """Another sample of a prompt already answered."""
 LINEAGE_BRANCH: Lineage.ValueType  # 3

@@ -3,7 +3,7 @@
 In each of them a sampled token is trained in exactly one place, or says why not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,8 @@ from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.messages import RoleName
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
+
+_NONE: Mapping[int, Lineage] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +126,22 @@ def pack_tree(tree: Tree) -> PackedTree:
 def export_tree(tree: Tree) -> Iterator[Trajectory]:
     """Yields the trajectories of all leaves, oldest leaf first.
 
-    A sampled node on several paths is trained in the first of them; the others carry its tokens
-    with mask 0 and the reason SHARED_PREFIX. Auxiliary calls are not trained and say AUXILIARY;
-    nor are answers that never reached the agent, which say ORPHANED.
+    A sampled node on several paths is trained in the first of them that is not auxiliary; the
+    others carry its tokens with mask 0 and the reason SHARED_PREFIX. Auxiliary calls are not
+    trained and say AUXILIARY; nor are answers that never reached the agent, which say ORPHANED.
     """
-    trained: set[int] = set()
     leaves = list(tree.leaves())
     found = lineages(tree, leaves)
+    owners: dict[int, int] = {}
+    for leaf in sorted(leaves, key=lambda one: found[one.node_id] is Lineage.AUXILIARY):
+        for node in leaf.path():
+            owners.setdefault(node.node_id, leaf.node_id)
     for leaf in leaves:
-        yield _export(leaf, found[leaf.node_id], trained)
+        elsewhere = {n.node_id for n in leaf.path() if owners[n.node_id] != leaf.node_id}
+        own: dict[int, Lineage] = {}
+        if found[leaf.node_id] is Lineage.AUXILIARY:  # what it goes on from need not be
+            own = lineages(tree, leaf.path())
+        yield _export(leaf, found[leaf.node_id], elsewhere, own)
 
 
 def export_turns(tree: Tree) -> Iterator[Trajectory]:
@@ -147,7 +156,17 @@ def export_turns(tree: Tree) -> Iterator[Trajectory]:
         yield _export(turn, found[turn.node_id], everything - {turn.node_id})
 
 
-def _export(leaf: Node, lineage: Lineage, trained: set[int]) -> Trajectory:
+def _export(
+    leaf: Node, lineage: Lineage, elsewhere: set[int], own: Mapping[int, Lineage] = _NONE
+) -> Trajectory:
+    """Returns the trajectory of a leaf.
+
+    Args:
+        leaf: Its last node.
+        lineage: Of the leaf.
+        elsewhere: Nodes that are trained in another trajectory.
+        own: Lineages of nodes that have another than the leaf.
+    """
     path = leaf.path()
     logprobs = np.zeros(leaf.end, np.float32)
     mask = np.zeros(leaf.end, np.bool_)
@@ -162,10 +181,9 @@ def _export(leaf: Node, lineage: Lineage, trained: set[int]) -> Trajectory:
             segments.append(Segment(start, middle, node.node_id, role, False, False, _glue(node)))  # noqa: FBT003
         if node.sample is None:
             continue
-        untrained = Fidelity.SHARED_PREFIX if node.node_id in trained else None
+        untrained = Fidelity.SHARED_PREFIX if node.node_id in elsewhere else None
         if untrained is None:
-            untrained = _why_untrained(node, lineage)
-        trained.add(node.node_id)
+            untrained = _why_untrained(node, own.get(node.node_id, lineage))
         logprobs[middle:at] = node.sample.logprobs
         mask[middle:at] = untrained is None
         spans += [VersionSpan(v, s + middle, e + middle) for v, s, e in node.sample.spans]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish
+from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish, Lineage
 from rollmesh.gateway.messages import Message, ToolCall
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
@@ -77,6 +77,8 @@ class AnswerRecord:
     fingerprint: str
     idempotency_key: str
     created_unix_ms: int
+    lineage: int | None = None
+    """What the request says that the turn is: a `Lineage`."""
 
 
 @dataclass(slots=True)
@@ -270,7 +272,8 @@ def _attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Any]) -> No
         )
     )
     if answer:
-        stored.answers[node_id] = AnswerRecord(**json.loads(answer))
+        record = stored.answers[node_id] = AnswerRecord(**json.loads(answer))
+        stored.tree.nodes[node_id].said = Lineage(record.lineage) if record.lineage else None
 
 
 def _message(fields: dict[str, Any]) -> Message:

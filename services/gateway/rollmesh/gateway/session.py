@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
-from rollmesh.gateway.fidelity import Fidelity
+from rollmesh.gateway.fidelity import Fidelity, Lineage
 from rollmesh.gateway.forced import Wanted
 from rollmesh.gateway.journal import AnswerRecord, SessionSpec
 from rollmesh.gateway.messages import Frame, Message
@@ -37,6 +37,8 @@ class TurnRequest:
     """Names the sample; with the choice, of which each is a sample. May be empty."""
     retry_count: int = 0
     finish_on_disconnect: bool = False
+    lineage: Lineage | None = None
+    """What the request says that it is; None where it says nothing."""
 
     @property
     def may_stop_early(self) -> bool:
@@ -82,6 +84,7 @@ class Turn:
         self.idempotency_key = idempotency_key
         self.stream = False
         self.finish_on_disconnect = False
+        self.lineage: Lineage | None = None
         self.waiting = 0
         self.joins = 0
         """How often somebody asked for its answer."""
@@ -102,6 +105,7 @@ class Turn:
         answer_id = f"chatcmpl-{session_id}-{node_id}"
         turn = cls(node_id, answer_id, request.fingerprint, request.idempotency_key)
         turn.stream, turn.finish_on_disconnect = request.stream, request.finish_on_disconnect
+        turn.lineage = request.lineage
         return turn
 
     @classmethod

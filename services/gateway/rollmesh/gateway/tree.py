@@ -21,7 +21,7 @@ from rollmesh.gateway.canonical import (
     lenient_key,
     unit_key,
 )
-from rollmesh.gateway.fidelity import Fidelity, Finish
+from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
 from rollmesh.gateway.messages import Frame, Message, Unit
 from rollmesh.runtime.arrays import Logprobs, TokenIds
 
@@ -68,6 +68,8 @@ class Node:
     """Number of leading ids that were not sampled; all of them where `sample` is None."""
     sample: Sample | None = None
     reasons: frozenset[Fidelity] = frozenset()
+    said: Lineage | None = None
+    """What the request says that the turn is; None where it says nothing."""
     stored: bool = False
     """Whether the journal has it."""
     ends_turn: bool = True
@@ -193,6 +195,7 @@ class Tree:
         reasons: frozenset[Fidelity],
         *,
         node_id: int | None = None,
+        said: Lineage | None = None,
     ) -> Node:
         """Attaches a sampled turn, with its reserved id; equal samples stay apart."""
         node = Node(
@@ -204,6 +207,7 @@ class Tree:
             len(glue),
             sample=sample,
             reasons=reasons,
+            said=said,
         )
         return self.attach(node)
 

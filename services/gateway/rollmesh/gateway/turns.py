@@ -343,7 +343,13 @@ class TurnRunner:
         for unit, ids in prepared.new_units:
             parent = tree.add_unit(parent, unit, ids)
         node = tree.add_sample(
-            parent, message, prepared.glue, sample, reasons, node_id=turn.node_id
+            parent,
+            message,
+            prepared.glue,
+            sample,
+            reasons,
+            node_id=turn.node_id,
+            said=turn.lineage,
         )
         # Another turn that shares a unit with this one may not have stored it, or may fail to.
         added = [one for one in node.path() if not one.stored]
@@ -352,6 +358,7 @@ class TurnRunner:
             fingerprint=turn.fingerprint,
             idempotency_key=turn.idempotency_key,
             created_unix_ms=clock.unix_ms(),
+            lineage=turn.lineage,
         )
         session_id = session.spec.session_id
         try:

@@ -28,6 +28,13 @@ _CALLS: dict[int, Calls] = {
     gateway_pb2.TOOL_CHOICE_REQUIRED: Calls.REQUIRED,
     gateway_pb2.TOOL_CHOICE_NAMED: Calls.NAMED,
 }
+_SAID = {
+    types_pb2.LINEAGE_UNSPECIFIED,
+    types_pb2.LINEAGE_MAIN,
+    types_pb2.LINEAGE_SUB_AGENT,
+    types_pb2.LINEAGE_COMPACTION,
+    types_pb2.LINEAGE_AUXILIARY,
+}
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
 _MAX_KEY_CHARS = 256
 _MAX_SCHEMA_BYTES = 64 * 1024
@@ -78,6 +85,7 @@ def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest
         retry_count=request.retry_count,
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
         or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
+        lineage=_read_lineage(request),
     )
 
 
@@ -98,6 +106,14 @@ def _read_frame(tools_json: bytes, options_json: bytes) -> Frame:
         if name != replace_surrogates(name):
             raise InvalidFieldError("tools_json", f"the name {name!r} is not Unicode")
     return frame
+
+
+def _read_lineage(request: gateway_pb2.ChatRequest) -> Lineage | None:
+    if request.lineage not in _SAID:
+        raise InvalidFieldError(
+            "lineage", f"is {request.lineage}; give MAIN, SUB_AGENT, COMPACTION or AUXILIARY"
+        )
+    return Lineage(request.lineage) if request.lineage else None
 
 
 def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
