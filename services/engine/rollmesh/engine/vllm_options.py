@@ -73,7 +73,7 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-class _Parser(FlexibleArgumentParser):
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # mypy has no vLLM
     """Raises where vLLM's would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:

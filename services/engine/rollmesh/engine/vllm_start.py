@@ -75,7 +75,7 @@ def _arguments(config: VllmConfig, takes_constraints: bool) -> dict[str, Any]:  
             WeightTransferConfig(config.weight_transfer) if config.weight_transfer else None
         ),
     }
-    return _cpu_arguments(config.options) | own | config.options
+    return {**_cpu_arguments(config.options), **own, **config.options}
 
 
 def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
