@@ -1,6 +1,7 @@
 """The plain form of a conversation's messages, free of protos and HTTP."""
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal, TypeAlias
 
 RoleName: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -41,11 +42,11 @@ depend on its neighbours; a run of results is therefore never split.
 def units_of(messages: tuple[Message, ...]) -> list[Unit]:
     """Returns the messages cut into units, in order."""
     units: list[Unit] = []
-    for message in messages:
-        if message.role == "tool" and units and units[-1][0].role == "tool":
-            units[-1] = (*units[-1], message)
+    for is_result, run in groupby(messages, lambda message: message.role == "tool"):
+        if is_result:
+            units.append(tuple(run))
         else:
-            units.append((message,))
+            units += [(message,) for message in run]
     return units
 
 

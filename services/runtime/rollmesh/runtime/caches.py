@@ -1,0 +1,47 @@
+"""Caches whose bound is what they hold, not how many entries they have."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+class ByteCache(Generic[_Key, _Value]):
+    """Keeps what was used last, up to a number of bytes; any thread may use it.
+
+    Invariant: the sizes of the entries add up to `held_bytes`, which is at most the bound.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Takes the bound; what is larger than that alone is never kept."""
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[_Key, tuple[_Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.held_bytes = 0
+        """Size of all entries."""
+
+    def get(self, key: _Key, size: int, make: Callable[[], _Value]) -> _Value:
+        """Returns the value of a key; makes it where it is not kept.
+
+        Args:
+            key: Names the value.
+            size: What the entry takes, about, bytes.
+            make: Returns the value; what it raises is raised, and nothing is kept.
+        """
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+                return found[0]
+        value = make()  # without the lock: two threads may make the same value
+        with self._lock:
+            if key not in self._entries and size <= self._max_bytes:
+                self._entries[key] = value, size
+                self.held_bytes += size
+            while self.held_bytes > self._max_bytes:
+                _, (_, dropped) = self._entries.popitem(last=False)
+                self.held_bytes -= dropped
+        return value
