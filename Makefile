@@ -16,7 +16,7 @@ GPU_PYTHON ?= $(PYTHON)
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test wheel test-docker check fmt proto proto-check bench-turns bench-durability bench-delivery bench-async kills lock clean
+.PHONY: help demo test wheel test-docker check fmt proto proto-check bench-turns bench-durability bench-delivery bench-async kills soak lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -110,6 +110,9 @@ kills: .venv/.ready ## SIGKILL 500 times at every boundary; answered turns must 
 
 wheel: .venv/.ready ## Builds the wheel into dist/
 	.venv/bin/python -m hatchling build -t wheel
+
+soak: .venv/.ready ## 20 minutes of mixed load, hostile requests and kills: memory, files, stalls, books
+	.venv/bin/python -m benchmarks.soak
 
 # --- checks ----------------------------------------------------------------------------------
 

@@ -166,7 +166,7 @@ async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, floa
                 )
         agents = matrix.lanes[-1]
         await agents.stop()
-        leaked = await _drain(matrix)
+        leaked = await drain(matrix)
     finally:
         for lane in reversed(matrix.lanes):
             await lane.stop()
@@ -188,7 +188,7 @@ async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, floa
     }
 
 
-async def _drain(matrix: Matrix) -> int:
+async def drain(matrix: Matrix) -> int:
     """Closes what dead agents left open, waits until all is delivered; returns leaked leases."""
     async with Client(MeshAddresses.from_json(matrix.addresses)) as client:
         async with asyncio.timeout(_DRAIN_S):

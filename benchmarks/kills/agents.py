@@ -91,7 +91,7 @@ class Agents:
                 if leave:
                     return None
                 await self._reach_fault()
-                answer_id = (chunk.model_extra or {}).get("answer_id", "")
+                answer_id = chunk.id
                 parts += [choice.delta.content or "" for choice in chunk.choices]
         self._note("ANSWERED", answer_id)
         return "".join(parts)

@@ -98,6 +98,12 @@ class Lane:
         await self.kill()
         self.kills[boundary] += 1
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        assert self._process is not None
+        return self._process.pid
+
     async def kill(self) -> None:
         """SIGKILL."""
         assert self._process is not None
