@@ -10,10 +10,9 @@ import pytest
 from tokenizers import AddedToken
 
 from examples.demo.chatml import make_tokenizer
-from rollmesh.gateway import harmony
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.forced import FORCED_FORMATS, Calls, Wanted, constraint_of
-from rollmesh.gateway.formats import FORMATS, AnswerFormat
+from rollmesh.gateway.formats import CHANNELS, FORMATS, AnswerFormat
 from rollmesh.gateway.messages import Frame
 from tests.models import CORPUS
 
@@ -51,7 +50,8 @@ TOOLS = [
 FRAME = make_frame(json.dumps(TOOLS).encode(), b"")
 MARKS = sorted(
     {mark for form in FORMATS.values() for mark in form.marks if len(mark) > 1}
-    | {*harmony.MARKS, "<think>", "</think>"}
+    | {mark for marks in CHANNELS.values() for mark in marks}
+    | {"<think>", "</think>"}
 )
 END = "<|im_end|>"
 ARGS = AnswerFormat("mistral", reasoning=False, args_mark=True)

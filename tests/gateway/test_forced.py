@@ -104,6 +104,27 @@ def test_harmony_thinks_in_its_channel(compiler: Compiler) -> None:
     assert not compiler.accepts(tag_of(value, form), thought + "<|channel|>final<|message|>one")
 
 
+@pytest.mark.parametrize(
+    ("name", "thought", "said"),
+    [
+        ("gemma4", "<|channel>thought\nLet me see.\n<channel|>", ""),
+        (
+            "muse_glimmer",
+            " to=self<|message|>Let me see.<|eom|><|start|>assistant",
+            " to=user<|message|>",
+        ),
+    ],
+)
+def test_json_stands_in_the_channel_of_the_answer(
+    compiler: Compiler, name: str, thought: str, said: str
+) -> None:
+    form = AnswerFormat(name, reasoning=False)
+    tag = tag_of(Wanted(Calls.NONE, json_schema=b""), form)
+    assert compiler.accepts(tag, f'{said}{{"a": 1}}')
+    assert compiler.accepts(tag, f'{thought}{said}{{"a": 1}}')
+    assert not compiler.accepts(tag, f"{thought}{said}one")
+
+
 def test_json_is_the_value_and_where_tools_are_may_be_calls(compiler: Compiler) -> None:
     schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}}).encode()
     form = AnswerFormat("hermes", reasoning=False)
