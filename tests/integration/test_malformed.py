@@ -167,12 +167,12 @@ async def test_what_is_odd_and_allowed_is_answered(mesh: Mesh) -> None:
     odd = [
         body(seed=2**63 - 1, n=4),
         body(seed=-(2**63), n=2),
-        body(tools=tool_with(deep(200, of="{"))),
+        body(tools=tool_with(deep(100, of="{"))),
         body(response_format=schema_format(json_of({"name": "x", "schema": deep(30, of="{")}))),
-        body(chat_template_kwargs=deep(200, of="{")),
+        body(chat_template_kwargs=deep(100, of="{")),
         body(messages=[{"role": "user", "content": "a\x00b\ufffe\U0010ffff\u202e"}]),
-        body(metadata=deep(200), user="u" * 100_000),
-        body(messages=Raw(f"[{json_of({'role': 'user', 'content': 'Hi', 'junk': deep(200)})}]")),
+        body(metadata=deep(100), user="u" * 100_000),
+        body(messages=Raw(f"[{json_of({'role': 'user', 'content': 'Hi', 'junk': deep(100)})}]")),
         body(max_tokens=2**31 - 1, temperature=0, top_p=1, top_k=-1),
         body(stop="\x00", model="\U0010ffff"),
     ]
