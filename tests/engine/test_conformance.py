@@ -35,6 +35,8 @@ class Result:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
     messages: int = 0
     finish: engine_pb2.GenerateFinish = field(default_factory=engine_pb2.GenerateFinish)
 
@@ -44,7 +46,13 @@ class Result:
 
     def take(self, response: engine_pb2.GenerateResponse) -> None:
         self.messages += 1
-        self.ids += np.frombuffer(response.token_ids_u32le, "<u4").tolist()
+        ids = np.frombuffer(response.token_ids_u32le, "<u4").tolist()
+        if response.top_ids_u32le:
+            tops = np.frombuffer(response.top_ids_u32le, "<u4").reshape(len(ids), -1)
+            self.top_ids += tops.tolist()
+            values = np.frombuffer(response.top_logprobs_f32le, "<f4").reshape(tops.shape)
+            self.top_logprobs += values.tolist()
+        self.ids += ids
         self.logprobs += np.frombuffer(response.logprobs_f32le, "<f4").tolist()
         if response.HasField("finish"):
             self.finish = response.finish
@@ -154,6 +162,44 @@ async def test_whole_and_streamed_answers_are_the_same(engine: Engine) -> None:
         assert result.finish.prompt_crc32 == zlib.crc32(PROMPT.tobytes())
 
 
+@pytest.mark.parametrize("chunk", [0, 5], ids=["whole", "streamed"])
+async def test_the_most_likely_ids_come_with_each_sampled_one(engine: Engine, chunk: int) -> None:
+    greedy = {"temperature": 0.0}
+    request = engine.request(24, chunk, sampling=greedy, top_logprobs=3)
+    result = await engine.generate(request)
+    assert len(result.top_ids) == len(result.ids) == 24
+    assert [row[0] for row in result.top_ids] == result.ids
+    assert [row[0] for row in result.top_logprobs] == pytest.approx(result.logprobs, abs=1e-4)
+    for ids, logprobs in zip(result.top_ids, result.top_logprobs, strict=True):
+        assert len(set(ids)) == 3
+        assert logprobs == sorted(logprobs, reverse=True)
+    plain = await engine.generate(engine.request(24, chunk, sampling=greedy))
+    assert (plain.top_ids, plain.ids) == ([], result.ids)
+
+
+async def test_what_is_masked_is_not_sampled_and_log_probs_stay_the_models(engine: Engine) -> None:
+    if (await engine.info()).backend == "scripted":
+        pytest.skip("a script is to keep the masks itself")
+    greedy = {"temperature": 0.0}
+    plain = await engine.generate(engine.request(12, 0, sampling=greedy, top_logprobs=20))
+    # The second most likely one, by three ways to take the most likely out.
+    second = plain.top_ids[0][1]
+    for masks in (
+        {"allowed_token_ids": [second]},
+        {"logit_bias": {second: 100.0}},
+        {"bad_sequences": [types_pb2.TokenSequence(token_ids=plain.ids[:1])]},
+    ):
+        result = await engine.generate(engine.request(1, 0, sampling=greedy | masks))
+        assert result.ids == [second], masks
+        assert result.logprobs == pytest.approx([plain.top_logprobs[0][1]], abs=1e-4), masks
+    # Of a longer sequence the last id is masked, and only behind the others.
+    long = types_pb2.TokenSequence(token_ids=plain.ids[:3])
+    sampling = greedy | {"bad_sequences": [long]}
+    result = await engine.generate(engine.request(3, 0, sampling=sampling))
+    assert result.ids[:2] == plain.ids[:2]
+    assert result.ids[2] == plain.top_ids[2][1]
+
+
 async def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None:
     greedy = await engine.generate(engine.request(24, 0, sampling={"temperature": 0.0}))
     stop = greedy.ids[7]
@@ -230,6 +276,44 @@ async def test_a_running_id_is_refused(engine: Engine) -> None:
         ({"sampling": {"temperature": -1.0}}, "INVALID_SAMPLING", "sampling.temperature"),
         ({"sampling": {"top_p": float("nan")}}, "INVALID_SAMPLING", "sampling.top_p"),
         ({"sampling": {"stop_token_ids": [9999]}}, "INVALID_SAMPLING", "sampling.stop_token_ids"),
+        ({"top_logprobs": 21}, "INVALID_FIELD", "top_logprobs"),
+        ({"sampling": {"logit_bias": {9999: 1.0}}}, "INVALID_SAMPLING", "sampling.logit_bias"),
+        ({"sampling": {"logit_bias": {5: 101.0}}}, "INVALID_SAMPLING", "sampling.logit_bias"),
+        (
+            {"sampling": {"logit_bias": {5: float("nan")}}},
+            "INVALID_SAMPLING",
+            "sampling.logit_bias",
+        ),
+        (
+            {"sampling": {"allowed_token_ids": [9999]}},
+            "INVALID_SAMPLING",
+            "sampling.allowed_token_ids",
+        ),
+        (
+            {"sampling": {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}},
+            "INVALID_SAMPLING",
+            "sampling.allowed_token_ids",
+        ),
+        (
+            {"sampling": {"bad_sequences": [types_pb2.TokenSequence()]}},
+            "INVALID_SAMPLING",
+            "sampling.bad_sequences",
+        ),
+        (
+            {"sampling": {"bad_sequences": [types_pb2.TokenSequence(token_ids=[9999])]}},
+            "INVALID_SAMPLING",
+            "sampling.bad_sequences",
+        ),
+        (
+            {
+                "sampling": {
+                    "allowed_token_ids": [5],
+                    "bad_sequences": [types_pb2.TokenSequence(token_ids=[7, 5])],
+                }
+            },
+            "INVALID_SAMPLING",
+            "sampling.bad_sequences",
+        ),
     ],
 )
 async def test_a_bad_request_names_its_field_and_the_engine_stays_up(

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from rollmesh.gateway.gateway import Gateway
-from rollmesh.gateway.wire import read_chat
+from rollmesh.gateway.wire import read_choices
 from rollmesh.runtime.errors import RollmeshError, SessionClosedError, from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
@@ -39,7 +39,7 @@ def close_request(session_id: str, key: str = "") -> gateway_pb2.CloseSessionReq
 async def chat(gateway: Gateway, session_id: str) -> None:
     """One chat, as the servicer makes it."""
     session = gateway.session(session_id)
-    request = read_chat(chat_request(session_id), session)
+    (request,) = read_choices(chat_request(session_id), session, 1)
     async for _ in gateway.chat(session, request):
         pass
 

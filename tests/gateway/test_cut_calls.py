@@ -14,7 +14,7 @@ from rollmesh.client import Subscription
 from rollmesh.gateway import journal
 from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.session import Answered
-from rollmesh.gateway.wire import read_chat
+from rollmesh.gateway.wire import read_choices
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 
@@ -101,7 +101,7 @@ async def test_a_call_that_is_cut_off_with_its_answer_in_hand_is_no_orphan(mesh:
     request = gateway_pb2.ChatRequest(session_id=opened.session_id, messages=[ASK], stream=True)
     async with (
         asyncio.timeout(60),
-        aclosing(mesh.gateway.chat(session, read_chat(request, session))) as events,
+        aclosing(mesh.gateway.chat(session, read_choices(request, session, 1)[0])) as events,
     ):
         handed = [event async for event in until_answered(events)]
     assert not session.in_flight

@@ -14,7 +14,7 @@ ASK = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="x")
 
 async def test_a_call_before_the_sessions_are_rebuilt_is_told_to_come_again() -> None:
     server = grpc.aio.server(interceptors=[RpcInterceptor()])
-    servicer = GatewayServicer(gateway_pb2.GetGatewayInfoResponse())
+    servicer = GatewayServicer(gateway_pb2.GetGatewayInfoResponse(), 16)
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

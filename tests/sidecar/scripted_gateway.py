@@ -120,8 +120,10 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.requests.append(request)
         self.request_ids.append(str(dict(context.invocation_metadata() or ())["x-request-id"]))
         try:
-            if request.stream:
-                yield begun(f"chatcmpl-answer-{request.choice_index + 1}")
+            for at in reversed(range(request.choices if request.stream else 0)):
+                response = begun(f"chatcmpl-answer-{at + 1}")
+                response.choice_index = at
+                yield response
             async with aclosing(self.script(request)) as events:  # type: ignore[type-var]
                 async for event in events:
                     yield event

@@ -22,7 +22,6 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "openai.md"
 VALUES: dict[str, Any] = {
     "add_generation_prompt": False,
     "include_reasoning": False,
-    "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
 }
 """What asks for something, where 1 does not."""
@@ -122,7 +121,7 @@ def test_documents_and_efforts_are_options_of_the_template() -> None:
         pytest.param("stream_options", {"stream": True, "stream_options": 1}, id="stream options"),
         pytest.param("stream_options", {"stream_options": {"include_usage": True}}, id="no stream"),
         pytest.param(
-            "include_usage",
+            "stream_options.include_usage",
             {"stream": True, "stream_options": {"include_usage": "yes"}},
             id="usage not a boolean",
         ),

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.requests import parse_body, read_choices, read_request, wants_usage
+from rollmesh.sidecar.requests import parse_body, read_request, read_shown, wants_usage
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -21,7 +21,7 @@ CALL: dict[str, Any] = {
 
 def read(**more: Any) -> gateway_pb2.ChatRequest:
     body = parse_body(orjson.dumps(ASK | more))
-    read_choices(body)
+    read_shown(body)
     wants_usage(body)
     return read_request(body)
 
@@ -89,7 +89,7 @@ def ignored(name: str) -> float:
         pytest.param("max_completion_tokens", {"max_completion_tokens": 1.5}, id="not an integer"),
         pytest.param("seed", {"seed": 2**63}, id="seed"),
         pytest.param("stop_token_ids[1]", {"stop_token_ids": [1, -1]}, id="stop token"),
-        pytest.param("n", {"n": 17}, id="n"),
+        pytest.param("n", {"n": 2.0}, id="n"),
         pytest.param("n", {"n": 0}, id="n zero"),
         pytest.param("stop", {"stop": ["a"] * 17}, id="too many stops"),
         pytest.param("stop", {"stop": [""]}, id="empty stop"),
@@ -142,8 +142,17 @@ def ignored(name: str) -> float:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": 1}}},
             id="strict a number",
         ),
-        pytest.param("logprobs", {"logprobs": True}, id="logprobs"),
-        pytest.param("logit_bias", {"logit_bias": {"5": 100}}, id="bias"),
+        pytest.param("logprobs", {"logprobs": 5}, id="logprobs"),
+        pytest.param("top_logprobs", {"top_logprobs": 2}, id="most likely without logprobs"),
+        pytest.param("top_logprobs", {"logprobs": True, "top_logprobs": 21}, id="most likely"),
+        pytest.param("logit_bias", {"logit_bias": {"a": 1}}, id="bias of a word"),
+        pytest.param("logit_bias", {"logit_bias": {"-1": 1}}, id="bias of no id"),
+        pytest.param("logit_bias.5", {"logit_bias": {"5": "1"}}, id="bias not a number"),
+        pytest.param("allowed_token_ids", {"allowed_token_ids": []}, id="nothing allowed"),
+        pytest.param("allowed_token_ids[1]", {"allowed_token_ids": [1, -2]}, id="allowed ids"),
+        pytest.param("bad_words", {"bad_words": ["a", ""]}, id="bad words"),
+        pytest.param("skip_special_tokens", {"skip_special_tokens": 0}, id="special tokens"),
+        pytest.param("return_token_ids", {"return_token_ids": "yes"}, id="token ids"),
         pytest.param("functions", {"functions": [{"name": "f"}]}, id="functions"),
         pytest.param("continue_final_message", {"continue_final_message": True}, id="prefill"),
         pytest.param("audio", {"audio": {"voice": "x"}}, id="audio"),
@@ -170,7 +179,8 @@ def test_a_bare_request_leaves_sampling_to_the_session() -> None:
     assert request.sampling == types_pb2.SamplingParams()
     assert request.tool_choice == gateway_pb2.TOOL_CHOICE_UNSPECIFIED
     assert not request.stream
-    assert (read_choices(ASK), wants_usage(ASK)) == (1, False)
+    assert (request.choices, wants_usage(ASK)) == (1, False)
+    assert not request.HasField("returns")
 
 
 def test_null_is_the_same_as_absent() -> None:
@@ -183,14 +193,28 @@ def test_every_sampling_parameter_arrives() -> None:
         "temperature": 0.5, "top_p": 0.25, "top_k": -1, "min_p": 0.125, "seed": -4,
         "max_tokens": 9, "max_completion_tokens": 8, "min_tokens": 2, "presence_penalty": 1,
         "frequency_penalty": -1.5, "repetition_penalty": 1.25, "stop_token_ids": [3, 4],
-        "ignore_eos": True,
+        "ignore_eos": True, "allowed_token_ids": [7, 8], "logit_bias": {"5": -1, "6": 1e9},
     }  # fmt: skip
     expected = types_pb2.SamplingParams(
         temperature=0.5, top_p=0.25, top_k=0, min_p=0.125, seed=-4, max_tokens=8, min_tokens=2,
         presence_penalty=1, frequency_penalty=-1.5, repetition_penalty=1.25, stop_token_ids=[3, 4],
-        ignore_eos=True,
+        ignore_eos=True, allowed_token_ids=[7, 8], logit_bias={5: -1, 6: 100},
     )  # fmt: skip
     assert read(**given).sampling == expected
+
+
+def test_what_is_wanted_beside_the_answer_arrives() -> None:
+    request = read(
+        n=40, bad_words=["no"], include_stop_str_in_output=True, skip_special_tokens=False,
+        logprobs=True, top_logprobs=3, return_token_ids=True,
+    )  # fmt: skip
+    assert (request.choices, list(request.bad_words)) == (40, ["no"])
+    assert request.include_stop
+    assert request.show_special_tokens
+    assert request.returns == gateway_pb2.ReturnOptions(
+        token_ids=True, logprobs=True, top_logprobs=3
+    )
+    assert not read(seed=-1).sampling.HasField("seed")  # as in vLLM
 
 
 def test_stops_tools_and_template_options_arrive() -> None:

@@ -25,12 +25,13 @@ from rollmesh.sidecar.lineages import said_lineage
 from rollmesh.sidecar.metrics import measured
 from rollmesh.sidecar.requests import (
     parse_body,
-    read_choices,
     read_model,
     read_request,
+    read_shown,
     wants_usage,
 )
 from rollmesh.sidecar.responses import ChunkWriter, whole_answer
+from rollmesh.sidecar.sampled import Shown
 from rollmesh.sidecar.sessions import named_session
 from rollmesh.sidecar.streams import StreamReply
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
@@ -70,8 +71,12 @@ class Sidecar:
 
     async def whole_chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
-    ) -> gateway_pb2.ChatDone:
-        """Returns a gateway's answer that is not streamed."""
+    ) -> list[gateway_pb2.ChatDone]:
+        """Returns a gateway's answers that are not streamed, one for each choice."""
+        if request.choices > 1:
+            async with aclosing(self.chat(request, request_id)) as responses:
+                found = {one.choice_index: one.done async for one in responses}
+            return _in_order(found, request.choices)
         with typed_errors():
             response = await self._whole_chat(
                 request,
@@ -80,7 +85,7 @@ class Sidecar:
             )
         if not response.HasField("done"):
             raise RollmeshError("the gateway ended its answer without an end")
-        return response.done
+        return [response.done]
 
     async def chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
@@ -149,7 +154,8 @@ class ChatEndpoint:
             body = parse_body(await self._read_body(receive))
             chat = read_request(body)
             name = read_model(body)
-            choices = [self._choice(chat, scope, at) for at in range(read_choices(body))]
+            _mark(chat, scope)
+            shown = read_shown(body)
             include_usage = wants_usage(body)
         except ClientDisconnect:
             return
@@ -158,10 +164,10 @@ class ChatEndpoint:
             return
         answer = (
             self._in_time(
-                self._stream(choices, request_id, name, send, include_usage=include_usage)
+                self._stream(chat, request_id, name, shown, send, include_usage=include_usage)
             )
             if chat.stream
-            else self._whole(choices, request_id, name, scope, receive, send)
+            else self._whole(chat, request_id, name, shown, scope, receive, send)
         )
         async with asyncio.TaskGroup() as group:
             task = group.create_task(answer)
@@ -180,49 +186,21 @@ class ChatEndpoint:
             more = message.get("more_body", False)
         return b"".join(parts)
 
-    def _choice(
-        self, chat: gateway_pb2.ChatRequest, scope: Scope, index: int
-    ) -> gateway_pb2.ChatRequest:
-        """Returns the request of one choice, with the session and the marks of the headers."""
-        request = chat
-        if index:  # the first keeps the one that was read: it may be large
-            request = gateway_pb2.ChatRequest()
-            request.CopyFrom(chat)
-        request.choice_index = index
-        if index and request.sampling.HasField("seed"):
-            seed = request.sampling.seed + index  # one seed would make all choices equal
-            request.sampling.seed = seed if seed < 2**63 else seed - 2**64
-        headers = {key.lower(): value.decode("latin-1") for key, value in scope["headers"]}
-        session = scope["path_params"].get("session", "")
-        request.session_id, request.session_key = named_session(session, headers)
-        request.idempotency_key = headers.get(b"idempotency-key", "")
-        request.lineage = said_lineage(headers)
-        retries = headers.get(b"x-stainless-retry-count", "0")
-        request.retry_count = int(retries) if retries.isdecimal() and len(retries) < 9 else 0
-        return request
-
     async def _whole(
         self,
-        choices: list[gateway_pb2.ChatRequest],
+        chat: gateway_pb2.ChatRequest,
         request_id: str,
         model: str,
+        shown: Shown,
         scope: Scope,
         receive: Receive,
         send: Send,
     ) -> None:
         try:
-            if len(choices) == 1:
-                answers = [await self._sidecar.whole_chat(choices[0], request_id)]
-            else:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._sidecar.whole_chat(choice, request_id))
-                        for choice in choices
-                    ]
-                answers = [task.result() for task in tasks]
+            answers = await self._sidecar.whole_chat(chat, request_id)
             await faults.reach("sidecar-before-answer")
-            body = whole_answer(answers, model, named=_named(choices))
-        except (ExceptionGroup, RollmeshError) as error:
+            body = whole_answer(answers, model, shown, named=_named(chat))
+        except RollmeshError as error:
             await _error_response(_typed(error), request_id)(scope, receive, send)
             return
         headers = [
@@ -244,28 +222,22 @@ class ChatEndpoint:
 
     async def _stream(
         self,
-        choices: list[gateway_pb2.ChatRequest],
+        chat: gateway_pb2.ChatRequest,
         request_id: str,
         model: str,
+        shown: Shown,
         send: Send,
         *,
         include_usage: bool,
     ) -> None:
         """Streams all choices at the same time."""
         created = clock.unix_ms() // 1000
-        writer = ChunkWriter(created, model, named=_named(choices))
+        writer = ChunkWriter(created, model, shown, named=_named(chat))
         reply = StreamReply(send, request_id, writer)
         try:
             async with asyncio.TaskGroup() as group:
                 filling = group.create_task(reply.fill_silence(self._sidecar.config.keep_alive_ms))
-                if len(choices) == 1:
-                    answers = [await self._relay(choices[0], request_id, reply)]
-                else:
-                    relays = [
-                        group.create_task(self._relay(choice, request_id, reply))
-                        for choice in choices
-                    ]
-                    answers = [await relay for relay in relays]
+                answers = await self._relay(chat, request_id, reply)
                 filling.cancel()
         except ExceptionGroup as group_error:
             error = _typed(group_error)
@@ -275,31 +247,66 @@ class ChatEndpoint:
         await reply.end(answers, include_usage=include_usage)
 
     async def _relay(
-        self, choice: gateway_pb2.ChatRequest, request_id: str, reply: StreamReply
-    ) -> gateway_pb2.ChatDone:
-        """Sends every event of one choice as soon as the gateway does."""
-        done: gateway_pb2.ChatDone | None = None
-        begun = False
-        async with aclosing(self._sidecar.chat(choice, request_id)) as responses:
+        self, chat: gateway_pb2.ChatRequest, request_id: str, reply: StreamReply
+    ) -> list[gateway_pb2.ChatDone]:
+        """Sends every event of every choice as soon as the gateway does."""
+        found: dict[int, gateway_pb2.ChatDone] = {}
+        early: list[gateway_pb2.ChatResponse] = []
+        async with aclosing(self._sidecar.chat(chat, request_id)) as responses:
             async for response in responses:  # to its end: a call cut short looks like one not read
+                early.append(response)
                 if response.HasField("begun"):
-                    begun = True
-                    reply.begin(choice.choice_index, response.begun.answer_id)
-                elif not begun:
+                    reply.begin(response.choice_index, response.begun.answer_id)
+                if not reply.knows(response.choice_index):
                     raise RollmeshError("the gateway began its answer without its id")
-                elif response.HasField("done"):
-                    done = response.done
-                    await reply.finish(choice.choice_index, done)
-                else:
-                    await reply.delta(choice.choice_index, response.delta)
-                    await faults.reach("sidecar-mid-answer")
-        if done is None:
-            raise RollmeshError("the gateway ended its answer without an end")
-        return done
+                if not reply.knows(0):  # whose id all chunks carry
+                    continue
+                for one in early:
+                    await _pass_on(one, reply)
+                    if one.HasField("done"):
+                        found[one.choice_index] = one.done
+                early.clear()
+        return _in_order(found, chat.choices)
 
 
-def _named(choices: list[gateway_pb2.ChatRequest]) -> bool:
-    return choices[0].tool_choice == gateway_pb2.TOOL_CHOICE_NAMED
+async def _pass_on(response: gateway_pb2.ChatResponse, reply: StreamReply) -> None:
+    index = response.choice_index
+    match response.WhichOneof("event"):
+        case "done":
+            await reply.finish(index, response.done)
+        case "prompt":
+            await reply.prompt(response.prompt)
+        case "delta":
+            await reply.delta(index, response.delta)
+            await faults.reach("sidecar-mid-answer")
+        case _:
+            pass
+
+
+def _mark(request: gateway_pb2.ChatRequest, scope: Scope) -> None:
+    """Sets the session and the marks of the headers."""
+    headers = {key.lower(): value.decode("latin-1") for key, value in scope["headers"]}
+    session = scope["path_params"].get("session", "")
+    request.session_id, request.session_key = named_session(session, headers)
+    request.idempotency_key = headers.get(b"idempotency-key", "")
+    request.lineage = said_lineage(headers)
+    retries = headers.get(b"x-stainless-retry-count", "0")
+    request.retry_count = int(retries) if retries.isdecimal() and len(retries) < 9 else 0
+
+
+def _in_order(found: dict[int, gateway_pb2.ChatDone], choices: int) -> list[gateway_pb2.ChatDone]:
+    """Returns the ends of all choices.
+
+    Raises:
+        RollmeshError: One is missing.
+    """
+    if found.keys() != set(range(choices)):
+        raise RollmeshError("the gateway ended its answer without an end")
+    return [found[at] for at in range(choices)]
+
+
+def _named(chat: gateway_pb2.ChatRequest) -> bool:
+    return chat.tool_choice == gateway_pb2.TOOL_CHOICE_NAMED
 
 
 def _typed(error: Exception) -> RollmeshError:

@@ -41,6 +41,9 @@ _PARAMS = {
     "tools_json": "tools",
     "template_options_json": "chat_template_kwargs",
     "json_format": "response_format",
+    "choices": "n",
+    "sampling.bad_sequences": "bad_words",
+    "returns.top_logprobs": "top_logprobs",
 }
 
 

@@ -22,11 +22,13 @@ SERVED = frozenset(
         "min_p", "seed", "max_tokens", "max_completion_tokens", "min_tokens", "stop",
         "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "reasoning_effort", "chat_template_kwargs", "documents",
+        "allowed_token_ids", "bad_words", "logit_bias", "include_stop_str_in_output",
+        "skip_special_tokens", "logprobs", "top_logprobs", "return_token_ids",
+        "return_tokens_as_token_ids",
     }
 )  # fmt: skip
 """Parameters that do here what they do in vLLM."""
 
-_MASKS = "the tokens it takes out would change what the model samples"
 _GRAMMAR = "give response_format or tool_choice instead"
 _PROMPT = "the session's prompt is exactly what the chat template prints for the messages"
 _TOKENS = "rollmesh takes the conversation, and keeps its tokens itself"
@@ -35,9 +37,7 @@ _ABSENT = "the engine is not started with what it needs"
 REFUSED: Mapping[str, str] = {
     "add_generation_prompt": "an answer begins where the template's generation prompt ends",
     "add_special_tokens": _PROMPT,
-    "allowed_token_ids": _MASKS,
     "audio": "only text is served",
-    "bad_words": _MASKS,
     "best_of": "give n and choose among the answers",
     "chat_template": "a session has one template, that of the gateway's model",
     "continue_final_message": "an answer begins where the template's generation prompt ends",
@@ -54,32 +54,24 @@ REFUSED: Mapping[str, str] = {
     "guided_json": _GRAMMAR,
     "guided_regex": _GRAMMAR,
     "include_reasoning": "reasoning is part of the answer; drop reasoning_content where it comes",
-    "include_stop_str_in_output": "a stop string is no part of the answer",
     "input_ids": _TOKENS,
     "kv_transfer_params": _ABSENT,
-    "logit_bias": _MASKS,
     "logits_processors": _ABSENT,
     "logprob_token_ids": "give top_logprobs",
-    "logprobs": "the trainer has them",
     "lora_path": "a mesh serves one policy",
     "min_new_tokens": "give min_tokens",
     "prompt": _TOKENS,
     "prompt_logprobs": "prompt tokens are not sampled, and the engine does not score them",
     "prompt_token_ids": _TOKENS,
-    "priority": "the router gives sessions their turns; there is no other order",
     "regex": _GRAMMAR,
     "repetition_detection": "an answer ends by its tokens, its stop strings or its limit",
     "return_hidden_states": _ABSENT,
     "return_prompt_text": "give return_token_ids: the prompt is ids, and may have no one text",
-    "return_token_ids": "the trainer has them",
-    "return_tokens_as_token_ids": "give return_token_ids",
-    "skip_special_tokens": "special tokens are no text",
     "spaces_between_special_tokens": "special tokens are no text",
     "stop_regex": "give stop",
     "structured_outputs": _GRAMMAR,
     "suffix": _PROMPT,
     "thinking_token_budget": _ABSENT,
-    "top_logprobs": "the trainer has the log-probabilities",
     "truncate_prompt_tokens": "nothing of a conversation is cut silently; send less of it",
     "typical_p": "the engine has top_p, top_k and min_p",
     "use_beam_search": "beam search samples no policy",
@@ -97,6 +89,7 @@ UNUSED: Mapping[str, str] = {
     "mm_processor_kwargs": "only text is served",
     "moderation": "of OpenAI's service",
     "prediction": "a hint for speed",
+    "priority": "a hint for order: the router gives each session its turn",
     "prompt_cache_key": "a hint for speed: a session keeps its engine, and its prefix there",
     "prompt_cache_options": "a hint for speed",
     "prompt_cache_retention": "a hint for speed",
@@ -120,7 +113,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "add_generation_prompt": True,
     "function_call": "none",
     "include_reasoning": True,
-    "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
 }
 """Values that ask for nothing, where that is neither null, false, 0 nor empty."""

@@ -7,6 +7,9 @@ import orjson
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.parameters import check_parameters, count_ignored
+from rollmesh.sidecar.sampled import Shown
+from rollmesh.sidecar.sampling import read_sampling
+from rollmesh.sidecar.values import flag, integer, string
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 _ROLES = {
@@ -22,15 +25,6 @@ _TOOL_CHOICES = {
     "auto": gateway_pb2.TOOL_CHOICE_AUTO,
     "required": gateway_pb2.TOOL_CHOICE_REQUIRED,
 }
-_FLOATS = {
-    "temperature": (0.0, 2.0),
-    "top_p": (1e-9, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (1e-9, 100.0),
-}
-_INTEGERS = ("top_k", "min_tokens", "seed")
 _MESSAGE_KEYS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
 }  # fmt: skip
@@ -39,12 +33,12 @@ _TEMPLATE_ARGUMENTS = {
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
     "tokenize",
 }  # fmt: skip
-_MAX_STOPS, _MAX_STOP_TOKENS = 16, 64
+_MAX_STOPS = 16
 _MAX_MODEL_CHARACTERS = 256
 _MAX_MESSAGES = 20_000  # the default of the gateway's `max_session_nodes`
 _MAX_TOOLS = 2048
 _MAX_SCHEMA_BYTES = 64 * 1024
-MAX_CHOICES = 16
+_MAX_TOP_LOGPROBS = 20
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 100
 
@@ -90,10 +84,15 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
         tool_name=tool_name,
         parallel_tool_calls=parallel,
         json_format=_json_format(body.get("response_format")),
-        sampling=_sampling(body),
+        sampling=read_sampling(body),
         stop=_stop(body.get("stop")),
-        stream=_flag(body, "stream"),
+        stream=flag(body, "stream"),
         template_options_json=_template_options(body),
+        bad_words=_bad_words(body.get("bad_words") or []),
+        include_stop=flag(body, "include_stop_str_in_output"),
+        show_special_tokens=not flag(body, "skip_special_tokens", default=True),
+        returns=_returns(body),
+        choices=_choices(body.get("n")),
     )
 
 
@@ -113,18 +112,44 @@ def read_model(body: dict[str, Any]) -> str:
     return name or "policy"
 
 
-def read_choices(body: dict[str, Any]) -> int:
-    """Returns `n`, 1 where it is absent.
-
-    Raises:
-        InvalidFieldError: It is out of range.
-    """
-    n = body.get("n")
+def _choices(n: Any) -> int:
     if n is None:
         return 1
-    if type(n) is not int or not 1 <= n <= MAX_CHOICES:
-        raise InvalidFieldError("n", f"is {_SHOWN.repr(n)}; give 1 to {MAX_CHOICES}")
+    if type(n) is not int or not 1 <= n < 2**31:
+        raise InvalidFieldError("n", f"is {_SHOWN.repr(n)}; give at least 1")
     return n
+
+
+def _bad_words(words: Any) -> list[str]:
+    if not isinstance(words, list) or not all(isinstance(one, str) and one for one in words):
+        raise InvalidFieldError("bad_words", "must be a list of non-empty strings")
+    return words
+
+
+def _returns(body: dict[str, Any]) -> gateway_pb2.ReturnOptions | None:
+    logprobs, top = flag(body, "logprobs"), body.get("top_logprobs")
+    most = 0 if top is None else integer(top, "top_logprobs", 0)
+    if most > _MAX_TOP_LOGPROBS:
+        raise InvalidFieldError("top_logprobs", f"is {most}; give 0 to {_MAX_TOP_LOGPROBS}")
+    if most and not logprobs:
+        raise InvalidFieldError("top_logprobs", "needs logprobs; give logprobs: true with it")
+    token_ids = flag(body, "return_token_ids")
+    if not (logprobs or token_ids):
+        return None
+    return gateway_pb2.ReturnOptions(token_ids=token_ids, logprobs=logprobs, top_logprobs=most)
+
+
+def read_shown(body: dict[str, Any]) -> Shown:
+    """Returns what is shown of sampled tokens.
+
+    Raises:
+        InvalidFieldError: Names the parameter and what is wrong.
+    """
+    return Shown(
+        token_ids=flag(body, "return_token_ids"),
+        logprobs=flag(body, "logprobs"),
+        as_ids=flag(body, "return_tokens_as_token_ids"),
+    )
 
 
 def wants_usage(body: dict[str, Any]) -> bool:
@@ -145,7 +170,7 @@ def wants_usage(body: dict[str, Any]) -> bool:
             "stream_options.continuous_usage_stats",
             "is not served: usage comes in the last chunk; give include_usage",
         )
-    return _flag(options, "include_usage", "stream_options.")
+    return flag(options, "include_usage", "stream_options.")
 
 
 def _check_modalities(modalities: Any) -> None:
@@ -166,7 +191,7 @@ def _template_options(body: dict[str, Any]) -> bytes:
         options = {
             "enable_thinking": effort != "none",
             **options,
-            "reasoning_effort": _string(effort, "reasoning_effort"),
+            "reasoning_effort": string(effort, "reasoning_effort"),
         }
     if (documents := body.get("documents")) is not None:
         options = {**options, "documents": _documents(documents)}
@@ -203,11 +228,11 @@ def _message(message: Any, field: str) -> types_pb2.ChatMessage:
         result.tool_calls.extend(_calls(message.get("tool_calls"), f"{field}.tool_calls"))
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if reasoning:
-            result.reasoning_content = _string(reasoning, f"{field}.reasoning_content")
+            result.reasoning_content = string(reasoning, f"{field}.reasoning_content")
     if message.get("tool_call_id"):
-        result.tool_call_id = _string(message["tool_call_id"], f"{field}.tool_call_id")
+        result.tool_call_id = string(message["tool_call_id"], f"{field}.tool_call_id")
     if message.get("name"):
-        result.name = _string(message["name"], f"{field}.name")
+        result.name = string(message["name"], f"{field}.name")
     return result
 
 
@@ -221,7 +246,7 @@ def _text(content: Any, field: str) -> str:
     for at, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
             raise InvalidFieldError(f"{field}[{at}]", "is no text part; only text is served")
-        texts.append(_string(part.get(part["type"]), f"{field}[{at}].{part['type']}"))
+        texts.append(string(part.get(part["type"]), f"{field}[{at}].{part['type']}"))
     return "".join(texts)
 
 
@@ -237,9 +262,9 @@ def _calls(calls: Any, field: str) -> list[types_pb2.ToolCall]:
             raise InvalidFieldError(f"{field}[{at}].function", "is missing")
         result.append(
             types_pb2.ToolCall(
-                id=_string(call.get("id") or "", f"{field}[{at}].id"),
-                name=_string(function.get("name"), f"{field}[{at}].function.name"),
-                arguments_json=_string(
+                id=string(call.get("id") or "", f"{field}[{at}].id"),
+                name=string(function.get("name"), f"{field}[{at}].function.name"),
+                arguments_json=string(
                     function.get("arguments") or "", f"{field}[{at}].function.arguments"
                 ),
             )
@@ -272,7 +297,7 @@ def _tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
     function = choice.get("function")
     if not isinstance(function, dict):
         raise InvalidFieldError("tool_choice.function", "is missing")
-    return gateway_pb2.TOOL_CHOICE_NAMED, _string(function.get("name"), "tool_choice.function.name")
+    return gateway_pb2.TOOL_CHOICE_NAMED, string(function.get("name"), "tool_choice.function.name")
 
 
 def _json_format(form: Any) -> gateway_pb2.JsonFormat | None:
@@ -297,7 +322,7 @@ def _json_format(form: Any) -> gateway_pb2.JsonFormat | None:
 def _schema_format(form: Any, field: str) -> gateway_pb2.JsonFormat:
     if not isinstance(form, dict):
         raise InvalidFieldError(field, "is not an object")
-    if not _string(form.get("name"), f"{field}.name"):
+    if not string(form.get("name"), f"{field}.name"):
         raise InvalidFieldError(f"{field}.name", "is empty")
     schema = form.get("schema")
     if not isinstance(schema, dict | None):
@@ -313,52 +338,6 @@ def _schema_format(form: Any, field: str) -> gateway_pb2.JsonFormat:
     return gateway_pb2.JsonFormat(schema_json=text, strict=bool(strict))
 
 
-def _sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
-    result = types_pb2.SamplingParams()
-    for name, limits in _FLOATS.items():
-        if body.get(name) is not None:
-            setattr(result, name, _number(body[name], name, *limits))
-    for name in _INTEGERS:
-        value = body.get(name)
-        if name == "top_k" and value == -1:  # vLLM's way to say off
-            value = 0
-        if value is not None:
-            setattr(result, name, _integer(value, name, None if name == "seed" else 0))
-    for name in ("max_tokens", "max_completion_tokens"):
-        if body.get(name) is not None:
-            result.max_tokens = _integer(body[name], name, 1)
-    if _flag(body, "ignore_eos"):
-        result.ignore_eos = True
-    result.stop_token_ids.extend(_stop_token_ids(body.get("stop_token_ids")))
-    return result
-
-
-def _stop_token_ids(ids: Any) -> list[int]:
-    if ids is None:
-        return []
-    if not isinstance(ids, list) or len(ids) > _MAX_STOP_TOKENS:
-        raise InvalidFieldError("stop_token_ids", f"give at most {_MAX_STOP_TOKENS} token ids")
-    return [_integer(value, f"stop_token_ids[{at}]", 0) for at, value in enumerate(ids)]
-
-
-def _number(value: Any, field: str, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidFieldError(field, "must be a number")
-    if not least <= value <= most:
-        raise InvalidFieldError(field, f"is {value}; give {least} to {most}")
-    return value
-
-
-def _integer(value: Any, field: str, least: int | None) -> int:
-    if type(value) is not int:
-        raise InvalidFieldError(field, "must be an integer")
-    if least is not None and not least <= value < 2**31:
-        raise InvalidFieldError(field, f"is {value}; give at least {least}")
-    if not -(2**63) <= value < 2**63:
-        raise InvalidFieldError(field, "does not fit 64 bits")
-    return value
-
-
 def _stop(stop: Any) -> list[str]:
     if stop is None:
         return []
@@ -370,22 +349,9 @@ def _stop(stop: Any) -> list[str]:
     return stops
 
 
-def _flag(body: dict[str, Any], name: str, within: str = "") -> bool:
-    value = body.get(name)
-    if not isinstance(value, bool | None):
-        raise InvalidFieldError(f"{within}{name}", "must be true or false")
-    return bool(value)
-
-
 def _json(value: Any, field: str) -> bytes:
     """Returns a value of the body as JSON; orjson writes less deep than it reads."""
     try:
         return orjson.dumps(value)
     except TypeError as error:
         raise InvalidFieldError(field, f"cannot be written: {error}; give less deep") from error
-
-
-def _string(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidFieldError(field, "must be a string")
-    return value

@@ -6,6 +6,7 @@ import orjson
 
 from rollmesh.runtime.enums import name_of
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.sidecar.sampled import Shown, prompt_fields, token_fields
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 _FINISHES = {
@@ -33,7 +34,9 @@ def finish_reason(done: gateway_pb2.ChatDone, *, named: bool) -> str:
     return _FINISHES[done.finish_reason]
 
 
-def whole_answer(answers: list[gateway_pb2.ChatDone], model: str, *, named: bool) -> bytes:
+def whole_answer(
+    answers: list[gateway_pb2.ChatDone], model: str, shown: Shown, *, named: bool
+) -> bytes:
     """Returns the body of an answer that is not streamed; one choice per `ChatDone`."""
     return orjson.dumps(
         {
@@ -46,12 +49,13 @@ def whole_answer(answers: list[gateway_pb2.ChatDone], model: str, *, named: bool
                     "index": at,
                     "answer_id": done.answer_id,
                     "message": _message(done.message),
-                    "logprobs": None,
                     "finish_reason": finish_reason(done, named=named),
+                    **token_fields(done.tokens, shown),
                 }
                 for at, done in enumerate(answers)
             ],
             "usage": usage(answers),
+            **prompt_fields(answers[0].prompt_token_ids_u32le),
         }
     )
 
@@ -98,9 +102,10 @@ class ChunkWriter:
     the id of its own as `answer_id`, in its first and its last chunk, as in a whole answer.
     """
 
-    def __init__(self, created: int, model: str, *, named: bool) -> None:
+    def __init__(self, created: int, model: str, shown: Shown, *, named: bool) -> None:
         """Takes what every chunk carries, and whether the request names a tool to call."""
         self._named = named
+        self._shown = shown
         self._common = {
             "id": "",
             "object": "chat.completion.chunk",
@@ -108,6 +113,7 @@ class ChunkWriter:
             "model": model,
         }
         self._answer_ids: dict[int, str] = {}
+        self._roles: set[int] = set()
         self._begun: set[int] = set()
 
     def begin(self, index: int, answer_id: str) -> None:
@@ -116,16 +122,17 @@ class ChunkWriter:
         if index == 0:
             self._common["id"] = answer_id
 
+    def knows(self, index: int) -> bool:
+        """Says whether a choice has its id."""
+        return index in self._answer_ids
+
+    def prompt(self, packed: bytes) -> bytes:
+        """Returns the first chunk of the first choice, with the ids of the prompt."""
+        return self._role(0, prompt_fields(packed))
+
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
-        """Returns the chunk of a piece of an answer, behind its role where it is the first."""
-        role = b""
-        if index not in self._begun:
-            self._begun.add(index)
-            role = self._choice(
-                index,
-                {"role": "assistant", "content": ""},
-                answer_id=self._answer_ids[index],
-            )
+        """Returns the chunk of a piece of an answer, after its role where it is the first."""
+        role = b"" if index in self._roles else self._role(index)
         fields: dict[str, Any] = {}
         if delta.content:
             fields["content"] = delta.content
@@ -133,10 +140,12 @@ class ChunkWriter:
             fields["reasoning_content"] = delta.reasoning_content
         if delta.tool_calls:
             fields["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
-        return role + self._choice(index, fields)
+        if fields:
+            self._begun.add(index)
+        return role + self._choice(index, fields, tokens=delta.tokens)
 
     def finish(self, index: int, done: gateway_pb2.ChatDone) -> bytes:
-        """Returns the last chunk of a choice, behind the message where no piece was sent."""
+        """Returns the last chunk of a choice, after the message where no piece of it was sent."""
         message = b""
         if index not in self._begun:  # a replay, or an answer that parsing held back whole
             pieces = gateway_pb2.ChatDelta(
@@ -154,17 +163,26 @@ class ChunkWriter:
         """Returns the chunk with the token counts."""
         return _event({**self._common, "choices": [], "usage": usage(answers)})
 
+    def _role(self, index: int, top: dict[str, Any] | None = None) -> bytes:
+        self._roles.add(index)
+        delta = {"role": "assistant", "content": ""}
+        return self._choice(index, delta, top=top, answer_id=self._answer_ids[index])
+
     def _choice(
-        self, index: int, delta: dict[str, Any], finish: str | None = None, **fields: str
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        tokens: gateway_pb2.SampledTokens | None = None,
+        top: dict[str, Any] | None = None,
+        **fields: str,
     ) -> bytes:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": finish,
-            **fields,
-        }
-        return _event({**self._common, "choices": [choice]})
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish}
+        if tokens is None or not tokens.token_ids_u32le:
+            choice["logprobs"] = None
+        else:
+            choice |= token_fields(tokens, self._shown)
+        return _event({**self._common, **(top or {}), "choices": [{**choice, **fields}]})
 
 
 def _call_delta(call: gateway_pb2.ToolCallDelta) -> dict[str, Any]:

@@ -23,24 +23,27 @@ class StreamReply:
         self._send = send
         self._request_id = request_id
         self._writer = writer
-        self._identified = asyncio.Event()
         self._silent = True
         self._started = False
 
     def begin(self, index: int, answer_id: str) -> None:
         """Takes the id of a choice's answer; nothing is sent before the first choice has one."""
         self._writer.begin(index, answer_id)
-        if index == 0:
-            self._identified.set()
+
+    def knows(self, index: int) -> bool:
+        """Says whether a choice has begun."""
+        return self._writer.knows(index)
 
     async def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> None:
         """Sends a piece of an answer at once."""
-        await self._identified.wait()
         await self._write(self._writer.delta(index, delta))
+
+    async def prompt(self, prompt: gateway_pb2.ChatPrompt) -> None:
+        """Sends the ids of the prompt."""
+        await self._write(self._writer.prompt(prompt.token_ids_u32le))
 
     async def finish(self, index: int, done: gateway_pb2.ChatDone) -> None:
         """Sends the end of one choice."""
-        await self._identified.wait()
         await self._write(self._writer.finish(index, done))
 
     async def end(self, answers: list[gateway_pb2.ChatDone], *, include_usage: bool) -> None:

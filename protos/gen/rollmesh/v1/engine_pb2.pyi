@@ -60,6 +60,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this attempt, 1 to 128 characters, unique among the engine's running requests."""
     session_id: _builtins.str
@@ -68,6 +69,10 @@ class GenerateRequest(_message.Message):
     """The prompt: unsigned 32-bit little-endian ids, at least one."""
     max_chunk_tokens: _builtins.int
     """Most tokens a streamed message may hold. 0 means one final message with all tokens."""
+    top_logprobs: _builtins.int
+    """How many of the most likely ids are wanted for each sampled one, with their log-probabilities:
+    K, up to 20. 0 is none.
+    """
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """How to sample. max_tokens absent means all the room the context has."""
@@ -85,10 +90,11 @@ class GenerateRequest(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         max_chunk_tokens: _builtins.int = ...,
         constraint: Global___Constraint | None = ...,
+        top_logprobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "max_chunk_tokens", b"max_chunk_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "max_chunk_tokens", b"max_chunk_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
@@ -135,10 +141,16 @@ class GenerateResponse(_message.Message):
     TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
     LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    TOP_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
     token_ids_u32le: _builtins.bytes
     """Ids sampled since the last message, unsigned 32-bit little-endian. May be empty in the last."""
     logprobs_f32le: _builtins.bytes
     """Log-probability of each id, float 32 little-endian, as many as ids."""
+    top_ids_u32le: _builtins.bytes
+    """The K most likely ids for each id, the most likely first: K times as many, row by row."""
+    top_logprobs_f32le: _builtins.bytes
+    """Their log-probabilities, of the same distribution as `logprobs_f32le`."""
     @_builtins.property
     def finish(self) -> Global___GenerateFinish:
         """Present in the last message only."""
@@ -149,10 +161,12 @@ class GenerateResponse(_message.Message):
         token_ids_u32le: _builtins.bytes = ...,
         logprobs_f32le: _builtins.bytes = ...,
         finish: Global___GenerateFinish | None = ...,
+        top_ids_u32le: _builtins.bytes = ...,
+        top_logprobs_f32le: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish: _TypeAlias = _typing.Literal["finish"]  # noqa: Y015
     _WhichOneofArgType__finish: _TypeAlias = _typing.Literal["_finish", b"_finish"]  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import types_pb2 as rollmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmesh/v1/gateway.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\xf1\x02\n\x14\x43reateSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x12\n\ngroup_size\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x41\n\x08metadata\x18\x06 \x03(\x0b\x32/.rollmesh.v1.CreateSessionRequest.MetadataEntry\x12\x38\n\x11\x64isconnect_policy\x18\x07 \x01(\x0e\x32\x1d.rollmesh.v1.DisconnectPolicy\x12,\n\x0b\x65xport_mode\x18\x08 \x01(\x0e\x32\x17.rollmesh.v1.ExportMode\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x15\x43reateSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsession_key\x18\x02 \x01(\t\"1\n\nJsonFormat\x12\x13\n\x0bschema_json\x18\x01 \x01(\x0c\x12\x0e\n\x06strict\x18\x02 \x01(\x08\"\xc5\x04\n\x0b\x43hatRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsession_key\x18\x02 \x01(\t\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.ChatMessage\x12\x12\n\ntools_json\x18\x04 \x01(\x0c\x12,\n\x0btool_choice\x18\x05 \x01(\x0e\x32\x17.rollmesh.v1.ToolChoice\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x0e\n\x06stream\x18\x08 \x01(\x08\x12\x14\n\x0c\x63hoice_index\x18\t \x01(\r\x12\x17\n\x0fidempotency_key\x18\n \x01(\t\x12\x13\n\x0bretry_count\x18\x0b \x01(\r\x12\x1d\n\x15template_options_json\x18\x0c \x01(\x0c\x12\x38\n\x11\x64isconnect_policy\x18\r \x01(\x0e\x32\x1d.rollmesh.v1.DisconnectPolicy\x12\x11\n\ttool_name\x18\x0e \x01(\t\x12 \n\x13parallel_tool_calls\x18\x0f \x01(\x08H\x00\x88\x01\x01\x12\x31\n\x0bjson_format\x18\x10 \x01(\x0b\x32\x17.rollmesh.v1.JsonFormatH\x01\x88\x01\x01\x12%\n\x07lineage\x18\x11 \x01(\x0e\x32\x14.rollmesh.v1.LineageB\x16\n\x14_parallel_tool_callsB\x0e\n\x0c_json_format\"\x90\x01\n\x0c\x43hatResponse\x12\'\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x16.rollmesh.v1.ChatDeltaH\x00\x12%\n\x04\x64one\x18\x02 \x01(\x0b\x32\x15.rollmesh.v1.ChatDoneH\x00\x12\'\n\x05\x62\x65gun\x18\x03 \x01(\x0b\x32\x16.rollmesh.v1.ChatBegunH\x00\x42\x07\n\x05\x65vent\"\x1e\n\tChatBegun\x12\x11\n\tanswer_id\x18\x01 \x01(\t\"g\n\tChatDelta\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x19\n\x11reasoning_content\x18\x02 \x01(\t\x12.\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1a.rollmesh.v1.ToolCallDelta\"P\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"\x9b\x02\n\x08\x43hatDone\x12)\n\x07message\x18\x01 \x01(\x0b\x32\x18.rollmesh.v1.ChatMessage\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.rollmesh.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0f\n\x07node_id\x18\x06 \x01(\r\x12,\n\x07reasons\x18\x07 \x03(\x0e\x32\x1b.rollmesh.v1.FidelityReason\x12\x11\n\tanswer_id\x18\x08 \x01(\t\x12\x17\n\x0f\x63reated_unix_ms\x18\t \x01(\x03\"\xe5\x02\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12,\n\x07outcome\x18\x02 \x01(\x0e\x32\x1b.rollmesh.v1.SessionOutcome\x12@\n\x08metadata\x18\x04 \x03(\x0b\x32..rollmesh.v1.CloseSessionRequest.MetadataEntry\x12,\n\x07rewards\x18\x05 \x01(\x0b\x32\x1b.rollmesh.v1.SessionRewards\x12\x12\n\nsuperseded\x18\x06 \x01(\x08\x12\x1e\n\x11reward_timeout_ms\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bsession_key\x18\x08 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x14\n\x12_reward_timeout_msJ\x04\x08\x03\x10\x04R\x06reward\".\n\x14\x43loseSessionResponse\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"S\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rwith_messages\x18\x02 \x01(\x08\x12\x13\n\x0bsession_key\x18\x03 \x01(\t\"\x83\x01\n\x12GetSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63losed\x18\x02 \x01(\x08\x12\'\n\x05nodes\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.SessionNode\x12\r\n\x05turns\x18\x04 \x01(\r\x12\x11\n\tin_flight\x18\x05 \x01(\r\"\xe0\x02\n\x0bSessionNode\x12\x0f\n\x07node_id\x18\x01 \x01(\r\x12\x16\n\x0eparent_node_id\x18\x02 \x01(\r\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.rollmesh.v1.Role\x12\x17\n\x0ftoken_ids_u32le\x18\x04 \x01(\x0c\x12\x13\n\x0bglue_tokens\x18\x05 \x01(\r\x12\x0f\n\x07sampled\x18\x06 \x01(\x08\x12%\n\x07lineage\x18\x07 \x01(\x0e\x32\x14.rollmesh.v1.Lineage\x12,\n\x07reasons\x18\x08 \x03(\x0e\x32\x1b.rollmesh.v1.FidelityReason\x12\x35\n\rfinish_reason\x18\t \x01(\x0e\x32\x19.rollmesh.v1.FinishReasonH\x00\x88\x01\x01\x12*\n\x08messages\x18\n \x03(\x0b\x32\x18.rollmesh.v1.ChatMessageB\x10\n\x0e_finish_reason\"\x17\n\x15GetGatewayInfoRequest\"\x90\x03\n\x16GetGatewayInfoResponse\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_sha256\x18\x03 \x01(\t\x12\x19\n\x11template_contract\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x15\n\rlive_sessions\x18\x06 \x01(\r\x12\x1c\n\x14undelivered_sessions\x18\x07 \x01(\r\x12\x19\n\x11template_findings\x18\x08 \x03(\t\x12N\n\x0erefused_orders\x18\t \x03(\x0b\x32\x36.rollmesh.v1.GetGatewayInfoResponse.RefusedOrdersEntry\x12\x13\n\x0btool_format\x18\n \x01(\t\x12\x18\n\x10reasoning_format\x18\x0b \x01(\t\x1a\x34\n\x12RefusedOrdersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*p\n\x10\x44isconnectPolicy\x12!\n\x1d\x44ISCONNECT_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44ISCONNECT_POLICY_ABORT\x10\x01\x12\x1c\n\x18\x44ISCONNECT_POLICY_FINISH\x10\x02*n\n\nExportMode\x12\x1b\n\x17\x45XPORT_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45XPORT_MODE_LEAVES\x10\x01\x12\x15\n\x11\x45XPORT_MODE_TURNS\x10\x02\x12\x14\n\x10\x45XPORT_MODE_TREE\x10\x03*\x86\x01\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x12\x15\n\x11TOOL_CHOICE_NAMED\x10\x04\x32\xa6\x03\n\x0eGatewayService\x12V\n\rCreateSession\x12!.rollmesh.v1.CreateSessionRequest\x1a\".rollmesh.v1.CreateSessionResponse\x12=\n\x04\x43hat\x12\x18.rollmesh.v1.ChatRequest\x1a\x19.rollmesh.v1.ChatResponse0\x01\x12S\n\x0c\x43loseSession\x12 .rollmesh.v1.CloseSessionRequest\x1a!.rollmesh.v1.CloseSessionResponse\x12M\n\nGetSession\x12\x1e.rollmesh.v1.GetSessionRequest\x1a\x1f.rollmesh.v1.GetSessionResponse\x12Y\n\x0eGetGatewayInfo\x12\".rollmesh.v1.GetGatewayInfoRequest\x1a#.rollmesh.v1.GetGatewayInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmesh/v1/gateway.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\xf1\x02\n\x14\x43reateSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x12\n\ngroup_size\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x41\n\x08metadata\x18\x06 \x03(\x0b\x32/.rollmesh.v1.CreateSessionRequest.MetadataEntry\x12\x38\n\x11\x64isconnect_policy\x18\x07 \x01(\x0e\x32\x1d.rollmesh.v1.DisconnectPolicy\x12,\n\x0b\x65xport_mode\x18\x08 \x01(\x0e\x32\x17.rollmesh.v1.ExportMode\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"@\n\x15\x43reateSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsession_key\x18\x02 \x01(\t\"1\n\nJsonFormat\x12\x13\n\x0bschema_json\x18\x01 \x01(\x0c\x12\x0e\n\x06strict\x18\x02 \x01(\x08\"\xc7\x05\n\x0b\x43hatRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bsession_key\x18\x02 \x01(\t\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.ChatMessage\x12\x12\n\ntools_json\x18\x04 \x01(\x0c\x12,\n\x0btool_choice\x18\x05 \x01(\x0e\x32\x17.rollmesh.v1.ToolChoice\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x0e\n\x06stream\x18\x08 \x01(\x08\x12\x17\n\x0fidempotency_key\x18\n \x01(\t\x12\x13\n\x0bretry_count\x18\x0b \x01(\r\x12\x1d\n\x15template_options_json\x18\x0c \x01(\x0c\x12\x38\n\x11\x64isconnect_policy\x18\r \x01(\x0e\x32\x1d.rollmesh.v1.DisconnectPolicy\x12\x11\n\ttool_name\x18\x0e \x01(\t\x12 \n\x13parallel_tool_calls\x18\x0f \x01(\x08H\x00\x88\x01\x01\x12\x31\n\x0bjson_format\x18\x10 \x01(\x0b\x32\x17.rollmesh.v1.JsonFormatH\x01\x88\x01\x01\x12%\n\x07lineage\x18\x11 \x01(\x0e\x32\x14.rollmesh.v1.Lineage\x12\x11\n\tbad_words\x18\x16 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x12 \x01(\x08\x12\x1b\n\x13show_special_tokens\x18\x13 \x01(\x08\x12+\n\x07returns\x18\x14 \x01(\x0b\x32\x1a.rollmesh.v1.ReturnOptions\x12\x0f\n\x07\x63hoices\x18\x15 \x01(\rB\x16\n\x14_parallel_tool_callsB\x0e\n\x0c_json_formatJ\x04\x08\t\x10\nR\x0c\x63hoice_index\"J\n\rReturnOptions\x12\x11\n\ttoken_ids\x18\x01 \x01(\x08\x12\x10\n\x08logprobs\x18\x02 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x03 \x01(\r\"\xd1\x01\n\x0c\x43hatResponse\x12\'\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x16.rollmesh.v1.ChatDeltaH\x00\x12%\n\x04\x64one\x18\x02 \x01(\x0b\x32\x15.rollmesh.v1.ChatDoneH\x00\x12\'\n\x05\x62\x65gun\x18\x03 \x01(\x0b\x32\x16.rollmesh.v1.ChatBegunH\x00\x12)\n\x06prompt\x18\x04 \x01(\x0b\x32\x17.rollmesh.v1.ChatPromptH\x00\x12\x14\n\x0c\x63hoice_index\x18\x05 \x01(\rB\x07\n\x05\x65vent\"%\n\nChatPrompt\x12\x17\n\x0ftoken_ids_u32le\x18\x01 \x01(\x0c\"\x95\x01\n\rSampledTokens\x12\x17\n\x0ftoken_ids_u32le\x18\x01 \x01(\x0c\x12\x16\n\x0elogprobs_f32le\x18\x02 \x01(\x0c\x12\r\n\x05texts\x18\x03 \x03(\x0c\x12\x15\n\rtop_ids_u32le\x18\x04 \x01(\x0c\x12\x1a\n\x12top_logprobs_f32le\x18\x05 \x01(\x0c\x12\x11\n\ttop_texts\x18\x06 \x03(\x0c\"\x1e\n\tChatBegun\x12\x11\n\tanswer_id\x18\x01 \x01(\t\"\x93\x01\n\tChatDelta\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x19\n\x11reasoning_content\x18\x02 \x01(\t\x12.\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1a.rollmesh.v1.ToolCallDelta\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x1a.rollmesh.v1.SampledTokens\"P\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"\xe7\x02\n\x08\x43hatDone\x12)\n\x07message\x18\x01 \x01(\x0b\x32\x18.rollmesh.v1.ChatMessage\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.rollmesh.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x0f\n\x07node_id\x18\x06 \x01(\r\x12,\n\x07reasons\x18\x07 \x03(\x0e\x32\x1b.rollmesh.v1.FidelityReason\x12\x11\n\tanswer_id\x18\x08 \x01(\t\x12\x17\n\x0f\x63reated_unix_ms\x18\t \x01(\x03\x12*\n\x06tokens\x18\n \x01(\x0b\x32\x1a.rollmesh.v1.SampledTokens\x12\x1e\n\x16prompt_token_ids_u32le\x18\x0b \x01(\x0c\"\xe5\x02\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12,\n\x07outcome\x18\x02 \x01(\x0e\x32\x1b.rollmesh.v1.SessionOutcome\x12@\n\x08metadata\x18\x04 \x03(\x0b\x32..rollmesh.v1.CloseSessionRequest.MetadataEntry\x12,\n\x07rewards\x18\x05 \x01(\x0b\x32\x1b.rollmesh.v1.SessionRewards\x12\x12\n\nsuperseded\x18\x06 \x01(\x08\x12\x1e\n\x11reward_timeout_ms\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bsession_key\x18\x08 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x14\n\x12_reward_timeout_msJ\x04\x08\x03\x10\x04R\x06reward\".\n\x14\x43loseSessionResponse\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t\"S\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rwith_messages\x18\x02 \x01(\x08\x12\x13\n\x0bsession_key\x18\x03 \x01(\t\"\x83\x01\n\x12GetSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63losed\x18\x02 \x01(\x08\x12\'\n\x05nodes\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.SessionNode\x12\r\n\x05turns\x18\x04 \x01(\r\x12\x11\n\tin_flight\x18\x05 \x01(\r\"\xe0\x02\n\x0bSessionNode\x12\x0f\n\x07node_id\x18\x01 \x01(\r\x12\x16\n\x0eparent_node_id\x18\x02 \x01(\r\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.rollmesh.v1.Role\x12\x17\n\x0ftoken_ids_u32le\x18\x04 \x01(\x0c\x12\x13\n\x0bglue_tokens\x18\x05 \x01(\r\x12\x0f\n\x07sampled\x18\x06 \x01(\x08\x12%\n\x07lineage\x18\x07 \x01(\x0e\x32\x14.rollmesh.v1.Lineage\x12,\n\x07reasons\x18\x08 \x03(\x0e\x32\x1b.rollmesh.v1.FidelityReason\x12\x35\n\rfinish_reason\x18\t \x01(\x0e\x32\x19.rollmesh.v1.FinishReasonH\x00\x88\x01\x01\x12*\n\x08messages\x18\n \x03(\x0b\x32\x18.rollmesh.v1.ChatMessageB\x10\n\x0e_finish_reason\"\x17\n\x15GetGatewayInfoRequest\"\x90\x03\n\x16GetGatewayInfoResponse\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x17\n\x0ftemplate_sha256\x18\x03 \x01(\t\x12\x19\n\x11template_contract\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x15\n\rlive_sessions\x18\x06 \x01(\r\x12\x1c\n\x14undelivered_sessions\x18\x07 \x01(\r\x12\x19\n\x11template_findings\x18\x08 \x03(\t\x12N\n\x0erefused_orders\x18\t \x03(\x0b\x32\x36.rollmesh.v1.GetGatewayInfoResponse.RefusedOrdersEntry\x12\x13\n\x0btool_format\x18\n \x01(\t\x12\x18\n\x10reasoning_format\x18\x0b \x01(\t\x1a\x34\n\x12RefusedOrdersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*p\n\x10\x44isconnectPolicy\x12!\n\x1d\x44ISCONNECT_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44ISCONNECT_POLICY_ABORT\x10\x01\x12\x1c\n\x18\x44ISCONNECT_POLICY_FINISH\x10\x02*n\n\nExportMode\x12\x1b\n\x17\x45XPORT_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45XPORT_MODE_LEAVES\x10\x01\x12\x15\n\x11\x45XPORT_MODE_TURNS\x10\x02\x12\x14\n\x10\x45XPORT_MODE_TREE\x10\x03*\x86\x01\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x12\x15\n\x11TOOL_CHOICE_NAMED\x10\x04\x32\xa6\x03\n\x0eGatewayService\x12V\n\rCreateSession\x12!.rollmesh.v1.CreateSessionRequest\x1a\".rollmesh.v1.CreateSessionResponse\x12=\n\x04\x43hat\x12\x18.rollmesh.v1.ChatRequest\x1a\x19.rollmesh.v1.ChatResponse0\x01\x12S\n\x0c\x43loseSession\x12 .rollmesh.v1.CloseSessionRequest\x1a!.rollmesh.v1.CloseSessionResponse\x12M\n\nGetSession\x12\x1e.rollmesh.v1.GetSessionRequest\x1a\x1f.rollmesh.v1.GetSessionResponse\x12Y\n\x0eGetGatewayInfo\x12\".rollmesh.v1.GetGatewayInfoRequest\x1a#.rollmesh.v1.GetGatewayInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,12 +38,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSESESSIONREQUEST_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_GETGATEWAYINFORESPONSE_REFUSEDORDERSENTRY']._loaded_options = None
   _globals['_GETGATEWAYINFORESPONSE_REFUSEDORDERSENTRY']._serialized_options = b'8\001'
-  _globals['_DISCONNECTPOLICY']._serialized_start=3202
-  _globals['_DISCONNECTPOLICY']._serialized_end=3314
-  _globals['_EXPORTMODE']._serialized_start=3316
-  _globals['_EXPORTMODE']._serialized_end=3426
-  _globals['_TOOLCHOICE']._serialized_start=3429
-  _globals['_TOOLCHOICE']._serialized_end=3563
+  _globals['_DISCONNECTPOLICY']._serialized_start=3785
+  _globals['_DISCONNECTPOLICY']._serialized_end=3897
+  _globals['_EXPORTMODE']._serialized_start=3899
+  _globals['_EXPORTMODE']._serialized_end=4009
+  _globals['_TOOLCHOICE']._serialized_start=4012
+  _globals['_TOOLCHOICE']._serialized_end=4146
   _globals['_CREATESESSIONREQUEST']._serialized_start=68
   _globals['_CREATESESSIONREQUEST']._serialized_end=437
   _globals['_CREATESESSIONREQUEST_METADATAENTRY']._serialized_start=390
@@ -53,35 +53,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JSONFORMAT']._serialized_start=505
   _globals['_JSONFORMAT']._serialized_end=554
   _globals['_CHATREQUEST']._serialized_start=557
-  _globals['_CHATREQUEST']._serialized_end=1138
-  _globals['_CHATRESPONSE']._serialized_start=1141
-  _globals['_CHATRESPONSE']._serialized_end=1285
-  _globals['_CHATBEGUN']._serialized_start=1287
-  _globals['_CHATBEGUN']._serialized_end=1317
-  _globals['_CHATDELTA']._serialized_start=1319
-  _globals['_CHATDELTA']._serialized_end=1422
-  _globals['_TOOLCALLDELTA']._serialized_start=1424
-  _globals['_TOOLCALLDELTA']._serialized_end=1504
-  _globals['_CHATDONE']._serialized_start=1507
-  _globals['_CHATDONE']._serialized_end=1790
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1793
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=2150
+  _globals['_CHATREQUEST']._serialized_end=1268
+  _globals['_RETURNOPTIONS']._serialized_start=1270
+  _globals['_RETURNOPTIONS']._serialized_end=1344
+  _globals['_CHATRESPONSE']._serialized_start=1347
+  _globals['_CHATRESPONSE']._serialized_end=1556
+  _globals['_CHATPROMPT']._serialized_start=1558
+  _globals['_CHATPROMPT']._serialized_end=1595
+  _globals['_SAMPLEDTOKENS']._serialized_start=1598
+  _globals['_SAMPLEDTOKENS']._serialized_end=1747
+  _globals['_CHATBEGUN']._serialized_start=1749
+  _globals['_CHATBEGUN']._serialized_end=1779
+  _globals['_CHATDELTA']._serialized_start=1782
+  _globals['_CHATDELTA']._serialized_end=1929
+  _globals['_TOOLCALLDELTA']._serialized_start=1931
+  _globals['_TOOLCALLDELTA']._serialized_end=2011
+  _globals['_CHATDONE']._serialized_start=2014
+  _globals['_CHATDONE']._serialized_end=2373
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=2376
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=2733
   _globals['_CLOSESESSIONREQUEST_METADATAENTRY']._serialized_start=390
   _globals['_CLOSESESSIONREQUEST_METADATAENTRY']._serialized_end=437
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2152
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2198
-  _globals['_GETSESSIONREQUEST']._serialized_start=2200
-  _globals['_GETSESSIONREQUEST']._serialized_end=2283
-  _globals['_GETSESSIONRESPONSE']._serialized_start=2286
-  _globals['_GETSESSIONRESPONSE']._serialized_end=2417
-  _globals['_SESSIONNODE']._serialized_start=2420
-  _globals['_SESSIONNODE']._serialized_end=2772
-  _globals['_GETGATEWAYINFOREQUEST']._serialized_start=2774
-  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=2797
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=2800
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=3200
-  _globals['_GETGATEWAYINFORESPONSE_REFUSEDORDERSENTRY']._serialized_start=3148
-  _globals['_GETGATEWAYINFORESPONSE_REFUSEDORDERSENTRY']._serialized_end=3200
-  _globals['_GATEWAYSERVICE']._serialized_start=3566
-  _globals['_GATEWAYSERVICE']._serialized_end=3988
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2735
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2781
+  _globals['_GETSESSIONREQUEST']._serialized_start=2783
+  _globals['_GETSESSIONREQUEST']._serialized_end=2866
+  _globals['_GETSESSIONRESPONSE']._serialized_start=2869
+  _globals['_GETSESSIONRESPONSE']._serialized_end=3000
+  _globals['_SESSIONNODE']._serialized_start=3003
+  _globals['_SESSIONNODE']._serialized_end=3355
+  _globals['_GETGATEWAYINFOREQUEST']._serialized_start=3357
+  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=3380
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=3383
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=3783
+  _globals['_GETGATEWAYINFORESPONSE_REFUSEDORDERSENTRY']._serialized_start=3731
+  _globals['_GETGATEWAYINFORESPONSE_REFUSEDORDERSENTRY']._serialized_end=3783
+  _globals['_GATEWAYSERVICE']._serialized_start=4149
+  _globals['_GATEWAYSERVICE']._serialized_end=4571
 # @@protoc_insertion_point(module_scope)

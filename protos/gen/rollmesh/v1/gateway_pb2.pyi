@@ -248,7 +248,6 @@ class ChatRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
-    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     RETRY_COUNT_FIELD_NUMBER: _builtins.int
     TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _builtins.int
@@ -257,6 +256,11 @@ class ChatRequest(_message.Message):
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     JSON_FORMAT_FIELD_NUMBER: _builtins.int
     LINEAGE_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     session_key: _builtins.str
@@ -267,11 +271,9 @@ class ChatRequest(_message.Message):
     """How the model may use them. It is no part of the conversation: another choice begins no root."""
     stream: _builtins.bool
     """Whether deltas are wanted."""
-    choice_index: _builtins.int
-    """Which of the n choices of one HTTP request this is; different choices are different samples."""
     idempotency_key: _builtins.str
-    """Names the sample within the session: a repeat with the same key and body gives the same answer,
-    another body is refused (IDEMPOTENCY_KEY_REUSED). At most 256 characters; may be empty.
+    """Names the samples within the session: a repeat with the same key and body gives the same
+    answers, another body is refused (IDEMPOTENCY_KEY_REUSED). At most 256 characters; may be empty.
     """
     retry_count: _builtins.int
     """How many times the client's SDK says it has tried before. Above 0 it gets the answer of the
@@ -292,6 +294,14 @@ class ChatRequest(_message.Message):
     """What the request is, where the agent says so: MAIN, SUB_AGENT, COMPACTION or AUXILIARY. It wins
     over what the tree looks like, and is no part of what a retry is known by.
     """
+    include_stop: _builtins.bool
+    """Whether the stop string, or the text of a stop token, is part of the answer."""
+    show_special_tokens: _builtins.bool
+    """Whether special tokens are part of the answer's text."""
+    choices: _builtins.int
+    """How many answers are wanted, each a sample and a turn of its own; 0 means 1. With a seed each
+    choice has another. At most `max_choices` of the gateway's settings.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ChatMessage]:
         """The conversation so far, oldest first, at least one message."""
@@ -310,6 +320,16 @@ class ChatRequest(_message.Message):
         Absent means any.
         """
 
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Text that the answer does not hold, at its beginning or behind a blank: the last token of each
+        is masked where its others stand before it. At most 256 of 1 to 256 characters.
+        """
+
+    @_builtins.property
+    def returns(self) -> Global___ReturnOptions:
+        """What is wanted beside the answer."""
+
     def __init__(
         self,
         *,
@@ -321,7 +341,6 @@ class ChatRequest(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stream: _builtins.bool = ...,
-        choice_index: _builtins.int = ...,
         idempotency_key: _builtins.str = ...,
         retry_count: _builtins.int = ...,
         template_options_json: _builtins.bytes = ...,
@@ -330,10 +349,15 @@ class ChatRequest(_message.Message):
         parallel_tool_calls: _builtins.bool | None = ...,
         json_format: Global___JsonFormat | None = ...,
         lineage: _types_pb2.Lineage.ValueType = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        include_stop: _builtins.bool = ...,
+        show_special_tokens: _builtins.bool = ...,
+        returns: Global___ReturnOptions | None = ...,
+        choices: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "json_format", b"json_format", "parallel_tool_calls", b"parallel_tool_calls", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "json_format", b"json_format", "parallel_tool_calls", b"parallel_tool_calls", "returns", b"returns", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "choice_index", b"choice_index", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "json_format", b"json_format", "lineage", b"lineage", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "stop", b"stop", "stream", b"stream", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "choices", b"choices", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "stream", b"stream", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__json_format: _TypeAlias = _typing.Literal["json_format"]  # noqa: Y015
     _WhichOneofArgType__json_format: _TypeAlias = _typing.Literal["_json_format", b"_json_format"]  # noqa: Y015
@@ -347,6 +371,36 @@ class ChatRequest(_message.Message):
 Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
 @_typing.final
+class ReturnOptions(_message.Message):
+    """What an answer is to bring along."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bool
+    """The ids of the prompt and of the answer."""
+    logprobs: _builtins.bool
+    """The log-probability and the text of each sampled token."""
+    top_logprobs: _builtins.int
+    """How many of the most likely tokens are wanted at each place, up to 20. With `logprobs`."""
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bool = ...,
+        logprobs: _builtins.bool = ...,
+        top_logprobs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReturnOptions: _TypeAlias = ReturnOptions  # noqa: Y015
+
+@_typing.final
 class ChatResponse(_message.Message):
     """A piece of the answer, or the end of it."""
 
@@ -355,6 +409,10 @@ class ChatResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     BEGUN_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    choice_index: _builtins.int
+    """Which of the choices the event is of, from 0."""
     @_builtins.property
     def delta(self) -> Global___ChatDelta:
         """A piece of a streamed answer."""
@@ -367,22 +425,96 @@ class ChatResponse(_message.Message):
     def begun(self) -> Global___ChatBegun:
         """The beginning of a streamed answer, once, before anything of it is known."""
 
+    @_builtins.property
+    def prompt(self) -> Global___ChatPrompt:
+        """The prompt, once and before any piece. Only in a streamed answer that is to bring ids along."""
+
     def __init__(
         self,
         *,
         delta: Global___ChatDelta | None = ...,
         done: Global___ChatDone | None = ...,
         begun: Global___ChatBegun | None = ...,
+        prompt: Global___ChatPrompt | None = ...,
+        choice_index: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "delta", b"delta", "done", b"done", "event", b"event"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "delta", b"delta", "done", b"done", "event", b"event", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "delta", b"delta", "done", b"done", "event", b"event"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "choice_index", b"choice_index", "delta", b"delta", "done", b"done", "event", b"event", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "done", "begun"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "done", "begun", "prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
+
+@_typing.final
+class ChatPrompt(_message.Message):
+    """What the engine was given; the same for all choices."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    token_ids_u32le: _builtins.bytes
+    """Its ids, unsigned 32-bit little-endian."""
+    def __init__(
+        self,
+        *,
+        token_ids_u32le: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids_u32le", b"token_ids_u32le"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
+
+@_typing.final
+class SampledTokens(_message.Message):
+    """Sampled tokens in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    TOP_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    TOP_TEXTS_FIELD_NUMBER: _builtins.int
+    token_ids_u32le: _builtins.bytes
+    """Their ids, unsigned 32-bit little-endian, N of them."""
+    logprobs_f32le: _builtins.bytes
+    """Log-probability of each, float 32 little-endian. Where log-probabilities are wanted."""
+    top_ids_u32le: _builtins.bytes
+    """The K most likely ids at each place, the most likely first: K times as many, row by row."""
+    top_logprobs_f32le: _builtins.bytes
+    """Log-probability of each of those."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Bytes of the text of each; a character may be split over several. As the one above."""
+
+    @_builtins.property
+    def top_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Bytes of the text of each of those."""
+
+    def __init__(
+        self,
+        *,
+        token_ids_u32le: _builtins.bytes = ...,
+        logprobs_f32le: _builtins.bytes = ...,
+        texts: _abc.Iterable[_builtins.bytes] | None = ...,
+        top_ids_u32le: _builtins.bytes = ...,
+        top_logprobs_f32le: _builtins.bytes = ...,
+        top_texts: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs_f32le", b"logprobs_f32le", "texts", b"texts", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le", "top_texts", b"top_texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampledTokens: _TypeAlias = SampledTokens  # noqa: Y015
 
 @_typing.final
 class ChatBegun(_message.Message):
@@ -417,6 +549,7 @@ class ChatDelta(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     content: _builtins.str
     """Text of the answer."""
     reasoning_content: _builtins.str
@@ -425,16 +558,21 @@ class ChatDelta(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
         """Pieces of tool calls."""
 
+    @_builtins.property
+    def tokens(self) -> Global___SampledTokens:
+        """Tokens sampled since the last piece, where they are wanted; their text may come later."""
+
     def __init__(
         self,
         *,
         content: _builtins.str = ...,
         reasoning_content: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        tokens: Global___SampledTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning_content", b"reasoning_content", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning_content", b"reasoning_content", "tokens", b"tokens", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -489,6 +627,8 @@ class ChatDone(_message.Message):
     REASONS_FIELD_NUMBER: _builtins.int
     ANSWER_ID_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why the generation ended."""
     prompt_tokens: _builtins.int
@@ -503,6 +643,8 @@ class ChatDone(_message.Message):
     """Stable id of the answer: the same for every replay of it. Its last number is `node_id`."""
     created_unix_ms: _builtins.int
     """When the turn was committed, milliseconds since 1970 UTC."""
+    prompt_token_ids_u32le: _builtins.bytes
+    """Ids the engine was given, where they are wanted and the answer was not streamed; in choice 0."""
     @_builtins.property
     def message(self) -> _types_pb2.ChatMessage:
         """The whole message."""
@@ -510,6 +652,10 @@ class ChatDone(_message.Message):
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FidelityReason.ValueType]:
         """What is to be known about the turn."""
+
+    @_builtins.property
+    def tokens(self) -> Global___SampledTokens:
+        """All sampled tokens, where they are wanted and the answer was not streamed."""
 
     def __init__(
         self,
@@ -523,10 +669,12 @@ class ChatDone(_message.Message):
         reasons: _abc.Iterable[_types_pb2.FidelityReason.ValueType] | None = ...,
         answer_id: _builtins.str = ...,
         created_unix_ms: _builtins.int = ...,
+        tokens: Global___SampledTokens | None = ...,
+        prompt_token_ids_u32le: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "message", b"message", "node_id", b"node_id", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "message", b"message", "node_id", b"node_id", "prompt_token_ids_u32le", b"prompt_token_ids_u32le", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,8 +77,9 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers one chat request with one turn. A streamed answer sends `begun`, deltas and then `done`,
-        a whole one only `done`. The turn is durable before `done` is sent.
+        """Answers one chat request with one turn for each of its choices. A streamed choice sends `begun`,
+        deltas and then `done`, a whole one only `done`. The turn is durable before `done` is sent. Where
+        one choice fails the call fails.
         Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
         (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
         INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).

@@ -40,8 +40,9 @@ class GatewayServiceStub:
     the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
     Chat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
-    """Answers one chat request with one turn. A streamed answer sends `begun`, deltas and then `done`,
-    a whole one only `done`. The turn is durable before `done` is sent.
+    """Answers one chat request with one turn for each of its choices. A streamed choice sends `begun`,
+    deltas and then `done`, a whole one only `done`. The turn is durable before `done` is sent. Where
+    one choice fails the call fails.
     Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
     (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
     INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
@@ -73,8 +74,9 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
     Chat: _aio.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
-    """Answers one chat request with one turn. A streamed answer sends `begun`, deltas and then `done`,
-    a whole one only `done`. The turn is durable before `done` is sent.
+    """Answers one chat request with one turn for each of its choices. A streamed choice sends `begun`,
+    deltas and then `done`, a whole one only `done`. The turn is durable before `done` is sent. Where
+    one choice fails the call fails.
     Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
     (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
     INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
@@ -115,8 +117,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.ChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.ChatResponse], _abc.AsyncIterator[_gateway_pb2.ChatResponse]]:
-        """Answers one chat request with one turn. A streamed answer sends `begun`, deltas and then `done`,
-        a whole one only `done`. The turn is durable before `done` is sent.
+        """Answers one chat request with one turn for each of its choices. A streamed choice sends `begun`,
+        deltas and then `done`, a whole one only `done`. The turn is durable before `done` is sent. Where
+        one choice fails the call fails.
         Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
         (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
         INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).

@@ -50,6 +50,12 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] = ()
+    """Ids that may be sampled; empty where all may."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Ids, and what is added to the logit of each."""
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    """The last id of one is not sampled where its others stand before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class GenerateInput:
     max_chunk_tokens: int
     """Most tokens of one streamed chunk; 0 asks for one final chunk."""
     constraint: Constraint | None = None
+    top_logprobs: int = 0
+    """How many of the most likely ids are wanted at each place: T."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,11 @@ class Chunk:
     logprobs: Logprobs
     """float32 [K], natural logarithm, of the distribution the token was drawn from at temperature
     1 without truncation: what a trainer computes from the model's logits. Under a constraint, of
-    the allowed tokens only, renormalised."""
+    the allowed tokens only, renormalised. Penalties, biases, allowed and bad ids do not show."""
+    top_ids: TokenIds
+    """The most likely ids at each place, the most likely first; uint32 [K, T]."""
+    top_logprobs: Logprobs
+    """Their log-probabilities, float32 [K, T]."""
 
 
 class VersionSpan(NamedTuple):

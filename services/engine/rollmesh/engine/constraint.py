@@ -43,8 +43,8 @@ def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> 
             f"has a JSON schema with {optional} optional properties of one object, or of "
             f"alternatives together; {_MAX_OPTIONAL} are served: require some, or nest them",
         )
-    for name, given in (("ignore_eos", sampling.ignore_eos), ("min_tokens", sampling.min_tokens)):
-        if given:  # where the tag ends, no token but an end token is left
+    for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_sequences"):
+        if getattr(sampling, name):  # where the tag ends, no token but an end token is left
             raise InvalidSamplingError(f"sampling.{name}", "cannot be kept under a constraint")
     return Constraint(text, request.constraint.strict)
 

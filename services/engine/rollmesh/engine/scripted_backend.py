@@ -2,8 +2,9 @@
 
 For tests, load tests and simulations. A script may fix replies: a JSON array of
 `{"after": [ids], "reply": [ids]}`; the first rule whose `after` ends the prompt gives the reply.
-Without one the continuation is a hash of the prompt. A constraint changes nothing: the script is to
-keep it. Time is a token clock: one step samples one
+Without one the continuation is a hash of the prompt. A constraint changes nothing, and neither do
+allowed and bad ids and biases: the script is to keep them.
+Time is a token clock: one step samples one
 token for each running request, as continuous batching does.
 """
 
@@ -32,7 +33,7 @@ from rollmesh.engine.backend import (
     VersionSpan,
 )
 from rollmesh.runtime import clock
-from rollmesh.runtime.arrays import TokenIds
+from rollmesh.runtime.arrays import Logprobs, TokenIds
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
 
 
@@ -61,7 +62,9 @@ class _Request:
     """A request that was admitted."""
 
     reply: TokenIds
-    logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]
+    logprobs: Logprobs
+    top_ids: TokenIds
+    top_logprobs: Logprobs
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
     aborted: bool = False
@@ -244,7 +247,12 @@ class ScriptedBackend:
         room = self._config.max_context_tokens - len(request.token_ids)
         reply = reply[: min(sampling.max_tokens, room)]
         logprobs = (-((reply % 97).astype(np.float32)) / np.float32(50)).astype(np.float32)
-        return _Request(reply, logprobs)
+        # The most likely is what was sampled; behind it come the ids that follow it.
+        ranks = np.arange(request.top_logprobs, dtype=np.uint32)
+        top_ids = (reply[:, None] + ranks) % np.uint32(self._config.vocabulary_tokens)
+        behind = (ranks.astype(np.float32) / np.float32(2)).astype(np.float32)
+        top_logprobs: Logprobs = (logprobs[:, None] - behind).astype(np.float32)
+        return _Request(reply, logprobs, top_ids, top_logprobs)
 
     def _continuation(self, prompt: TokenIds) -> TokenIds:
         for after, reply in self._rules:
@@ -296,7 +304,12 @@ class ScriptedBackend:
 def _chunks(state: _Request, start: int, size: int) -> Iterator[Chunk]:
     for at in range(start, state.sampled, size):
         end = min(at + size, state.sampled)
-        yield Chunk(state.reply[at:end], state.logprobs[at:end])
+        yield Chunk(
+            state.reply[at:end],
+            state.logprobs[at:end],
+            state.top_ids[at:end],
+            state.top_logprobs[at:end],
+        )
 
 
 def _read_names(source: Path) -> None:

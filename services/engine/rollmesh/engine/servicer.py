@@ -21,7 +21,7 @@ from rollmesh.engine.backend import (
     check_prompt,
 )
 from rollmesh.engine.constraint import read_constraint
-from rollmesh.engine.sampling import read_sampling
+from rollmesh.engine.sampling import MAX_TOP_LOGPROBS, read_sampling
 from rollmesh.engine.transfer import read_init, read_transfer
 from rollmesh.runtime import faults
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids
@@ -206,9 +206,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
         room = max(limits.max_context_tokens - len(token_ids), 1)
         sampling: Sampling = read_sampling(request.sampling, room, limits.vocabulary_tokens)
-        constraint = read_constraint(request, sampling)
+        if request.top_logprobs > MAX_TOP_LOGPROBS:
+            raise InvalidFieldError(
+                "top_logprobs", f"is {request.top_logprobs}; give at most {MAX_TOP_LOGPROBS}"
+            )
         result = GenerateInput(
-            request.request_id, token_ids, sampling, request.max_chunk_tokens, constraint
+            request.request_id,
+            token_ids,
+            sampling,
+            request.max_chunk_tokens,
+            read_constraint(request, sampling),
+            request.top_logprobs,
         )
         check_prompt(result, limits)
         return result
@@ -228,11 +236,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 yield engine_pb2.GenerateResponse(
                     token_ids_u32le=pack_ids(output.token_ids),
                     logprobs_f32le=pack_logprobs(output.logprobs),
+                    top_ids_u32le=pack_ids(output.top_ids),
+                    top_logprobs_f32le=pack_logprobs(output.top_logprobs),
                 )
                 await faults.reach("engine-mid-stream")
             else:
                 whole.token_ids_u32le += pack_ids(output.token_ids)
                 whole.logprobs_f32le += pack_logprobs(output.logprobs)
+                whole.top_ids_u32le += pack_ids(output.top_ids)
+                whole.top_logprobs_f32le += pack_logprobs(output.top_logprobs)
 
     async def _update(
         self,

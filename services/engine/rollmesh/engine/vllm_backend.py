@@ -112,7 +112,7 @@ class VllmBackend:
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
-                    for chunk in _chunks(completion, request.max_chunk_tokens):
+                    for chunk in _chunks(completion, request):
                         yield chunk
                     if completion.finish_reason == "error":
                         raise _failure(request)
@@ -280,7 +280,11 @@ class VllmBackend:
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
             ignore_eos=sampling.ignore_eos,
-            logprobs=0,
+            allowed_token_ids=list(sampling.allowed_token_ids) or None,
+            logit_bias=dict(sampling.logit_bias) or None,
+            # What vLLM makes of bad_words: their text is the gateway's.
+            _bad_words_token_ids=list(map(list, sampling.bad_sequences)) or None,
+            logprobs=request.top_logprobs,
             flat_logprobs=True,
             detokenize=False,
             structured_outputs=(
@@ -302,15 +306,18 @@ def _first(problems: list[str]) -> str:
     return next(filter(None, problems), "")
 
 
-def _chunks(completion: Any, max_chunk_tokens: int) -> Iterator[Chunk]:
+def _chunks(completion: Any, request: GenerateInput) -> Iterator[Chunk]:
     ids = np.asarray(completion.token_ids, np.uint32)
     if not len(ids):
         return
-    flat = completion.logprobs
-    logprobs = np.asarray(flat.logprobs, np.float32)[list(flat.start_indices)]
-    size = max_chunk_tokens or len(ids)
+    # For each token a row: itself, and then the most likely ones, which may hold it again.
+    flat, row = completion.logprobs, 1 + request.top_logprobs
+    logprobs = np.asarray(flat.logprobs, np.float32).reshape(len(ids), row)
+    ranked = np.asarray(flat.token_ids, np.uint32).reshape(len(ids), row)
+    size = request.max_chunk_tokens or len(ids)
     for at in range(0, len(ids), size):
-        yield Chunk(ids[at : at + size], logprobs[at : at + size])
+        part = slice(at, at + size)
+        yield Chunk(ids[part], logprobs[part, 0], ranked[part, 1:], logprobs[part, 1:])
 
 
 def _failure(request: GenerateInput) -> RollmeshError:

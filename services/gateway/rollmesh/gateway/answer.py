@@ -50,6 +50,7 @@ class Answer:
         reasoning: ReasoningSplitter | None,
         new_call_id: Callable[[], str],
         one_call: bool = False,
+        keeps_stop: bool = False,
     ) -> None:
         """Begins an empty answer.
 
@@ -60,9 +61,10 @@ class Answer:
             reasoning: Parts the reasoning; None where the model writes none.
             new_call_id: Gives ids unique within the session.
             one_call: End the answer where a second call begins.
+            keeps_stop: Whether the stop string that ends it is part of its text.
         """
         self._decoder = decoder
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, kept=keeps_stop)
         self._parser = parser
         self._reasoning = reasoning
         self._content: list[str] = []
@@ -75,6 +77,14 @@ class Answer:
         self.stopped_at: int | None = None
         """Number of ids up to the one that completed a stop string, or up to a second call where
         one is allowed; None while there is neither."""
+
+    @property
+    def certain(self) -> int | None:
+        """Number of ids that are certainly part of it, before its end; None where all fed are.
+
+        A second call may show where the first ended only after that.
+        """
+        return 0 if self._one_call and self.stopped_at is None else self.stopped_at
 
     @property
     def malformed(self) -> bool:

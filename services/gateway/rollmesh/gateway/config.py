@@ -18,6 +18,7 @@ _LEAST = {
     "lease_timeout_ms": 1,
     "turn_timeout_ms": 1,
     "workers": 1,
+    "max_choices": 1,
 }
 
 
@@ -62,6 +63,8 @@ class GatewayConfig(ServerConfig):
     """Most token ids that one session may hold; they need about 8 bytes each."""
     max_session_bytes: int = 256 * 1024 * 1024
     """Most text that one session may hold, bytes."""
+    max_choices: int = 128
+    """Most answers to one chat request (`n`); each is a generation of its own."""
     session_idle_ms: int = 86_400_000
     """A session without a request for so long is closed as ABORTED, with what it has."""
     max_undelivered_sessions: int = 4_096

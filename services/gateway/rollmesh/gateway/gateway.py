@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -10,14 +11,24 @@ from contextlib import asynccontextmanager
 from google.protobuf import json_format
 
 from rollmesh.gateway import journal, metrics
-from rollmesh.gateway.answer import Delta
 from rollmesh.gateway.fidelity import ExportMode, Fidelity
 from rollmesh.gateway.journal import SessionSpec
 from rollmesh.gateway.keys import SECRET_BYTES, SessionKeys
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.record import exported_lineages, trajectory_ids, write_record
+from rollmesh.gateway.reporting import retold
 from rollmesh.gateway.rewards import check_rewards
-from rollmesh.gateway.session import Answered, Begun, Session, Turn, TurnRequest
+from rollmesh.gateway.session import (
+    Answered,
+    Begun,
+    Event,
+    Piece,
+    Report,
+    Session,
+    Told,
+    Turn,
+    TurnRequest,
+)
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.gateway.turns import TurnRunner
 from rollmesh.runtime import clock, faults
@@ -178,9 +189,7 @@ class Gateway:
             self._by_request_id[spec.request_id] = spec
         return spec
 
-    async def chat(
-        self, session: Session, request: TurnRequest
-    ) -> AsyncGenerator[Begun | Delta | Answered, None]:
+    async def chat(self, session: Session, request: TurnRequest) -> AsyncGenerator[Event, None]:
         """Yields the beginning and the pieces of an answer, then its end, durable by then.
 
         Raises:
@@ -192,19 +201,32 @@ class Gateway:
         if turn is None:
             turn = self._begin(session, request)
         turn.tries = max(turn.tries, request.retry_count)
+        told, again = False, list[Piece]()
         async with _subscribed(session, turn):
             if turn.answered is not None:
                 metrics.REPLAYED_ANSWERS.inc()
                 await self._mark_replayed(session, turn.answered.node)
+                again = retold(await self._report(turn.answered, request), request)
             async for event in turn.events():
                 if isinstance(event, Answered):
                     await faults.reach("gateway-before-reply")
+                    report = None if told else await self._report(event, request)
+                    if report is not None and request.stream:
+                        yield Told(report.tokens, None)
                     turn.handed = True
-                    yield event
+                    yield event if request.stream else dataclasses.replace(event, report=report)
                     turn.left = True
                     await faults.reach("gateway-after-reply")
                 elif request.stream:
                     yield event
+                    told |= isinstance(event, Told)
+                    for piece in again if isinstance(event, Begun) else ():
+                        yield piece
+                        told |= isinstance(piece, Told)
+
+    async def _report(self, answered: Answered, request: TurnRequest) -> Report | None:
+        """Returns what a request wants to know beside its answer."""
+        return await self._runner.report(answered.node, request) if request.returns else None
 
     def _begin(self, session: Session, request: TurnRequest) -> Turn:
         if self._draining:

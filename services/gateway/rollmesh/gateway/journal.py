@@ -12,11 +12,12 @@ import numpy as np
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish, Lineage
 from rollmesh.gateway.messages import Message, ToolCall
+from rollmesh.gateway.sampled import Tops
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
 
-SCHEMA_VERSION = 4  # counts up with every change of what is below
+SCHEMA_VERSION = 5  # counts up with every change of what is below
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
@@ -26,7 +27,7 @@ CREATE TABLE IF NOT EXISTS frames (
 CREATE TABLE IF NOT EXISTS nodes (
   session_id TEXT NOT NULL, node_id INTEGER NOT NULL, parent_id INTEGER NOT NULL,
   frame_key BLOB NOT NULL, unit TEXT NOT NULL, token_ids BLOB NOT NULL, glue INTEGER NOT NULL,
-  reasons TEXT NOT NULL, sample TEXT, logprobs BLOB, answer TEXT,
+  reasons TEXT NOT NULL, sample TEXT, logprobs BLOB, tops BLOB, answer TEXT,
   PRIMARY KEY (session_id, node_id));
 CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS outbox (session_id TEXT PRIMARY KEY, record BLOB NOT NULL);
@@ -145,7 +146,7 @@ def insert_turn(
     for node in nodes:
         text = json.dumps(dataclasses.asdict(answer)) if node is nodes[-1] else None
         row = (session_id, *_node_row(node), text)
-        db.execute("INSERT OR IGNORE INTO nodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", row)
+        db.execute("INSERT OR IGNORE INTO nodes VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", row)
 
 
 def update_reasons(db: sqlite3.Connection, session_id: str, node: Node) -> None:
@@ -221,14 +222,14 @@ def read_open(db: sqlite3.Connection, new_tree: Callable[[], Tree]) -> list[Stor
 def _node_rows(db: sqlite3.Connection, session_id: str) -> Iterator[Any]:
     return db.execute(
         "SELECT node_id, parent_id, frame_key, unit, token_ids, glue, reasons, sample, logprobs,"
-        " answer FROM nodes WHERE session_id = ? ORDER BY rowid",  # parents first
+        " tops, answer FROM nodes WHERE session_id = ? ORDER BY rowid",  # parents first
         (session_id,),
     )
 
 
 def _node_row(node: Node) -> tuple[object, ...]:
     assert node.parent is not None
-    sample, logprobs = None, None
+    sample, logprobs, tops = None, None, None
     if node.sample is not None:
         sample = json.dumps(
             [
@@ -241,6 +242,8 @@ def _node_row(node: Node) -> tuple[object, ...]:
             ]
         )
         logprobs = pack_logprobs(node.sample.logprobs)
+        if node.sample.tops is not None:
+            tops = pack_ids(node.sample.tops.ids) + pack_logprobs(node.sample.tops.logprobs)
     return (
         node.node_id,
         node.parent.node_id,
@@ -251,11 +254,12 @@ def _node_row(node: Node) -> tuple[object, ...]:
         json.dumps(sorted(node.reasons)),
         sample,
         logprobs,
+        tops,
     )
 
 
 def _attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Any]) -> None:
-    node_id, parent_id, frame_key, unit, ids, glue, reasons, sample, logprobs, answer = row
+    node_id, parent_id, frame_key, unit, ids, glue, reasons, *sampled, answer = row
     frame = frames[frame_key]
     token_ids = np.array(unpack_ids(ids, "token_ids"))
     stored.tree.attach(
@@ -266,7 +270,7 @@ def _attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Any]) -> No
             tuple(_message(fields) for fields in json.loads(unit)),
             token_ids,
             glue,
-            sample=_sample(sample, token_ids[glue:], logprobs) if sample else None,
+            sample=_sample(token_ids[glue:], *sampled) if sampled[0] else None,
             reasons=frozenset(map(Fidelity, json.loads(reasons))),
             stored=True,
         )
@@ -281,12 +285,23 @@ def _message(fields: dict[str, Any]) -> Message:
     return Message(**fields, tool_calls=calls)
 
 
-def _sample(text: str, token_ids: Any, logprobs: bytes) -> Sample:
-    spans, finish, *counts = json.loads(text)
+def _sample(token_ids: Any, text: str, logprobs: bytes, tops: bytes | None) -> Sample:
+    spans, finish, engine_id, prompt_tokens, cached_tokens, prompt_crc32 = json.loads(text)
     return Sample(
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),
         tuple(VersionSpan(*span) for span in spans),
         Finish(finish),
-        *counts,
+        engine_id,
+        prompt_tokens,
+        cached_tokens,
+        prompt_crc32,
+        None if tops is None else _tops(tops, len(token_ids)),
     )
+
+
+def _tops(data: bytes, tokens: int) -> Tops:
+    half, rows = len(data) // 2, max(tokens, 1)
+    ids, logprobs = unpack_ids(data[:half], "tops"), unpack_logprobs(data[half:], "tops")
+    width = len(ids) // rows
+    return Tops(ids.reshape(tokens, width), logprobs.reshape(tokens, width))

@@ -116,6 +116,10 @@ class MistralTokenizer:
         """Returns a control token as its makers write it."""
         return text.removeprefix(_OPEN).removesuffix(_CLOSE)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that an id adds to a text; a control token's are its name's."""
+        return self.stream().bytes_of(token_id)
+
     def stream(self) -> "_Stream":
         """Returns what turns ids into text one by one."""
         return _Stream(self._text, self._names, is_tekken=self._is_tekken)
@@ -227,7 +231,8 @@ class _Stream:
         """Returns what is left: bytes that never became a character, as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
-    def _bytes(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
+        """Returns the bytes that an id adds within a text."""
         name = self._names.get(token_id)
         if name is not None:
             return name.encode()
@@ -235,12 +240,18 @@ class _Stream:
             piece: bytes = self._tokenizer.id_to_byte_piece(token_id, SpecialTokenPolicy.KEEP)
             return piece
         text = str(self._tokenizer.id_to_piece(token_id))
-        begun, self._begun = self._begun, True
         if byte := _BYTE.fullmatch(text):
             return bytes.fromhex(byte[1])
+        return text.replace("\u2581", " ").encode()
+
+    def _bytes(self, token_id: int) -> bytes:
+        text = self.bytes_of(token_id)
+        if self._begun or token_id in self._names:
+            return text
+        self._begun = True
         # SentencePiece puts a blank in front of every text, and takes it away again.
-        text = text.replace("\u2581", " ")
-        return (text if begun else text.removeprefix(" ")).encode()
+        is_byte = _BYTE.fullmatch(str(self._tokenizer.id_to_piece(token_id)))
+        return text if is_byte else text.removeprefix(b" ")
 
 
 def _as_openai(message: Message, *, thinks: bool) -> dict[str, Any]:

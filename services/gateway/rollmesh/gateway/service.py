@@ -77,7 +77,8 @@ class GatewayService:
                 max_context_tokens=self._max_context_tokens,
                 tool_format=self._format.tools,
                 reasoning_format=self._format.reasoning_name,
-            )
+            ),
+            config.max_choices,
         )
         self._membership: Membership | None = None
 

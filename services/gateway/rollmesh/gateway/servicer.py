@@ -3,8 +3,10 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
+from rollmesh.gateway.choices import merged
 from rollmesh.gateway.gateway import Gateway
-from rollmesh.gateway.wire import read_chat, write_event, write_nodes
+from rollmesh.gateway.session import PromptIds
+from rollmesh.gateway.wire import read_choices, write_event, write_nodes
 from rollmesh.runtime.errors import InvalidFieldError, StartingError
 from rollmesh.runtime.interceptors import Context
 from rollmesh.runtime.memory import FreedMemory
@@ -18,9 +20,10 @@ _RETRY_MS = 200
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Serves one gateway."""
 
-    def __init__(self, info: gateway_pb2.GetGatewayInfoResponse) -> None:
-        """Takes the part of the gateway's info that does not change."""
+    def __init__(self, info: gateway_pb2.GetGatewayInfoResponse, max_choices: int) -> None:
+        """Takes what does not change of the gateway's info, and the most choices of a request."""
         self._info = info
+        self._max_choices = max_choices
         self._gateway: Gateway | None = None
         self._freed_memory = FreedMemory()
 
@@ -65,10 +68,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self.gateway.keys.check(request.session_id, request.session_key)
         session = self.gateway.session(request.session_id)
         try:
-            turn_request = read_chat(request, session)
-            async with aclosing(self.gateway.chat(session, turn_request)) as events:
-                async for event in events:
-                    yield write_event(event)
+            choices = read_choices(request, session, self._max_choices)
+            answers = [self.gateway.chat(session, choice) for choice in choices]
+            is_told = False
+            async with aclosing(merged(answers)) as events:
+                async for index, event in events:
+                    if isinstance(event, PromptIds) and is_told:  # each choice begins with it
+                        continue
+                    is_told |= isinstance(event, PromptIds)
+                    yield write_event(event, index)
         finally:
             self._freed_memory.served(request.ByteSize())
 

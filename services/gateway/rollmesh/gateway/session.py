@@ -1,16 +1,19 @@
 """An open session: its tree, and its turns, in flight and answered, as retries find them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from rollmesh.gateway.answer import CallDelta, Delta, ReasoningDelta
+from rollmesh.gateway.choices import Shared
 from rollmesh.gateway.fidelity import Fidelity, Lineage
 from rollmesh.gateway.forced import Wanted
 from rollmesh.gateway.journal import AnswerRecord, SessionSpec
 from rollmesh.gateway.messages import Frame, Message
 from rollmesh.gateway.reading import MessageReader
 from rollmesh.gateway.retries import retried
+from rollmesh.gateway.sampled import Returns, Shown
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -35,6 +38,16 @@ class TurnRequest:
     """Digest of all that makes the answer; equal for a retry."""
     idempotency_key: str = ""
     """Names the sample; with the choice, of which each is a sample. May be empty."""
+    choice: int = 0
+    """Which of the request's choices it is, from 0."""
+    keeps_stop: bool = False
+    """Whether the stop string, or the text of a stop token, is part of the answer."""
+    shows_special: bool = False
+    """Whether special tokens are part of its text."""
+    bad_words: tuple[str, ...] = ()
+    returns: Returns = field(default_factory=Returns)
+    shared: Shared[Any] = field(default_factory=Shared, compare=False)
+    """What all choices of the request have in common: it is made into tokens once."""
     retry_count: int = 0
     finish_on_disconnect: bool = False
     lineage: Lineage | None = None
@@ -52,11 +65,22 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """What a request wants to know beside the answer."""
+
+    prompt: bytes
+    """Packed ids of the prompt; empty where they are not wanted."""
+    tokens: Shown
+
+
+@dataclass(frozen=True, slots=True)
 class Answered:
     """A committed turn."""
 
     node: Node
     record: AnswerRecord
+    report: Report | None = None
+    """Where one is wanted, and was not told piece by piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +88,25 @@ class Begun:
     """The beginning of an answer."""
 
     answer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """The prompt of a streamed answer, packed; told before all else."""
+
+    packed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Tokens of a streamed answer, and the piece of text that came with them."""
+
+    tokens: Shown
+    delta: Delta | None
+
+
+Piece: TypeAlias = Delta | Told | PromptIds
+Event: TypeAlias = Begun | Piece | Answered
 
 
 class Turn:
@@ -95,7 +138,8 @@ class Turn:
         self.task: asyncio.Task[None] | None = None
         self.committing = False
         """Whether the answer is on its way to the journal: from then on it is kept."""
-        self._deltas: list[Delta] = []
+        self._deltas: list[Piece] = []
+        self._prompts = 0
         self._result: Answered | RollmeshError | None = None
         self._changed: asyncio.Event | None = None
 
@@ -141,9 +185,14 @@ class Turn:
     @property
     def has_emitted(self) -> bool:
         """Whether a piece of the answer may have left."""
-        return self.stream and bool(self._deltas)
+        return self.stream and len(self._deltas) > self._prompts
 
-    def emit(self, deltas: list[Delta]) -> None:
+    def begin(self, prompt: PromptIds) -> None:
+        """Passes the prompt on, which is no piece of the answer."""
+        self._prompts = 1
+        self.emit([prompt])
+
+    def emit(self, deltas: Sequence[Piece]) -> None:
         """Passes pieces on."""
         if deltas:
             self._deltas += deltas
@@ -162,14 +211,15 @@ class Turn:
         if self.task is not None:
             self.task.cancel()
 
-    async def events(self) -> AsyncIterator[Begun | Delta | Answered]:
-        """Yields the beginning, the pieces and then the answer.
+    async def events(self) -> AsyncIterator[Event]:
+        """Yields the beginning, the prompt where it is passed on, the pieces, and then the answer.
 
         Raises:
             RollmeshError: The turn failed.
         """
         yield Begun(self.answer_id)
-        deltas, at = self._deltas, 0
+        deltas: Sequence[Piece] = self._deltas
+        at = 0
         if self.answered is not None:
             deltas = _pieces(self.answered.node.unit[0])
         while True:

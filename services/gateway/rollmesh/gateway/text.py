@@ -1,6 +1,6 @@
 """Text from sampled ids, as it becomes certain: decoding and stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rollmesh.gateway.tokenizer import ModelTokenizer
 
@@ -11,14 +11,24 @@ class IncrementalDecoder:
     Invariant: the pieces returned so far, joined, are a prefix of the text of all ids.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, shown: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        shown: Sequence[str] = (),
+        *,
+        hidden: Iterable[int] = (),
+        special: bool = False,
+    ) -> None:
         """Begins an empty text.
 
         Args:
             tokenizer: The model's tokenizer.
-            shown: Special tokens that are part of the text; others are left out.
+            shown: Special tokens that are part of the text whatever else is asked for.
+            hidden: Other ids that are no part of it.
+            special: Whether all special tokens are part of it.
         """
-        self._hidden = tokenizer.special_ids - {tokenizer.special_id(text) for text in shown}
+        left_out = frozenset(hidden) | (frozenset() if special else tokenizer.special_ids)
+        self._hidden = left_out - {tokenizer.special_id(text) for text in shown}
         self._stream = tokenizer.stream()
 
     def feed(self, token_id: int) -> str:
@@ -37,9 +47,10 @@ class IncrementalDecoder:
 class StopStrings:
     """Finds the first stop string in a growing text and holds back what may begin one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Looks for any of `stops`, none of them empty."""
+    def __init__(self, stops: Sequence[str], *, kept: bool = False) -> None:
+        """Looks for any of `stops`, none of them empty; the text may keep the one that is found."""
         self._stops = tuple(stops)
+        self._kept = kept
         self._longest = max(map(len, stops), default=0)
         self._held = ""
 
@@ -53,10 +64,11 @@ class StopStrings:
         if not self._stops:
             return text, False
         held = self._held + text
-        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        found = [(at, len(stop)) for stop in self._stops if (at := held.find(stop)) >= 0]
         if found:
             self._held = ""
-            return held[: min(found)], True
+            at, size = min(found)
+            return held[: at + size if self._kept else at], True
         keep = self._possible_start(held)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False

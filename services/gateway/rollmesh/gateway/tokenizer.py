@@ -16,6 +16,19 @@ from rollmesh.runtime.arrays import TokenIds
 # that the text itself holds, the others around special tokens that the template printed.
 _HIDDEN, _LITERAL, _OPEN, _CLOSE = "\ufdd3", "\ufdd4", "\ufdd5", "\ufdd6"
 _ANY_HIDDEN = re.compile(f"{_HIDDEN}{_LITERAL}?")
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _byte_chars() -> dict[str, int]:
+    """Returns the byte that each character of a byte-level token stands for, as in GPT-2."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + at): byte for at, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_chars()
 
 
 class ModelFilesError(Exception):
@@ -81,6 +94,10 @@ class ModelTokenizer(Protocol):
         """Returns a special token as people write it."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that an id adds to a text; a special token's are its name's."""
+        ...
+
     def stream(self) -> TextStream:
         """Returns what turns ids into text one by one, special tokens included."""
         ...
@@ -117,6 +134,10 @@ class Tokenizer:
         self._added_ids = {
             one.content: id_ for id_, one in self.rust.get_added_tokens_decoder().items()
         }
+        self._bytes: dict[int, bytes] = {}
+        self._is_byte_level = b'"ByteLevel"' in (
+            b"" if self.rust.decoder is None else self.rust.decoder.__getstate__()
+        )
         self.special_texts = tuple(one.content for one in added if one.special and one.content)
         self.added_texts = tuple(one.content for one in added if one.content)
         """Text that is one token wherever it stands."""
@@ -164,6 +185,28 @@ class Tokenizer:
     def shown(self, text: str) -> str:
         """Returns a special token as people write it."""
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that an id adds to a text; a special token's are its name's."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._token_bytes(token_id)
+        return found
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self.rust.id_to_token(token_id)
+        if token is None:  # models have more ids than their tokenizers have tokens
+            return b""
+        if token in self._added_ids:
+            return token.encode()
+        if self._is_byte_level:
+            return bytes(_BYTES.get(char, 0) for char in token)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        # Behind itself, because some decoders take the blank from the first token of a text.
+        alone = str(self.rust.decode([token_id], skip_special_tokens=False))
+        twice = str(self.rust.decode([token_id, token_id], skip_special_tokens=False))
+        return twice[len(alone) :].encode()
 
     def stream(self) -> TextStream:
         """Returns what turns ids into text one by one, special tokens included."""

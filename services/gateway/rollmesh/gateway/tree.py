@@ -23,6 +23,7 @@ from rollmesh.gateway.canonical import (
 )
 from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
 from rollmesh.gateway.messages import Frame, Message, Unit
+from rollmesh.gateway.sampled import Tops
 from rollmesh.runtime.arrays import Logprobs, TokenIds
 
 
@@ -52,6 +53,8 @@ class Sample:
     """Number of those whose KV entries were reused."""
     prompt_crc32: int
     """CRC-32 of the ids the engine was given, as it received them."""
+    tops: Tops | None = None
+    """The most likely ids at each place, where the request wanted them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +126,7 @@ class Tree:
         self.tokens = 0
         """Number of ids that all nodes hold."""
         self.text_bytes = 0
-        """Size of all messages' text, about."""
+        """Size of all messages' text, and of the most likely ids where they are kept, about."""
 
     def __repr__(self) -> str:
         """Says how large the tree is."""
@@ -225,7 +228,7 @@ class Tree:
             parent.by_lenient_key.setdefault(self._lenient_key(node.unit), []).append(node)
         self.nodes[node.node_id] = node
         self.tokens += len(node.token_ids)
-        self.text_bytes += _text_size(node.unit)
+        self.text_bytes += _size(node)
         self._next_id = max(self._next_id, node.node_id + 1)
         return node
 
@@ -241,7 +244,7 @@ class Tree:
             parent.by_lenient_key[self._lenient_key(node.unit)].remove(node)
         del self.nodes[node.node_id]
         self.tokens -= len(node.token_ids)
-        self.text_bytes -= _text_size(node.unit)
+        self.text_bytes -= _size(node)
 
     def reattach(self, node: Node) -> None:
         """Puts a path back that was taken back while another turn was made to go on from it."""
@@ -295,12 +298,13 @@ class Tree:
                 yield node, lenient
 
 
-def _text_size(unit: Unit) -> int:
-    return sum(
+def _size(node: Node) -> int:
+    tops = None if node.sample is None else node.sample.tops
+    return (0 if tops is None else tops.ids.nbytes + tops.logprobs.nbytes) + sum(
         len(message.content)
         + len(message.reasoning)
         + sum(len(call.arguments) for call in message.tool_calls)
-        for message in unit
+        for message in node.unit
     )
 
 

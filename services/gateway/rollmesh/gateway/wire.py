@@ -1,12 +1,15 @@
 """Between protos and the gateway's plain types."""
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Literal, TypeAlias
 
 from google.protobuf import json_format
 
 from rollmesh.gateway.answer import Delta, ReasoningDelta
 from rollmesh.gateway.canonical import fingerprint, make_frame
+from rollmesh.gateway.choices import choice_seed
 from rollmesh.gateway.fidelity import Fidelity, Lineage
 from rollmesh.gateway.forced import Calls, Wanted
 from rollmesh.gateway.formats import tool_schemas
@@ -14,9 +17,10 @@ from rollmesh.gateway.json_values import read_json, replace_surrogates
 from rollmesh.gateway.lineage import lineages
 from rollmesh.gateway.messages import Frame, Message, RoleName
 from rollmesh.gateway.reading import ROLES
-from rollmesh.gateway.session import Answered, Begun, Session, TurnRequest
+from rollmesh.gateway.sampled import Returns, Shown
+from rollmesh.gateway.session import Answered, Begun, Event, PromptIds, Session, Told, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
-from rollmesh.runtime.arrays import pack_ids
+from rollmesh.runtime.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
@@ -37,18 +41,54 @@ _SAID = {
 }
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
 _MAX_KEY_CHARS = 256
+_MAX_BAD_WORDS = 256
+_MAX_TOP_LOGPROBS = 20
+_REPLACED: tuple[Literal["allowed_token_ids", "logit_bias", "bad_sequences"], ...] = (
+    "allowed_token_ids",
+    "logit_bias",
+    "bad_sequences",
+)
 _MAX_SCHEMA_BYTES = 64 * 1024
 _MAX_KEY_CHARS = 256
 _DEFAULTS_CACHED = 256
 _FRAMES_CACHED = 64
+_Digest: TypeAlias = Callable[[types_pb2.SamplingParams, int], str]
+"""Gives a choice's fingerprint, by its sampling parameters and its index."""
 
 
-def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest:
-    """Checks a chat request and fills in the session's defaults.
+def read_choices(
+    request: gateway_pb2.ChatRequest, session: Session, max_choices: int
+) -> list[TurnRequest]:
+    """Returns the choices that a chat request wants; they are told apart by index and seed.
 
     Raises:
         InvalidFieldError: Names the field.
     """
+    count = request.choices or 1
+    if count > max_choices:
+        raise InvalidFieldError("choices", f"is {count}; give 1 to {max_choices}")
+    first, digest = _read_chat(request, session)
+    return [first] + [_read_choice(first, digest, request, at) for at in range(1, count)]
+
+
+def _read_choice(
+    first: TurnRequest, digest: "_Digest", request: gateway_pb2.ChatRequest, index: int
+) -> TurnRequest:
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(first.sampling)
+    if sampling.HasField("seed"):  # one seed would make all choices equal
+        sampling.seed = choice_seed(sampling.seed, index)
+    return dataclasses.replace(
+        first,
+        choice=index,
+        sampling=sampling,
+        fingerprint=digest(sampling, index),
+        idempotency_key=_sample_key(request, index),
+    )
+
+
+def _read_chat(request: gateway_pb2.ChatRequest, session: Session) -> tuple[TurnRequest, "_Digest"]:
+    """Checks a chat request and fills in the session's defaults."""
     spec = session.spec
     messages, digest = session.reader.read(request)
     stops = tuple(request.stop)
@@ -59,34 +99,66 @@ def read_chat(request: gateway_pb2.ChatRequest, session: Session) -> TurnRequest
     frame = _read_frame(request.tools_json, request.template_options_json)
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(_defaults(spec.sampling))
+    for name in _REPLACED:  # merging would join them
+        if getattr(request.sampling, name):
+            sampling.ClearField(name)
     sampling.MergeFrom(request.sampling)
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
     wanted = _read_wanted(request, frame)
-    settings = [
-        sampling.SerializeToString(deterministic=True).hex(),
-        stops,
-        request.choice_index,
+    returns = _read_returns(request.returns)
+    others = [
         request.tool_choice,
         request.tool_name,
         wanted.one_call,
         None if wanted.json_schema is None else [wanted.json_schema.decode(), wanted.strict],
+        _read_bad_words(request),
+        [request.include_stop, request.show_special_tokens],
+        dataclasses.astuple(returns),
     ]
+
+    def fingerprint_of(sampling: types_pb2.SamplingParams, index: int) -> str:
+        settings = [sampling.SerializeToString(deterministic=True).hex(), stops, index, *others]
+        return fingerprint(frame, digest, settings).hex()
+
     policy = request.disconnect_policy
-    return TurnRequest(
+    first = TurnRequest(
         messages=messages,
         frame=frame,
         sampling=sampling,
         stops=stops,
         wanted=wanted,
         stream=request.stream,
-        fingerprint=fingerprint(frame, digest, settings).hex(),
-        idempotency_key=_sample_key(request),
+        fingerprint=fingerprint_of(sampling, 0),
+        idempotency_key=_sample_key(request, 0),
+        keeps_stop=request.include_stop,
+        shows_special=request.show_special_tokens,
+        bad_words=tuple(request.bad_words),
+        returns=returns,
         retry_count=request.retry_count,
         finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
         or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
         lineage=_read_lineage(request),
     )
+    return first, fingerprint_of
+
+
+def _read_returns(returns: gateway_pb2.ReturnOptions) -> Returns:
+    most = returns.top_logprobs
+    if most > _MAX_TOP_LOGPROBS or (most and not returns.logprobs):
+        raise InvalidFieldError(
+            "returns.top_logprobs", f"is {most}; give at most {_MAX_TOP_LOGPROBS}, with logprobs"
+        )
+    return Returns(returns.token_ids, returns.logprobs, most)
+
+
+def _read_bad_words(request: gateway_pb2.ChatRequest) -> list[str]:
+    words = list(request.bad_words)
+    if len(words) > _MAX_BAD_WORDS or any(not 0 < len(one) <= _MAX_STOP_CHARS for one in words):
+        raise InvalidFieldError(
+            "bad_words", f"give at most {_MAX_BAD_WORDS} of 1 to {_MAX_STOP_CHARS} characters"
+        )
+    return words
 
 
 @lru_cache(_FRAMES_CACHED)  # agents send the same tools with every request
@@ -137,14 +209,14 @@ def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
     )
 
 
-def _sample_key(request: gateway_pb2.ChatRequest) -> str:
+def _sample_key(request: gateway_pb2.ChatRequest, index: int) -> str:
     """Returns the name of one choice's sample: the choices of a request share its key."""
     key = request.idempotency_key
     if len(key) > _MAX_KEY_CHARS:
         raise InvalidFieldError(
             "idempotency_key", f"has {len(key)} characters; give at most {_MAX_KEY_CHARS}"
         )
-    return f"{request.choice_index} {key}" if key else ""
+    return f"{index} {key}" if key else ""
 
 
 def _check_schema(schema: bytes) -> None:
@@ -180,24 +252,49 @@ def write_message(message: Message) -> types_pb2.ChatMessage:
     )
 
 
-def write_event(event: Begun | Delta | Answered) -> gateway_pb2.ChatResponse:
-    """Returns the proto of the beginning of an answer, of a piece of it, or of its end."""
+def write_event(event: Event, index: int = 0) -> gateway_pb2.ChatResponse:
+    """Returns the proto of the beginning of a choice's answer, of a piece of it, or of its end."""
     if isinstance(event, Begun):
-        return gateway_pb2.ChatResponse(begun=gateway_pb2.ChatBegun(answer_id=event.answer_id))
+        begun = gateway_pb2.ChatBegun(answer_id=event.answer_id)
+        return gateway_pb2.ChatResponse(begun=begun, choice_index=index)
     if isinstance(event, Answered):
-        return gateway_pb2.ChatResponse(done=_write_done(event))
-    if isinstance(event, str):
-        return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(content=event))
-    if isinstance(event, ReasoningDelta):
-        return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(reasoning_content=event.text))
+        return gateway_pb2.ChatResponse(done=_write_done(event, index), choice_index=index)
+    if isinstance(event, PromptIds):
+        prompt = gateway_pb2.ChatPrompt(token_ids_u32le=event.packed)
+        return gateway_pb2.ChatResponse(prompt=prompt, choice_index=index)
+    if isinstance(event, Told):
+        delta = gateway_pb2.ChatDelta() if event.delta is None else _write_delta(event.delta)
+        delta.tokens.CopyFrom(_write_tokens(event.tokens))
+    else:
+        delta = _write_delta(event)
+    return gateway_pb2.ChatResponse(delta=delta, choice_index=index)
+
+
+def _write_delta(delta: Delta) -> gateway_pb2.ChatDelta:
+    if isinstance(delta, str):
+        return gateway_pb2.ChatDelta(content=delta)
+    if isinstance(delta, ReasoningDelta):
+        return gateway_pb2.ChatDelta(reasoning_content=delta.text)
     call = gateway_pb2.ToolCallDelta(
-        index=event.index, id=event.id, name=event.name, arguments_json=event.arguments
+        index=delta.index, id=delta.id, name=delta.name, arguments_json=delta.arguments
     )
-    return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(tool_calls=[call]))
+    return gateway_pb2.ChatDelta(tool_calls=[call])
 
 
-def _write_done(answered: Answered) -> gateway_pb2.ChatDone:
-    node, sample = answered.node, answered.node.sample
+def _write_tokens(shown: Shown) -> gateway_pb2.SampledTokens:
+    sampled = shown.sampled
+    tokens = gateway_pb2.SampledTokens(token_ids_u32le=pack_ids(sampled.token_ids))
+    if shown.texts is not None:
+        tokens.logprobs_f32le = pack_logprobs(sampled.logprobs)
+        tokens.texts.extend(shown.texts)
+        tokens.top_ids_u32le = pack_ids(sampled.tops.ids)
+        tokens.top_logprobs_f32le = pack_logprobs(sampled.tops.logprobs)
+        tokens.top_texts.extend(shown.top_texts)
+    return tokens
+
+
+def _write_done(answered: Answered, index: int) -> gateway_pb2.ChatDone:
+    node, sample, report = answered.node, answered.node.sample, answered.report
     assert sample is not None
     return gateway_pb2.ChatDone(
         message=write_message(node.unit[0]),
@@ -209,6 +306,8 @@ def _write_done(answered: Answered) -> gateway_pb2.ChatDone:
         reasons=write_reasons(node.reasons),
         answer_id=answered.record.answer_id,
         created_unix_ms=answered.record.created_unix_ms,
+        tokens=None if report is None else _write_tokens(report.tokens),
+        prompt_token_ids_u32le=b"" if report is None or index else report.prompt,
     )
 
 

@@ -1,0 +1,58 @@
+"""Sampled tokens in the answers: OpenAI's `logprobs`, and vLLM's `token_ids`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs
+from rollmesh.v1 import gateway_pb2
+
+_LEAST = -9999.0  # JSON has no infinity; vLLM writes this
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a request wants to see of sampled tokens."""
+
+    token_ids: bool = False
+    logprobs: bool = False
+    as_ids: bool = False
+    """Whether the text of a token is `token_id:ID`."""
+
+
+def token_fields(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, Any]:
+    """Returns the fields of a choice, or of a piece of one."""
+    fields: dict[str, Any] = {"logprobs": logprobs(tokens, shown) if shown.logprobs else None}
+    if shown.token_ids:
+        fields["token_ids"] = unpack_ids(tokens.token_ids_u32le, "token_ids_u32le").tolist()
+    return fields
+
+
+def prompt_fields(packed: bytes) -> dict[str, Any]:
+    """Returns the field of an answer that holds its prompt; nothing where it is not wanted."""
+    return {"prompt_token_ids": unpack_ids(packed, "prompt").tolist()} if packed else {}
+
+
+def logprobs(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, Any]:
+    """Returns OpenAI's object; the most likely tokens are those of the row, the first first."""
+    rows = _entries(tokens.token_ids_u32le, tokens.logprobs_f32le, tokens.texts, shown)
+    tops = _entries(tokens.top_ids_u32le, tokens.top_logprobs_f32le, tokens.top_texts, shown)
+    width = len(tops) // len(rows) if rows else 0
+    for at, row in enumerate(rows):
+        row["top_logprobs"] = tops[at * width : (at + 1) * width]
+    return {"content": rows, "refusal": None}
+
+
+def _entries(
+    packed_ids: bytes, packed_logprobs: bytes, texts: Sequence[bytes], shown: Shown
+) -> list[dict[str, Any]]:
+    ids = unpack_ids(packed_ids, "token_ids_u32le").tolist()
+    values = unpack_logprobs(packed_logprobs, "logprobs_f32le").tolist()
+    return [
+        {
+            "token": f"token_id:{id_}" if shown.as_ids else text.decode(errors="replace"),
+            "bytes": list(text),
+            "logprob": max(value, _LEAST),
+        }
+        for id_, value, text in zip(ids, values, texts, strict=True)
+    ]

@@ -1,0 +1,56 @@
+"""Values of a JSON body, checked; each error names the field."""
+
+from typing import Any
+
+from rollmesh.runtime.errors import InvalidFieldError
+
+
+def number(value: Any, field: str, least: float, most: float) -> float:
+    """Returns a number of a range.
+
+    Raises:
+        InvalidFieldError: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidFieldError(field, "must be a number")
+    if not least <= value <= most:
+        raise InvalidFieldError(field, f"is {value}; give {least} to {most}")
+    return value
+
+
+def integer(value: Any, field: str, least: int | None) -> int:
+    """Returns an integer that fits 64 bits, and 31 where `least` is given.
+
+    Raises:
+        InvalidFieldError: It is none.
+    """
+    if type(value) is not int:
+        raise InvalidFieldError(field, "must be an integer")
+    if least is not None and not least <= value < 2**31:
+        raise InvalidFieldError(field, f"is {value}; give at least {least}")
+    if not -(2**63) <= value < 2**63:
+        raise InvalidFieldError(field, "does not fit 64 bits")
+    return value
+
+
+def flag(body: dict[str, Any], name: str, within: str = "", *, default: bool = False) -> bool:
+    """Returns a parameter that is true or false.
+
+    Raises:
+        InvalidFieldError: It is none.
+    """
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise InvalidFieldError(f"{within}{name}", "must be true or false")
+    return default if value is None else value
+
+
+def string(value: Any, field: str) -> str:
+    """Returns a text.
+
+    Raises:
+        InvalidFieldError: It is none.
+    """
+    if not isinstance(value, str):
+        raise InvalidFieldError(field, "must be a string")
+    return value
