@@ -7,6 +7,7 @@ Each reads plans from standard input, one JSON object a line, and answers each w
 
 import asyncio
 import json
+import sqlite3
 import sys
 import tempfile
 import time
@@ -15,21 +16,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.delivery_journal import new_tree, write_closed
 from benchmarks.delivery_rows import Shape, sessions
 from benchmarks.memory import peak_mb
 from rollmesh.batches import ragged, rows_of, to_torch
 from rollmesh.client.delivery import Subscription
 from rollmesh.client.trajectories import Delivery
-from rollmesh.gateway import journal
+from rollmesh.gateway import closed, journal
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.memory import keep_freed_memory
+from rollmesh.v1 import types_pb2
 
 _PRELOADED, _CHUNK = 2048, 256
 _LOOK_S = 0.02
 _MAX_UNDELIVERED = 100_000
 Figures = dict[str, Any]
-Records = Iterator[tuple[str, bytes]]
+Records = Iterator[types_pb2.SessionRecord]
 
 
 async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
@@ -38,14 +41,17 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
     What a gateway holds at most is in the journal before the clock starts; the rest is closed while
     it runs. With `every_s` one session is closed at a time, so far apart.
     """
-    records: Records = (
-        (record.session_id, record.SerializeToString())
-        for record in sessions(Shape(**plan["shape"]), plan["prefix"])
-    )
+    records: Records = sessions(Shape(**plan["shape"]), plan["prefix"])
     with tempfile.TemporaryDirectory(prefix="bench-outbox-") as folder:
         path = Path(folder) / "gateway.sqlite"
         async with Database(path, journal.SCHEMA, journal.SCHEMA_VERSION) as database:
-            outbox = Outbox(database, plan["collector"], _MAX_UNDELIVERED)
+            outbox = Outbox(
+                database,
+                plan["collector"],
+                new_tree=new_tree,
+                max_undelivered=_MAX_UNDELIVERED,
+                remembered=_CHUNK,
+            )
             if "every_s" not in plan:
                 await _close(database, list(islice(records, _PRELOADED)))
             started()
@@ -57,7 +63,7 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
                 else:
                     stamps = {}
                     await _close_all(database, outbox, records)
-                while await database.run(journal.count_undelivered):  # noqa: ASYNC110 - the outbox tells nobody
+                while await database.run(closed.count_undelivered):  # noqa: ASYNC110 - the outbox tells nobody
                     await asyncio.sleep(_LOOK_S)
                 ended = time.monotonic()
                 running.cancel()
@@ -65,8 +71,12 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
     return {"began": began, "ended": ended, "stamps": stamps, "peak_mb": peak_mb("self")}
 
 
-async def _close(database: Database, records: list[tuple[str, bytes]]) -> None:
-    await database.run(lambda db: db.executemany("INSERT INTO outbox VALUES (?, ?)", records))
+async def _close(database: Database, records: list[types_pb2.SessionRecord]) -> None:
+    def write(db: sqlite3.Connection) -> None:
+        for record in records:
+            write_closed(db, record)
+
+    await database.run(write)
 
 
 async def _close_all(database: Database, outbox: Outbox, records: Records) -> None:
@@ -88,7 +98,7 @@ async def _close_slowly(
     stamps: dict[str, float] = {}
     for record in records:
         await asyncio.sleep(every_s)
-        stamps[record[0]] = time.monotonic()
+        stamps[record.session_id] = time.monotonic()
         await _close(database, [record])
         outbox.added()
     return stamps

@@ -77,7 +77,7 @@ class ServiceProcess:
 
 
 async def run_to_end(
-    *command: str | Path, cwd: Path, env: dict[str, str], limit_s: float
+    *command: str | Path, cwd: Path, env: dict[str, str] | None, limit_s: float
 ) -> tuple[str, str]:
     """Runs a program with all that it starts; returns what it printed, errors second.
 

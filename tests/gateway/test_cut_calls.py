@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Subscription
-from rollmesh.gateway import journal
+from rollmesh.gateway import closed, journal
 from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.session import Answered
 from rollmesh.gateway.wire import read_choices
@@ -24,12 +24,12 @@ ASK = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="Hello")
 class HeldJournal:
     """Holds one kind of write back until it is let go."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, name: str, module: Any = journal) -> None:
         self.reached = asyncio.Event()
         self.may_go = threading.Event()
         self._loop = asyncio.get_running_loop()
-        self._write: Callable[..., None] = getattr(journal, name)
-        patch.setattr(journal, name, self._held)
+        self._write: Callable[..., None] = getattr(module, name)
+        patch.setattr(module, name, self._held)
 
     def _held(self, *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(self.reached.set)
@@ -70,7 +70,7 @@ async def test_a_session_whose_opening_was_cut_off_is_there_for_the_repeat(
 async def test_a_close_that_was_cut_off_is_a_close_and_its_repeat_gives_the_same_ids(
     mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = HeldJournal(monkeypatch, "close_session")
+    held = HeldJournal(monkeypatch, "close_session", closed)
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     await answered(mesh, opened.session_id)
     request = gateway_pb2.CloseSessionRequest(

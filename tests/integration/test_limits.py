@@ -36,6 +36,27 @@ async def test_a_full_session_says_so_and_keeps_what_it_has(mesh: Mesh, limit: s
         assert (await delivered(client)).trajectories[0].turns == 1
 
 
+async def test_a_session_whose_record_would_be_too_large_says_so_and_can_be_closed(
+    mesh: Mesh,
+) -> None:
+    await mesh.restart("gateway", max_session_record_bytes=40_000)
+    asks: list[Any] = [[{"role": "user", "content": f"{at} hello " * 20}] for at in range(20)]
+    async with mesh.client() as client:
+        async with client.session() as session:
+            chat = mesh.openai(session).chat.completions
+            calls = (chat.create(model="policy", messages=ask, max_tokens=8) for ask in asks)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [one for one in answers if isinstance(one, openai.BadRequestError)]
+        answered = [one for one in answers if not isinstance(one, BaseException)]
+        assert len(refused) + len(answered) == len(asks)
+        assert len(refused) > 0 < len(answered)
+        assert all(one.code == "session_limit" for one in refused)
+        assert all("max_session_record_bytes" in str(one) for one in refused)
+        result = await delivered(client)
+    assert len(result.trajectories) == len(answered)
+    assert sum(9 * len(one.token_ids) for one in result.trajectories) < 40_000
+
+
 async def test_a_session_that_nobody_uses_is_closed_with_what_it_has(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:

@@ -160,6 +160,21 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.GetGatewayInfoResponse:
         return gateway_pb2.GetGatewayInfoResponse(model="policy", max_context_tokens=8192)
 
+    async def ListDeadLetters(
+        self, request: gateway_pb2.ListDeadLettersRequest, context: Context
+    ) -> gateway_pb2.ListDeadLettersResponse:
+        return gateway_pb2.ListDeadLettersResponse()
+
+    async def RetryDeadLetter(
+        self, request: gateway_pb2.RetryDeadLetterRequest, context: Context
+    ) -> gateway_pb2.RetryDeadLetterResponse:
+        raise SessionUnknownError("session_id: is no dead letter")
+
+    async def DropDeadLetter(
+        self, request: gateway_pb2.DropDeadLetterRequest, context: Context
+    ) -> gateway_pb2.DropDeadLetterResponse:
+        raise SessionUnknownError("session_id: is no dead letter")
+
 
 @asynccontextmanager
 async def serving(servicer: gateway_pb2_grpc.GatewayServiceServicer) -> AsyncIterator[str]:

@@ -967,6 +967,7 @@ class GetGatewayInfoResponse(_message.Message):
     REFUSED_ORDERS_FIELD_NUMBER: _builtins.int
     TOOL_FORMAT_FIELD_NUMBER: _builtins.int
     REASONING_FORMAT_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway, unique in the mesh."""
     model: _builtins.str
@@ -993,6 +994,8 @@ class GetGatewayInfoResponse(_message.Message):
     """How the model writes reasoning: "think" (<think>), "mistral" ([THINK]), "openai", "gemma4" and
     "muse_glimmer" (channels), "seed_oss", "cohere_command", or "none".
     """
+    dead_letters: _builtins.int
+    """Sessions that were set aside; ListDeadLetters has them."""
     @_builtins.property
     def template_findings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the template was seen to do, one short phrase each."""
@@ -1015,11 +1018,180 @@ class GetGatewayInfoResponse(_message.Message):
         refused_orders: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tool_format: _builtins.str = ...,
         reasoning_format: _builtins.str = ...,
+        dead_letters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "reasoning_format", b"reasoning_format", "refused_orders", b"refused_orders", "template_contract", b"template_contract", "template_findings", b"template_findings", "template_sha256", b"template_sha256", "tool_format", b"tool_format", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "reasoning_format", b"reasoning_format", "refused_orders", b"refused_orders", "template_contract", b"template_contract", "template_findings", b"template_findings", "template_sha256", b"template_sha256", "tool_format", b"tool_format", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetGatewayInfoResponse: _TypeAlias = GetGatewayInfoResponse  # noqa: Y015
+
+@_typing.final
+class DeadLetter(_message.Message):
+    """A session that was set aside."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    reason: _builtins.str
+    """Why: REFUSED (by the collector), UNEXPORTABLE (no record can be made of it), DAMAGED (the
+    journal's rows make no session).
+    """
+    message: _builtins.str
+    """The error, for people."""
+    unix_ms: _builtins.int
+    """When it was set aside, milliseconds since 1970 UTC."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "session_id", b"session_id", "unix_ms", b"unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadLetter: _TypeAlias = DeadLetter  # noqa: Y015
+
+@_typing.final
+class ListDeadLettersRequest(_message.Message):
+    """Asks for a page of dead letters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most entries of the page, at most 1000. 0 means 100."""
+    page_token: _builtins.str
+    """Of the last page; empty asks for the first."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadLettersRequest: _TypeAlias = ListDeadLettersRequest  # noqa: Y015
+
+@_typing.final
+class ListDeadLettersResponse(_message.Message):
+    """A page of dead letters, by session id."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the next page; empty where this is the last."""
+    @_builtins.property
+    def dead_letters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeadLetter]:
+        """The entries."""
+
+    def __init__(
+        self,
+        *,
+        dead_letters: _abc.Iterable[Global___DeadLetter] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadLettersResponse: _TypeAlias = ListDeadLettersResponse  # noqa: Y015
+
+@_typing.final
+class RetryDeadLetterRequest(_message.Message):
+    """Tries a dead letter again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryDeadLetterRequest: _TypeAlias = RetryDeadLetterRequest  # noqa: Y015
+
+@_typing.final
+class RetryDeadLetterResponse(_message.Message):
+    """It is no dead letter any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryDeadLetterResponse: _TypeAlias = RetryDeadLetterResponse  # noqa: Y015
+
+@_typing.final
+class DropDeadLetterRequest(_message.Message):
+    """Gives a dead letter up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropDeadLetterRequest: _TypeAlias = DropDeadLetterRequest  # noqa: Y015
+
+@_typing.final
+class DropDeadLetterResponse(_message.Message):
+    """It is deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropDeadLetterResponse: _TypeAlias = DropDeadLetterResponse  # noqa: Y015

@@ -55,6 +55,21 @@ class GatewayServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.GetSessionRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.GetSessionResponse.FromString,
                 _registered_method=True)
+        self.ListDeadLetters = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/ListDeadLetters',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersResponse.FromString,
+                _registered_method=True)
+        self.RetryDeadLetter = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/RetryDeadLetter',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterResponse.FromString,
+                _registered_method=True)
+        self.DropDeadLetter = channel.unary_unary(
+                '/rollmesh.v1.GatewayService/DropDeadLetter',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterResponse.FromString,
+                _registered_method=True)
         self.GetGatewayInfo = channel.unary_unary(
                 '/rollmesh.v1.GatewayService/GetGatewayInfo',
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.GetGatewayInfoRequest.SerializeToString,
@@ -108,6 +123,33 @@ class GatewayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDeadLetters(self, request, context):
+        """Lists the sessions that were set aside: the collector refused them for good, no record can be
+        made of them, or their rows in the journal are damaged. They stay in the journal, and count
+        neither as open nor as undelivered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetryDeadLetter(self, request, context):
+        """Tries a session that was set aside again: a closed one is sent again, a damaged open one is read
+        again and goes on where it was.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter; DATA_LOSS (SESSION_DAMAGED)
+        where it still cannot be read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropDeadLetter(self, request, context):
+        """Gives up a session that was set aside: all that the journal has of it is deleted.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetGatewayInfo(self, request, context):
         """Says which model is served and what is known of its template.
         """
@@ -137,6 +179,21 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.GetSession,
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.GetSessionRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_gateway__pb2.GetSessionResponse.SerializeToString,
+            ),
+            'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeadLetters,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersResponse.SerializeToString,
+            ),
+            'RetryDeadLetter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetryDeadLetter,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterResponse.SerializeToString,
+            ),
+            'DropDeadLetter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropDeadLetter,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterResponse.SerializeToString,
             ),
             'GetGatewayInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGatewayInfo,
@@ -253,6 +310,87 @@ class GatewayService(object):
             '/rollmesh.v1.GatewayService/GetSession',
             rollmesh_dot_v1_dot_gateway__pb2.GetSessionRequest.SerializeToString,
             rollmesh_dot_v1_dot_gateway__pb2.GetSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/ListDeadLetters',
+            rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.ListDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetryDeadLetter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/RetryDeadLetter',
+            rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.RetryDeadLetterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropDeadLetter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/DropDeadLetter',
+            rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.DropDeadLetterResponse.FromString,
             options,
             channel_credentials,
             insecure,

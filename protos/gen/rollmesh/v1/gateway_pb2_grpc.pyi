@@ -59,6 +59,21 @@ class GatewayServiceStub:
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
     (SESSION_CLOSED).
     """
+    ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]
+    """Lists the sessions that were set aside: the collector refused them for good, no record can be
+    made of them, or their rows in the journal are damaged. They stay in the journal, and count
+    neither as open nor as undelivered.
+    """
+    RetryDeadLetter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.RetryDeadLetterRequest, _gateway_pb2.RetryDeadLetterResponse]
+    """Tries a session that was set aside again: a closed one is sent again, a damaged open one is read
+    again and goes on where it was.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter; DATA_LOSS (SESSION_DAMAGED)
+    where it still cannot be read.
+    """
+    DropDeadLetter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DropDeadLetterRequest, _gateway_pb2.DropDeadLetterResponse]
+    """Gives up a session that was set aside: all that the journal has of it is deleted.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter.
+    """
     GetGatewayInfo: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetGatewayInfoRequest, _gateway_pb2.GetGatewayInfoResponse]
     """Says which model is served and what is known of its template."""
 
@@ -92,6 +107,21 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """Shows a session's tree.
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
     (SESSION_CLOSED).
+    """
+    ListDeadLetters: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListDeadLettersRequest, _gateway_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
+    """Lists the sessions that were set aside: the collector refused them for good, no record can be
+    made of them, or their rows in the journal are damaged. They stay in the journal, and count
+    neither as open nor as undelivered.
+    """
+    RetryDeadLetter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.RetryDeadLetterRequest, _gateway_pb2.RetryDeadLetterResponse]  # type: ignore[assignment]
+    """Tries a session that was set aside again: a closed one is sent again, a damaged open one is read
+    again and goes on where it was.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter; DATA_LOSS (SESSION_DAMAGED)
+    where it still cannot be read.
+    """
+    DropDeadLetter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DropDeadLetterRequest, _gateway_pb2.DropDeadLetterResponse]  # type: ignore[assignment]
+    """Gives up a session that was set aside: all that the journal has of it is deleted.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter.
     """
     GetGatewayInfo: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetGatewayInfoRequest, _gateway_pb2.GetGatewayInfoResponse]  # type: ignore[assignment]
     """Says which model is served and what is known of its template."""
@@ -147,6 +177,39 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         """Shows a session's tree.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
         (SESSION_CLOSED).
+        """
+
+    @_abc_1.abstractmethod
+    def ListDeadLetters(
+        self,
+        request: _gateway_pb2.ListDeadLettersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.ListDeadLettersResponse, _abc.Awaitable[_gateway_pb2.ListDeadLettersResponse]]:
+        """Lists the sessions that were set aside: the collector refused them for good, no record can be
+        made of them, or their rows in the journal are damaged. They stay in the journal, and count
+        neither as open nor as undelivered.
+        """
+
+    @_abc_1.abstractmethod
+    def RetryDeadLetter(
+        self,
+        request: _gateway_pb2.RetryDeadLetterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.RetryDeadLetterResponse, _abc.Awaitable[_gateway_pb2.RetryDeadLetterResponse]]:
+        """Tries a session that was set aside again: a closed one is sent again, a damaged open one is read
+        again and goes on where it was.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter; DATA_LOSS (SESSION_DAMAGED)
+        where it still cannot be read.
+        """
+
+    @_abc_1.abstractmethod
+    def DropDeadLetter(
+        self,
+        request: _gateway_pb2.DropDeadLetterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.DropDeadLetterResponse, _abc.Awaitable[_gateway_pb2.DropDeadLetterResponse]]:
+        """Gives up a session that was set aside: all that the journal has of it is deleted.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter.
         """
 
     @_abc_1.abstractmethod

@@ -11,7 +11,6 @@ from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.collector.validation import (
     MAX_SESSIONS,
     check_count,
-    check_name,
     check_page_size,
     check_position,
     check_sessions,
@@ -28,6 +27,7 @@ from rollmesh.runtime.errors import (
     StoreFullError,
 )
 from rollmesh.runtime.interceptors import Context
+from rollmesh.runtime.session_records import check_name
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 
 _READ_PAGE = 100

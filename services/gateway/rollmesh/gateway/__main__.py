@@ -7,11 +7,14 @@ from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.service import GatewayService
 from rollmesh.gateway.tokenizer import ModelFilesError
+from rollmesh.gateway.tools import DEAD_LETTERS, run_dead_letters
 from rollmesh.runtime.process import run_service
 
 
 def main() -> int:
     """Returns the exit code."""
+    if sys.argv[1:2] == [DEAD_LETTERS]:
+        return run_dead_letters(sys.argv[2:])
     try:
         return run_service("gateway", GatewayConfig, GatewayService, sys.argv[1:], os.environ)
     except (ModelFilesError, TemplateRefusedError) as error:

@@ -13,6 +13,8 @@ _LEAST = {
     "max_session_nodes": 1,
     "max_session_tokens": 1,
     "max_session_bytes": 1,
+    "max_session_record_bytes": 1,
+    "remembered_closes": 0,
     "session_idle_ms": 1,
     "max_undelivered_sessions": 1,
     "lease_timeout_ms": 1,
@@ -65,10 +67,17 @@ class GatewayConfig(ServerConfig):
     """Most text that one session may hold, bytes."""
     max_choices: int = 128
     """Most answers to one chat request (`n`); each is a generation of its own."""
+    max_session_record_bytes: int = 256 * 1024 * 1024
+    """Most bytes that the record of one session may have as it is handed over: 9 for each token of
+    each trajectory, so tokens that many trajectories share count for each of them. A turn that
+    would make it larger is refused, and the session can still be closed."""
     session_idle_ms: int = 86_400_000
     """A session without a request for so long is closed as ABORTED, with what it has."""
     max_undelivered_sessions: int = 4_096
     """Closed sessions that may wait for the collector before no more are opened."""
+    remembered_closes: int = 65_536
+    """Delivered sessions whose close can be repeated: the newest so many. A repeat after that is
+    answered SESSION_UNKNOWN. Closes that wait for the collector are remembered as well."""
     lease_timeout_ms: int = 30_000
     """Longest wait for a place on an engine, milliseconds."""
     turn_timeout_ms: int = 600_000

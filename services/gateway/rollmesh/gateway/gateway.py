@@ -1,7 +1,6 @@
 """The gateway's sessions: opening, turns, retries, closing, and handing over to the collector."""
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import secrets
@@ -10,12 +9,15 @@ from contextlib import asynccontextmanager
 
 from google.protobuf import json_format
 
-from rollmesh.gateway import journal, metrics
+from rollmesh.gateway import closed, journal, metrics
+from rollmesh.gateway.closed import Close
+from rollmesh.gateway.dead_letters import damaged_error
 from rollmesh.gateway.fidelity import ExportMode, Fidelity
-from rollmesh.gateway.journal import SessionSpec
+from rollmesh.gateway.groups import GroupSizes
+from rollmesh.gateway.journal import SessionSpec, StoredSession
 from rollmesh.gateway.keys import SECRET_BYTES, SessionKeys
-from rollmesh.gateway.outbox import Outbox
-from rollmesh.gateway.record import exported_lineages, trajectory_ids, write_record
+from rollmesh.gateway.outbox import Outbox, dead_letter
+from rollmesh.gateway.record import record_bytes, trajectory_ends, trajectory_id, trajectory_ids
 from rollmesh.gateway.reporting import retold
 from rollmesh.gateway.rewards import check_rewards
 from rollmesh.gateway.session import (
@@ -44,11 +46,10 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.logs import fields
 from rollmesh.runtime.tasks import begun
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
-_IDLE_CHECK_S = 60.0
 _LOST_IDS = 1024
 """More than the turns of a session that began to stream and were lost with the process."""
 
@@ -75,7 +76,8 @@ class Gateway:
         self._max_sessions = max_sessions
         self._sessions: dict[str, Session] = {}
         self._by_request_id: dict[str, SessionSpec] = {}
-        self._closed: dict[str, list[str]] = {}
+        self._closed: set[str] = set()
+        self._groups = GroupSizes()
         self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
         self._opens = 0
         """Sessions on their way to the journal."""
@@ -85,6 +87,7 @@ class Gateway:
         """Set by `restore`."""
         self.forgotten: Callable[[str], None] = lambda _: None
         """Told the id of each closed session, so that its engine need not stick."""
+        outbox.forgotten = self._closed.difference_update
 
     @property
     def undelivered_sessions(self) -> int:
@@ -100,16 +103,36 @@ class Gateway:
         """Rebuilds the open sessions from the journal, and what their keys are made with."""
         fresh = secrets.token_bytes(SECRET_BYTES)
         self.keys = SessionKeys(await self._database.run(lambda db: journal.keep_secret(db, fresh)))
-        for stored in await self._database.run(lambda db: journal.read_open(db, self._new_tree)):
-            stored.tree.skip_ids(_LOST_IDS)
-            session = Session(stored.spec, stored.tree)
-            for node_id, record in stored.answers.items():
-                session.restore(Answered(stored.tree.nodes[node_id], record))
-            self._sessions[stored.spec.session_id] = session
-            if stored.spec.request_id:
-                self._by_request_id[stored.spec.request_id] = stored.spec
-        self._closed = await self._database.run(journal.read_closed)
-        _log.info("restored", extra=fields(open=len(self._sessions), closed=len(self._closed)))
+        sessions, damaged = await self._database.run(
+            lambda db: journal.read_open(db, self._new_tree)
+        )
+        for stored in sessions:
+            self.reopen(stored)
+        self._closed |= await self._database.run(closed.read_closes)
+        self._outbox.dead = await self._database.run(closed.dead_ids)
+        await self._outbox.set_aside(
+            [
+                dead_letter(id_, "DAMAGED", journal.DamagedSessionError(message))
+                for id_, message in damaged.items()
+            ]
+        )
+        _log.info(
+            "restored",
+            extra=fields(
+                open=len(sessions), closed=len(self._closed), dead_letters=len(self._outbox.dead)
+            ),
+        )
+
+    def reopen(self, stored: StoredSession) -> None:
+        """Serves a session of the journal."""
+        stored.tree.skip_ids(_LOST_IDS)
+        session = Session(stored.spec, stored.tree)
+        for node_id, record in stored.answers.items():
+            session.restore(Answered(stored.tree.nodes[node_id], record))
+        self._sessions[stored.spec.session_id] = session
+        self._groups.add(stored.spec.group_id, stored.spec.group_size)
+        if stored.spec.request_id:
+            self._by_request_id.setdefault(stored.spec.request_id, stored.spec)
 
     def drain(self) -> None:
         """Refuses new sessions and turns from now on."""
@@ -126,6 +149,8 @@ class Gateway:
         if session is None or session.closing:
             if session is not None or session_id in self._closed:
                 raise _closed(session_id)
+            if session_id in self._outbox.dead:
+                raise damaged_error(session_id)
             raise SessionUnknownError(
                 f"session_id: there is no session {session_id!r}; "
                 "give the id that CreateSession returned",
@@ -140,6 +165,7 @@ class Gateway:
             SessionClosedError: The session that the same request id opened is closed.
             TooManySessionsError: The gateway is full.
             StoreFullError: The collector is behind.
+            InvalidFieldError: The group has another size.
         """
         known = self._by_request_id.get(request.request_id)
         if known is not None:
@@ -158,6 +184,7 @@ class Gateway:
             raise StoreFullError(
                 "too many closed sessions wait for the collector", retry_delay_ms=_RETRY_MS
             )
+        self._groups.check(request.group_id, request.group_size or 1)
         session_id = secrets.token_hex(12)
         spec = SessionSpec(
             session_id=session_id,
@@ -171,6 +198,7 @@ class Gateway:
             finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
             export_mode=request.export_mode or ExportMode.LEAVES,
         )
+        self._groups.add(spec.group_id, spec.group_size)
         opening = begun(self._tasks, self._open(spec))
         if spec.request_id:
             self._opening[spec.request_id] = opening
@@ -245,9 +273,10 @@ class Gateway:
             SessionUnknownError: There is none with this id.
             InvalidFieldError: A reward is of what the session does not have; it stays open.
         """
-        closed = self._closed.get(request.session_id)
-        if closed is not None:
-            return closed
+        session_id = request.session_id
+        if session_id in self._closed:
+            leaves = await self._database.run(lambda db: closed.read_leaves(db, session_id))
+            return [trajectory_id(session_id, leaf) for leaf in leaves]
         closing = self._closing.get(request.session_id)
         if closing is None:
             session = self.session(request.session_id)
@@ -263,41 +292,47 @@ class Gateway:
             await _end_turns(session, _closed(request.session_id))
             # Again: a turn that was being committed may have gone on from a leaf.
             check_rewards(session.tree, trajectory_ids(session), request.rewards)
-            record = await asyncio.to_thread(write_record, session, request, clock.unix_ms())
-            ids = [trajectory.trajectory_id for trajectory in record.trajectories]
-            data = record.SerializeToString()
             session_id = request.session_id
-            await self._database.run(lambda db: journal.close_session(db, session_id, ids, data))
+            close = Close(
+                session_id,
+                request.SerializeToString(),
+                clock.unix_ms(),
+                record_bytes(session),
+                trajectory_ends(session),
+                session.mark_orphans(),
+            )
+            await self._database.run(lambda db: closed.close_session(db, close))
         except BaseException:
             session.closing = False
             raise
         await faults.reach("gateway-after-close")
-        for lineage in exported_lineages(record):
-            metrics.TRAJECTORIES.labels(lineage).inc()
-        self._closed[session_id] = ids
-        del self._sessions[session_id]
-        self._by_request_id.pop(session.spec.request_id, None)
+        self._closed.add(session_id)
+        self._forget(session)
         self._outbox.added()
-        self.forgotten(session_id)
-        return ids
+        return [trajectory_id(session_id, leaf) for leaf in close.leaves]
 
-    async def close_idle(self, idle_ms: int) -> None:
-        """Closes sessions that nobody uses, with what they have; runs until it is cancelled."""
-        while True:
-            now = clock.monotonic_ms()
-            for session in list(self._sessions.values()):
-                if session.in_flight or session.closing or now - session.used_ms < idle_ms:
-                    continue
-                _log.warning("idle session", extra=fields(session=session.spec.session_id))
-                with contextlib.suppress(RollmeshError):  # tried again with the next round
-                    await self.close(
-                        gateway_pb2.CloseSessionRequest(
-                            session_id=session.spec.session_id,
-                            outcome=types_pb2.SESSION_OUTCOME_ABORTED,
-                            metadata={"closed_by": "idle"},
-                        )
-                    )
-            await asyncio.sleep(min(idle_ms / 4000, _IDLE_CHECK_S))
+    def unused_since(self, time_ms: int) -> list[Session]:
+        """Returns the open sessions that nobody has used since a time of the monotonic clock."""
+        return [
+            session
+            for session in self._sessions.values()
+            if not (session.in_flight or session.closing) and session.used_ms <= time_ms
+        ]
+
+    async def set_aside(self, session: Session, error: Exception) -> None:
+        """Makes an open session a dead letter: an error of its own keeps it from being closed.
+
+        Raises:
+            RollmeshError: The journal cannot be written; it stays open.
+        """
+        letter = dead_letter(session.spec.session_id, "UNEXPORTABLE", error)
+        await self._outbox.set_aside([letter])
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.spec.session_id]
+        self._by_request_id.pop(session.spec.request_id, None)
+        self.forgotten(session.spec.session_id)
 
     async def stop(self) -> None:
         """Ends the turns that are still running; waits for those on their way to the journal."""

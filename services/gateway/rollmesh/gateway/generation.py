@@ -72,6 +72,8 @@ def checked_sample(generation: Generation, *, prompt_tokens: int, prompt_crc32: 
     """
     finish = generation.finish
     assert finish is not None
+    if not generation.runs:
+        raise RollmeshError("the engine ended without a token; nothing was kept, try again")
     sampled = joined(generation.runs)
     if finish.prompt_crc32 != prompt_crc32:
         raise RollmeshError("the engine received other prompt ids than the session recorded")
@@ -85,8 +87,15 @@ def checked_sample(generation: Generation, *, prompt_tokens: int, prompt_crc32: 
         for span in finish.version_spans
         if span.start < size
     )
-    if size and (not spans or spans[0].start != 0 or spans[-1].end != size):
-        raise RollmeshError("the engine's version spans do not cover what it sampled")
+    if not size:
+        raise RollmeshError("the engine ended without a token; nothing was kept, try again")
+    bounds = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != bounds[:-1] or bounds[-1] != size:
+        raise RollmeshError(
+            "the engine's version spans do not cover what it sampled, one after the other"
+        )
+    if any(span.start >= span.end for span in spans):
+        raise RollmeshError("the engine gave an empty version span")
     return Sample(
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,

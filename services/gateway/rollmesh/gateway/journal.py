@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,28 +11,45 @@ import numpy as np
 
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.fidelity import ExportMode, Fidelity, Finish, Lineage
-from rollmesh.gateway.messages import Message, ToolCall
+from rollmesh.gateway.messages import Frame, Message, ToolCall
 from rollmesh.gateway.sampled import Tops
 from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
 
-SCHEMA_VERSION = 5  # counts up with every change of what is below
+SCHEMA_VERSION = 6  # counts up with every change of what is below
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
-  session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL, trajectory_ids TEXT);
+  session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS frames (
   frame_key BLOB PRIMARY KEY, tools_json BLOB NOT NULL, options_json BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS session_frames (
+  session_id TEXT NOT NULL, frame_key BLOB NOT NULL, PRIMARY KEY (session_id, frame_key));
+CREATE INDEX IF NOT EXISTS sessions_of_frames ON session_frames (frame_key);
 CREATE TABLE IF NOT EXISTS nodes (
   session_id TEXT NOT NULL, node_id INTEGER NOT NULL, parent_id INTEGER NOT NULL,
   frame_key BLOB NOT NULL, unit TEXT NOT NULL, token_ids BLOB NOT NULL, glue INTEGER NOT NULL,
   reasons TEXT NOT NULL, sample TEXT, logprobs BLOB, tops BLOB, answer TEXT,
   PRIMARY KEY (session_id, node_id));
-CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS outbox (session_id TEXT PRIMARY KEY, record BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS nodes_in_order ON nodes (session_id);
+CREATE TABLE IF NOT EXISTS closes (
+  n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, request_id TEXT,
+  leaves BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS closes_by_request ON closes (request_id);
+CREATE TABLE IF NOT EXISTS outbox (
+  n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, request BLOB NOT NULL,
+  closed_unix_ms INTEGER NOT NULL, bytes INTEGER NOT NULL, state INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS outbox_states ON outbox (state, n);
+CREATE TABLE IF NOT EXISTS dead_letters (
+  n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, reason TEXT NOT NULL,
+  message TEXT NOT NULL, unix_ms INTEGER NOT NULL);
 """
-_CLOSED_KEPT = 10_000
+_OPEN = (
+    "session_id NOT IN (SELECT session_id FROM outbox)"
+    " AND session_id NOT IN (SELECT session_id FROM dead_letters)"
+)
 
 
 class ModelFiles(NamedTuple):
@@ -108,7 +125,9 @@ def adopt_model(db: sqlite3.Connection, model: ModelFiles) -> None:
     row = db.execute("SELECT tokenizer_sha256, template_sha256 FROM model").fetchone()
     if row is not None and ModelFiles(*row) == model:
         return
-    (count,) = db.execute("SELECT count(*) FROM sessions WHERE trajectory_ids IS NULL").fetchone()
+    (count,) = db.execute(
+        f"SELECT count(*) FROM sessions WHERE {_OPEN}"  # noqa: S608 - a constant
+    ).fetchone()
     if row is not None and count:
         raise OtherModelError(ModelFiles(*row), count)
     db.execute("DELETE FROM model")
@@ -121,7 +140,7 @@ def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:
     Raises:
         SessionClosedError: Its request id opened one that is closed and still remembered.
     """
-    known = "SELECT session_id FROM sessions WHERE request_id = ? AND trajectory_ids IS NOT NULL"
+    known = "SELECT session_id FROM closes WHERE request_id = ?"
     for (session_id,) in db.execute(known, (spec.request_id,)):
         raise SessionClosedError(
             f"request_id: {spec.request_id!r} opened session {session_id}, which is closed; "
@@ -143,6 +162,7 @@ def insert_turn(
         "INSERT OR IGNORE INTO frames VALUES (?, ?, ?)",
         (frame.key, frame.tools_json, frame.options_json),
     )
+    db.execute("INSERT OR IGNORE INTO session_frames VALUES (?, ?)", (session_id, frame.key))
     for node in nodes:
         text = json.dumps(dataclasses.asdict(answer)) if node is nodes[-1] else None
         row = (session_id, *_node_row(node), text)
@@ -157,74 +177,80 @@ def update_reasons(db: sqlite3.Connection, session_id: str, node: Node) -> None:
     )
 
 
-def close_session(
-    db: sqlite3.Connection, session_id: str, trajectory_ids: list[str], record: bytes
-) -> None:
-    """Moves a session to the outbox; keeps the answer of the close for repeats of it."""
-    db.execute(
-        "UPDATE sessions SET trajectory_ids = ? WHERE session_id = ?",
-        (json.dumps(trajectory_ids), session_id),
-    )
-    db.execute("DELETE FROM nodes WHERE session_id = ?", (session_id,))
-    db.execute("INSERT INTO outbox VALUES (?, ?)", (session_id, record))
+def read_open(
+    db: sqlite3.Connection, new_tree: Callable[[], Tree]
+) -> tuple[list[StoredSession], dict[str, str]]:
+    """Rebuilds all open sessions exactly.
 
-
-def undelivered(db: sqlite3.Connection, count: int) -> list[tuple[str, int]]:
-    """Returns the oldest closed sessions that the collector has not taken, and their sizes."""
-    rows = db.execute(
-        "SELECT session_id, length(record) FROM outbox ORDER BY rowid LIMIT ?", (count,)
-    )
-    return list(rows)
-
-
-def read_record(db: sqlite3.Connection, session_id: str) -> bytes:
-    """Returns a closed session that the collector has not taken."""
-    row = db.execute("SELECT record FROM outbox WHERE session_id = ?", (session_id,)).fetchone()
-    return bytes(row[0])
-
-
-def delete_delivered(db: sqlite3.Connection, session_ids: list[str]) -> None:
-    """Forgets closed sessions that the collector has taken, and the oldest closes."""
-    db.executemany("DELETE FROM outbox WHERE session_id = ?", [(id_,) for id_ in session_ids])
-    db.execute(
-        "DELETE FROM sessions WHERE trajectory_ids IS NOT NULL AND rowid <= "
-        "(SELECT max(rowid) FROM sessions) - ?",
-        (_CLOSED_KEPT,),
-    )
-
-
-def read_closed(db: sqlite3.Connection) -> dict[str, list[str]]:
-    """Returns the trajectory ids of the closed sessions that are remembered."""
-    rows = db.execute(
-        "SELECT session_id, trajectory_ids FROM sessions WHERE trajectory_ids IS NOT NULL"
-    )
-    return {session_id: json.loads(ids) for session_id, ids in rows}
-
-
-def count_undelivered(db: sqlite3.Connection) -> int:
-    """Returns how many closed sessions the collector has not taken."""
-    return int(db.execute("SELECT count(*) FROM outbox").fetchone()[0])
-
-
-def read_open(db: sqlite3.Connection, new_tree: Callable[[], Tree]) -> list[StoredSession]:
-    """Rebuilds all open sessions exactly."""
-    frames = {row[0]: make_frame(row[1], row[2]) for row in db.execute("SELECT * FROM frames")}
+    Returns:
+        The sessions, and of each one that cannot be read its id and what is wrong with it.
+    """
     sessions: list[StoredSession] = []
-    specs = db.execute("SELECT spec FROM sessions WHERE trajectory_ids IS NULL ORDER BY rowid")
-    for (text,) in specs.fetchall():
-        stored = StoredSession(SessionSpec(**json.loads(text)), new_tree())
-        for row in _node_rows(db, stored.spec.session_id):
-            _attach_row(stored, row, frames)
-        sessions.append(stored)
-    return sessions
+    damaged: dict[str, str] = {}
+    ids = db.execute(f"SELECT session_id FROM sessions WHERE {_OPEN} ORDER BY rowid").fetchall()  # noqa: S608
+    for (session_id,) in ids:
+        try:
+            sessions.append(read_session(db, session_id, new_tree))
+        except DamagedSessionError as error:
+            damaged[session_id] = str(error)
+    return sessions, damaged
 
 
-def _node_rows(db: sqlite3.Connection, session_id: str) -> Iterator[Any]:
-    return db.execute(
-        "SELECT node_id, parent_id, frame_key, unit, token_ids, glue, reasons, sample, logprobs,"
-        " tops, answer FROM nodes WHERE session_id = ? ORDER BY rowid",  # parents first
+def read_session(
+    db: sqlite3.Connection, session_id: str, new_tree: Callable[[], Tree]
+) -> StoredSession:
+    """Rebuilds one session exactly.
+
+    Raises:
+        DamagedSessionError: What the journal has of it makes no session.
+    """
+    try:
+        stored = StoredSession(read_spec(db, session_id), new_tree())
+        frames = read_frames(db, session_id)
+        for row in read_nodes(db, session_id):
+            attach_row(stored, row, frames)
+    except Exception as error:
+        raise DamagedSessionError(f"{type(error).__name__}: {error}") from error
+    return stored
+
+
+class DamagedSessionError(Exception):
+    """What the journal has of a session makes no session; the message says why."""
+
+
+def read_spec(db: sqlite3.Connection, session_id: str) -> SessionSpec:
+    """Returns what a session was opened with."""
+    row = db.execute("SELECT spec FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+    return SessionSpec(**json.loads(row[0]))
+
+
+def read_frames(db: sqlite3.Connection, session_id: str) -> dict[bytes, Frame]:
+    """Returns the frames of a session by their keys."""
+    rows = db.execute(
+        "SELECT frame_key, tools_json, options_json FROM session_frames JOIN frames"
+        " USING (frame_key) WHERE session_id = ?",
         (session_id,),
     )
+    return {key: make_frame(tools, options) for key, tools, options in rows}
+
+
+def read_nodes(
+    db: sqlite3.Connection, session_id: str, after: int = 0, limit: int = -1
+) -> list[Any]:
+    """Returns rows of a session's nodes, parents first, for `attach_row`.
+
+    Args:
+        db: The journal.
+        session_id: The session's.
+        after: First column of the last row that was read; 0 begins.
+        limit: Most rows; -1 is all.
+    """
+    return db.execute(
+        "SELECT rowid, node_id, parent_id, frame_key, unit, token_ids, glue, reasons, sample,"
+        " logprobs, tops, answer FROM nodes INDEXED BY nodes_in_order"
+        " WHERE session_id = ? AND rowid > ? ORDER BY rowid LIMIT ?",
+        (session_id, after, limit),
+    ).fetchall()
 
 
 def _node_row(node: Node) -> tuple[object, ...]:
@@ -258,8 +284,9 @@ def _node_row(node: Node) -> tuple[object, ...]:
     )
 
 
-def _attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Any]) -> None:
-    node_id, parent_id, frame_key, unit, ids, glue, reasons, *sampled, answer = row
+def attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Frame]) -> None:
+    """Attaches the node of a row to the tree of its session."""
+    _, node_id, parent_id, frame_key, unit, ids, glue, reasons, *sampled, answer = row
     frame = frames[frame_key]
     token_ids = np.array(unpack_ids(ids, "token_ids"))
     stored.tree.attach(

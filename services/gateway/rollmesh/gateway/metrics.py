@@ -24,7 +24,7 @@ ENGINE_LOSSES = Counter(
     "rollmesh_gateway_engine_losses_total", "Generations cut because their engine went away."
 )
 TRAJECTORIES = Counter(
-    "rollmesh_gateway_trajectories_total", "Trajectories of closed sessions.", ["lineage"]
+    "rollmesh_gateway_trajectories_total", "Trajectories that the collector took.", ["lineage"]
 )
 PARSER_FAILURES = Counter(
     "rollmesh_gateway_vllm_parser_failures_total",
@@ -35,6 +35,10 @@ REGISTERED = Gauge("rollmesh_gateway_registered", "Whether the router knows the 
 OPEN_SESSIONS = Gauge("rollmesh_gateway_open_sessions", "Sessions that take turns.")
 UNDELIVERED = Gauge(
     "rollmesh_gateway_undelivered_sessions", "Closed sessions that the collector has not taken."
+)
+DEAD_LETTERS = Gauge(
+    "rollmesh_gateway_dead_letters",
+    "Sessions set aside: refused by the collector, without a record, or damaged in the journal.",
 )
 
 

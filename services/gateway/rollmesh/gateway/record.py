@@ -13,7 +13,7 @@ from rollmesh.gateway.export import (
 from rollmesh.gateway.fidelity import ExportMode
 from rollmesh.gateway.rewards import write_rewards
 from rollmesh.gateway.session import Session
-from rollmesh.gateway.tree import Node, VersionSpan
+from rollmesh.gateway.tree import Node, VersionSpan, path_bytes
 from rollmesh.gateway.wire import write_reasons, write_role
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, pack_mask
 from rollmesh.runtime.enums import name_of
@@ -28,7 +28,6 @@ def write_record(
     Runs in a worker thread.
     """
     spec, tree = session.spec, session.tree
-    session.mark_orphans()
     packed, trajectories = None, []
     match ExportMode(spec.export_mode):
         case ExportMode.TREE:
@@ -60,16 +59,35 @@ def write_record(
 
 def trajectory_ids(session: Session) -> set[str] | None:
     """Returns the ids of the trajectories that a close gives; None where the tree is exported."""
-    spec, tree = session.spec, session.tree
+    if ExportMode(session.spec.export_mode) is ExportMode.TREE:
+        return None
+    return {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
+
+
+def trajectory_ends(session: Session) -> list[int]:
+    """Returns the last node of each trajectory that a close gives, oldest first."""
+    tree = session.tree
     ends: Iterable[Node]
-    match ExportMode(spec.export_mode):
+    match ExportMode(session.spec.export_mode):
         case ExportMode.TREE:
-            return None
+            ends = ()
         case ExportMode.TURNS:
             ends = (node for node in tree.nodes.values() if node.sample is not None)
         case ExportMode.LEAVES:
             ends = tree.leaves()
-    return {_trajectory_id(spec.session_id, node.node_id) for node in ends}
+    return [node.node_id for node in ends]
+
+
+def record_bytes(session: Session) -> int:
+    """Returns the size of a session's record, about, at most."""
+    tree = session.tree
+    match ExportMode(session.spec.export_mode):
+        case ExportMode.TREE:
+            return path_bytes(tree.tokens, len(tree.nodes))
+        case ExportMode.TURNS:
+            return tree.turn_bytes
+        case ExportMode.LEAVES:
+            return tree.leaf_bytes
 
 
 def exported_lineages(record: types_pb2.SessionRecord) -> list[str]:
@@ -81,14 +99,15 @@ def exported_lineages(record: types_pb2.SessionRecord) -> list[str]:
     return [name_of(types_pb2.Lineage.DESCRIPTOR, one).lower() for one in found]
 
 
-def _trajectory_id(session_id: str, leaf_node_id: int) -> str:
+def trajectory_id(session_id: str, leaf_node_id: int) -> str:
+    """Returns the id of the trajectory that ends in a node."""
     return f"{session_id}-{leaf_node_id}"
 
 
 def _write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Trajectory:
     """Returns the proto of an exported trajectory."""
     return types_pb2.Trajectory(
-        trajectory_id=_trajectory_id(session_id, trajectory.leaf_node_id),
+        trajectory_id=trajectory_id(session_id, trajectory.leaf_node_id),
         session_id=session_id,
         leaf_node_id=trajectory.leaf_node_id,
         lineage=types_pb2.Lineage.ValueType(trajectory.lineage),

@@ -14,10 +14,12 @@ from rollmesh.gateway import journal, metrics
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.contract import MOVING
+from rollmesh.gateway.dead_letters import DeadLetters
 from rollmesh.gateway.detection import choose, known_parsers
 from rollmesh.gateway.engines import EngineClients
 from rollmesh.gateway.formats import UNKNOWN, VLLM
 from rollmesh.gateway.gateway import Gateway
+from rollmesh.gateway.idle import close_idle
 from rollmesh.gateway.model_files import load_model
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.servicer import GatewayServicer
@@ -103,7 +105,13 @@ class GatewayService:
             engines = EngineClients()
             stack.push_async_callback(engines.close)
             leases = await stack.enter_async_context(LeaseClient(config.router, config.gateway_id))
-            outbox = Outbox(database, config.collector, config.max_undelivered_sessions)
+            outbox = Outbox(
+                database,
+                config.collector,
+                new_tree=self._continuation.new_tree,
+                max_undelivered=config.max_undelivered_sessions,
+                remembered=config.remembered_closes,
+            )
             stack.push_async_callback(outbox.close)
             runner = TurnRunner(
                 vllm_parser=self._vllm_parser(stack),
@@ -118,7 +126,10 @@ class GatewayService:
                 max_context_tokens=self._max_context_tokens,
                 special_text=SpecialText(self._tokenizer, config.special_text),
                 limits=SessionLimits(
-                    config.max_session_nodes, config.max_session_tokens, config.max_session_bytes
+                    config.max_session_nodes,
+                    config.max_session_tokens,
+                    config.max_session_bytes,
+                    config.max_session_record_bytes,
                 ),
                 rewrite_history=config.history == "rewrite",
                 lease_timeout_ms=config.lease_timeout_ms,
@@ -135,12 +146,16 @@ class GatewayService:
                 )
                 gateway.forgotten = leases.forget
                 await gateway.restore()
-                self._servicer.gateway = gateway
+                dead_letters = DeadLetters(
+                    database, outbox, self._continuation.new_tree, gateway.reopen
+                )
+                self._servicer.begin(gateway, dead_letters)
                 metrics.OPEN_SESSIONS.set_function(lambda: gateway.live_sessions)
+                metrics.DEAD_LETTERS.set_function(lambda: dead_letters.count)
                 metrics.UNDELIVERED.set_function(lambda: gateway.undelivered_sessions)
                 owned = [
                     tasks.create_task(outbox.run()),
-                    tasks.create_task(gateway.close_idle(config.session_idle_ms)),
+                    tasks.create_task(close_idle(gateway, config.session_idle_ms)),
                 ]
                 async with Membership(
                     config.router, self._hello(address), lambda: self._load(gateway)

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
 from rollmesh.gateway.choices import merged
+from rollmesh.gateway.dead_letters import DeadLetters
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.session import PromptIds
 from rollmesh.gateway.wire import read_choices, write_event, write_nodes
@@ -15,6 +16,7 @@ from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_ID_CHARS = 128
 _RETRY_MS = 200
+_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -26,6 +28,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._max_choices = max_choices
         self._gateway: Gateway | None = None
         self._freed_memory = FreedMemory()
+        self._dead_letters: DeadLetters | None = None
 
     @property
     def gateway(self) -> Gateway:
@@ -38,9 +41,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise StartingError("the gateway is rebuilding its sessions", retry_delay_ms=_RETRY_MS)
         return self._gateway
 
-    @gateway.setter
-    def gateway(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """What was set aside; there as soon as the gateway is.
+
+        Raises:
+            StartingError: It is not there yet.
+        """
+        assert self.gateway
+        assert self._dead_letters is not None
+        return self._dead_letters
+
+    def begin(self, gateway: Gateway, dead_letters: DeadLetters) -> None:
+        """Begins to serve a gateway whose sessions are rebuilt."""
+        self._gateway, self._dead_letters = gateway, dead_letters
 
     async def CreateSession(
         self, request: gateway_pb2.CreateSessionRequest, context: Context
@@ -111,7 +125,32 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         info.CopyFrom(self._info)
         info.live_sessions = self.gateway.live_sessions
         info.undelivered_sessions = self.gateway.undelivered_sessions
+        info.dead_letters = self.dead_letters.count
         return info
+
+    async def ListDeadLetters(
+        self, request: gateway_pb2.ListDeadLettersRequest, context: Context
+    ) -> gateway_pb2.ListDeadLettersResponse:
+        size = request.page_size or _DEFAULT_PAGE
+        if size > _MAX_PAGE:
+            raise InvalidFieldError("page_size", f"is {size}; give at most {_MAX_PAGE}")
+        letters = await self.dead_letters.list(request.page_token, size)
+        return gateway_pb2.ListDeadLettersResponse(
+            dead_letters=[gateway_pb2.DeadLetter(**letter._asdict()) for letter in letters],
+            next_page_token=letters[-1].session_id if len(letters) == size else "",
+        )
+
+    async def RetryDeadLetter(
+        self, request: gateway_pb2.RetryDeadLetterRequest, context: Context
+    ) -> gateway_pb2.RetryDeadLetterResponse:
+        await self.dead_letters.retry(request.session_id)
+        return gateway_pb2.RetryDeadLetterResponse()
+
+    async def DropDeadLetter(
+        self, request: gateway_pb2.DropDeadLetterRequest, context: Context
+    ) -> gateway_pb2.DropDeadLetterResponse:
+        await self.dead_letters.drop(request.session_id)
+        return gateway_pb2.DropDeadLetterResponse()
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:

@@ -140,6 +140,8 @@ class Turn:
         """Whether the answer is on its way to the journal: from then on it is kept."""
         self._deltas: list[Piece] = []
         self._prompts = 0
+        self.record_bytes = 0
+        """What its path may add to the session's record, about, at most."""
         self._result: Answered | RollmeshError | None = None
         self._changed: asyncio.Event | None = None
 
@@ -258,6 +260,8 @@ class SessionLimits:
     nodes: int
     tokens: int
     text_bytes: int
+    record_bytes: int
+    """Of the record, which must be small enough to be handed over."""
 
     def check(self, session: "Session") -> None:
         """Checks that a session may take another turn.
@@ -277,6 +281,28 @@ class SessionLimits:
                     f"max_session_{name} of the gateway",
                     session_id=session.spec.session_id,
                 )
+
+    def reserve(self, session: "Session", turn: Turn, held: int, added: int) -> None:
+        """Keeps room in the session's record for a turn, as long as that is in flight.
+
+        Args:
+            session: The session.
+            turn: The turn.
+            held: Size of the record of what the session holds, bytes.
+            added: What the turn may add, bytes.
+
+        Raises:
+            SessionLimitError: The session could not be closed with it.
+        """
+        turn.record_bytes = 0
+        held += sum(other.record_bytes for other in session.in_flight)
+        if held + added > self.record_bytes:
+            raise SessionLimitError(
+                f"the session's record would have {held + added} bytes with this turn and may have "
+                f"{self.record_bytes}; close it, or raise max_session_record_bytes of the gateway",
+                session_id=session.spec.session_id,
+            )
+        turn.record_bytes = added
 
 
 @dataclass(slots=True)
@@ -336,12 +362,19 @@ class Session:
         if not turns:
             self.turns.pop(turn.identity, None)
 
-    def mark_orphans(self) -> None:
-        """Marks the answers that never reached the agent, which went on without them."""
-        for turns in self.turns.values():
-            for turn in turns:
-                if turn.answered is None or turn.handed or turn.waiting:
-                    continue
-                node = turn.answered.node
-                reasons = node.reasons - {Fidelity.ORPHANED}  # of a close that was not stored
-                node.reasons = reasons if node.children else reasons | {Fidelity.ORPHANED}
+    def mark_orphans(self) -> list[Node]:
+        """Marks the answers that never reached the agent, which went on without them.
+
+        Returns:
+            Those that did not reach it, marked or not.
+        """
+        nodes = [
+            turn.answered.node
+            for turns in self.turns.values()
+            for turn in turns
+            if turn.answered is not None and not (turn.handed or turn.waiting)
+        ]
+        for node in nodes:
+            reasons = node.reasons - {Fidelity.ORPHANED}  # of a close that was not stored
+            node.reasons = reasons if node.children else reasons | {Fidelity.ORPHANED}
+        return nodes

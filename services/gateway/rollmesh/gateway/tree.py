@@ -26,6 +26,9 @@ from rollmesh.gateway.messages import Frame, Message, Unit
 from rollmesh.gateway.sampled import Tops
 from rollmesh.runtime.arrays import Logprobs, TokenIds
 
+_TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 24, 512
+"""What a record needs for a token, at most for a node and a version span, and for a trajectory."""
+
 
 class VersionSpan(NamedTuple):
     """The policy version that sampled a run of tokens, by index; `end` is exclusive."""
@@ -79,6 +82,8 @@ class Node:
     """False for an answer that was cut: the node behind it closes it."""
     end: int = 0
     """Length of the context up to and including this node."""
+    record_bytes: int = 0
+    """Size of the path up to here in a record, about, at most."""
     children: list["Node"] = field(default_factory=list)
     by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
     by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
@@ -127,6 +132,10 @@ class Tree:
         """Number of ids that all nodes hold."""
         self.text_bytes = 0
         """Size of all messages' text, and of the most likely ids where they are kept, about."""
+        self.leaf_bytes = 0
+        """Size of a record with one trajectory for each leaf, about, at most."""
+        self.turn_bytes = 0
+        """Size of a record with one trajectory for each turn, about, at most."""
 
     def __repr__(self) -> str:
         """Says how large the tree is."""
@@ -221,6 +230,10 @@ class Tree:
         last = int(node.token_ids[-1]) if len(node.token_ids) else None
         node.ends_turn = node.sample is None or last in self._end_ids
         node.end = parent.end + len(node.token_ids)
+        node.record_bytes = parent.record_bytes + _node_bytes(node)
+        if not parent.children and parent.parent is not None:
+            self.leaf_bytes -= parent.record_bytes + _ROW_BYTES
+        self._count_record(node, 1)
         node.token_ids.flags.writeable = False
         parent.children.append(node)
         parent.by_key.setdefault(self._key(node.unit), []).append(node)
@@ -245,6 +258,9 @@ class Tree:
         del self.nodes[node.node_id]
         self.tokens -= len(node.token_ids)
         self.text_bytes -= _size(node)
+        if not parent.children and parent.parent is not None:
+            self.leaf_bytes += parent.record_bytes + _ROW_BYTES
+        self._count_record(node, -1)
 
     def reattach(self, node: Node) -> None:
         """Puts a path back that was taken back while another turn was made to go on from it."""
@@ -265,6 +281,12 @@ class Tree:
             root = Node(0, None, frame, (), np.empty(0, np.uint32), 0)
             self._roots[frame.key] = root
         return root
+
+    def _count_record(self, leaf: Node, sign: int) -> None:
+        size = sign * (leaf.record_bytes + _ROW_BYTES)
+        self.leaf_bytes += size
+        if leaf.sample is not None:
+            self.turn_bytes += size
 
     def _key(self, unit: Unit) -> bytes:
         return unit_key(unit, call_ids=self._call_ids)
@@ -296,6 +318,16 @@ class Tree:
                 continue
             if is_mended_echo(sampled, unit[0]):
                 yield node, lenient
+
+
+def path_bytes(tokens: int, nodes: int) -> int:
+    """Returns the size of a path in a record, about, at most."""
+    return tokens * _TOKEN_BYTES + nodes * _NODE_BYTES + _ROW_BYTES
+
+
+def _node_bytes(node: Node) -> int:
+    spans = len(node.sample.spans) if node.sample is not None else 0
+    return len(node.token_ids) * _TOKEN_BYTES + _NODE_BYTES + spans * _SPAN_BYTES
 
 
 def _size(node: Node) -> int:

@@ -14,7 +14,7 @@ from rollmesh.gateway.answer import Answer
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.detection import check_readable
 from rollmesh.gateway.engines import EngineClients
-from rollmesh.gateway.fidelity import Fidelity
+from rollmesh.gateway.fidelity import ExportMode, Fidelity
 from rollmesh.gateway.forced import Calls
 from rollmesh.gateway.formats import AnswerFormat
 from rollmesh.gateway.generation import Generation, checked_sample
@@ -22,6 +22,7 @@ from rollmesh.gateway.masks import is_masked
 from rollmesh.gateway.messages import Message
 from rollmesh.gateway.preparing import Prepared, Preparer, Workers
 from rollmesh.gateway.reasoning import ReasoningSplitter
+from rollmesh.gateway.record import record_bytes
 from rollmesh.gateway.reporting import Reporter
 from rollmesh.gateway.session import (
     Answered,
@@ -35,7 +36,7 @@ from rollmesh.gateway.session import (
 from rollmesh.gateway.special_text import SpecialText
 from rollmesh.gateway.text import IncrementalDecoder
 from rollmesh.gateway.tokenizer import ModelTokenizer
-from rollmesh.gateway.tree import Node, Sample
+from rollmesh.gateway.tree import Node, Sample, path_bytes
 from rollmesh.gateway.vllm_parser import VllmParser
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.database import Database
@@ -133,6 +134,11 @@ class TurnRunner:
         if request.returns.token_ids:
             turn.begin(PromptIds(prepared.prompt))
         sampling = self._preparer.sampling(request, prepared)
+        known = prepared.match.node.end if session.spec.export_mode == ExportMode.TREE else 0
+        tokens = prepared.prompt_tokens - known + sampling.max_tokens
+        self._limits.reserve(
+            session, turn, record_bytes(session), path_bytes(tokens, len(request.messages) + 1)
+        )
         generation = await self._generate_somewhere(session, turn, request, prepared, sampling)
         turn.emit(generation.answer.end_text())
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:

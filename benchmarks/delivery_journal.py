@@ -1,0 +1,82 @@
+"""Closed sessions of one row each, written into a gateway's journal as it would write them."""
+
+import sqlite3
+
+import numpy as np
+
+from rollmesh.gateway import closed, journal
+from rollmesh.gateway.canonical import make_frame
+from rollmesh.gateway.fidelity import Finish
+from rollmesh.gateway.journal import AnswerRecord, SessionSpec
+from rollmesh.gateway.messages import Message
+from rollmesh.gateway.record import record_bytes, trajectory_ends
+from rollmesh.gateway.session import Session
+from rollmesh.gateway.tree import Sample, Tree, VersionSpan
+from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+_END = 0
+_FRAME = make_frame(b"", b"")
+_NOTHING = np.empty(0, np.uint32)
+
+
+def new_tree() -> Tree:
+    """Returns a tree without a conversation."""
+    return Tree(frozenset({_END}))
+
+
+def tree_of(trajectory: types_pb2.Trajectory) -> Tree:
+    """Returns the tree with one path, by the segments of a trajectory."""
+    tree = new_tree()
+    ids = unpack_ids(trajectory.token_ids_u32le, "token_ids").astype(np.uint32)
+    logprobs = unpack_logprobs(trajectory.logprobs_f32le, "logprobs").astype(np.float32)
+    node = tree.root(_FRAME)
+    for segment in trajectory.segments:
+        added = ids[segment.start : segment.end].copy()
+        if not segment.sampled:
+            node = tree.add_unit(node, (Message("user", str(segment.node_id)),), added)
+            continue
+        sample = Sample(
+            added,
+            logprobs[segment.start : segment.end].copy(),
+            (VersionSpan(3, 0, len(added)),),
+            Finish.STOP,
+            "engine-0",
+            prompt_tokens=segment.start,
+            cached_tokens=0,
+            prompt_crc32=0,
+        )
+        answer = Message("assistant", str(segment.node_id))
+        node = tree.add_sample(node, answer, _NOTHING, sample, frozenset())
+    return tree
+
+
+def write_closed(db: sqlite3.Connection, record: types_pb2.SessionRecord) -> None:
+    """Writes a session of one trajectory, and its close."""
+    spec = SessionSpec(
+        record.session_id,
+        record.opened_unix_ms,
+        group_id=record.group_id,
+        sample_index=record.sample_index,
+        group_size=record.group_size,
+    )
+    tree = tree_of(record.trajectories[0])
+    journal.insert_session(db, spec)
+    for node in tree.nodes.values():
+        answer = AnswerRecord(f"a{node.node_id}", "f", "", 0)
+        journal.insert_turn(db, spec.session_id, [node], answer)
+    request = gateway_pb2.CloseSessionRequest(
+        session_id=record.session_id,
+        outcome=record.outcome,
+        rewards=types_pb2.SessionRewards(reward=record.reward),
+    )
+    session = Session(spec, tree)
+    close = closed.Close(
+        record.session_id,
+        request.SerializeToString(),
+        record.closed_unix_ms,
+        record_bytes(session),
+        trajectory_ends(session),
+        [],
+    )
+    closed.close_session(db, close)

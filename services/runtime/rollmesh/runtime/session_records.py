@@ -1,0 +1,119 @@
+"""What a session record must be: checked where it is made and where it is taken."""
+
+import math
+from typing import TypeAlias
+
+from rollmesh.runtime.arrays import unpack_mask
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import types_pb2
+
+_Rewarded: TypeAlias = (
+    types_pb2.SessionRecord
+    | types_pb2.Trajectory
+    | types_pb2.TrajectorySegment
+    | types_pb2.TrajectoryNode
+)
+_MAX_ID_CHARS = 128
+
+
+def check_session(record: types_pb2.SessionRecord, path: str) -> None:
+    """Checks a session record; `path` is what errors call it.
+
+    Raises:
+        InvalidFieldError: Names the field and what is wrong.
+    """
+    check_name(f"{path}.session_id", record.session_id)
+    if record.outcome == types_pb2.SESSION_OUTCOME_UNSPECIFIED:
+        raise InvalidFieldError(f"{path}.outcome", "is not set; say how the session ended")
+    if record.sample_index >= max(record.group_size, 1):
+        raise InvalidFieldError(
+            f"{path}.sample_index",
+            f"is {record.sample_index}; give one below group_size, {record.group_size}",
+        )
+    _check_finite(record, path)
+    seen: set[str] = set()
+    for at, trajectory in enumerate(record.trajectories):
+        field = f"{path}.trajectories[{at}]"
+        if not trajectory.trajectory_id or trajectory.trajectory_id in seen:
+            raise InvalidFieldError(f"{field}.trajectory_id", "is empty or not unique")
+        if trajectory.session_id != record.session_id:
+            raise InvalidFieldError(f"{field}.session_id", "is another session's")
+        seen.add(trajectory.trajectory_id)
+        _check_trajectory(trajectory, field)
+    if record.HasField("tree"):
+        if record.trajectories:
+            raise InvalidFieldError(f"{path}.tree", "is given beside trajectories; give one form")
+        _check_tree(record.tree, f"{path}.tree")
+
+
+def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:
+    _check_finite(trajectory, field)
+    count = _check_arrays(trajectory, field)
+    if not count or trajectory.prompt_tokens > count:
+        raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
+    _check_runs(trajectory.version_spans, count, f"{field}.version_spans")
+    end = _check_runs(trajectory.segments, count, f"{field}.segments")
+    if end != count or sum(s.end - s.start for s in trajectory.segments) != count:
+        raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
+    for at, segment in enumerate(trajectory.segments):
+        _check_reward(segment, f"{field}.segments[{at}]")
+
+
+def _check_tree(tree: types_pb2.TrajectoryTree, field: str) -> None:
+    count = _check_arrays(tree, field)
+    _check_runs(tree.version_spans, count, f"{field}.version_spans")
+    end = 0
+    for at, node in enumerate(tree.nodes):
+        if node.start != end or not end <= node.end <= count:
+            raise InvalidFieldError(f"{field}.nodes[{at}]", "does not begin where the last ended")
+        if node.glue_tokens > node.end - node.start:
+            raise InvalidFieldError(f"{field}.nodes[{at}].glue_tokens", "are more than its tokens")
+        if node.HasField("parent_index") and node.parent_index >= at:
+            raise InvalidFieldError(f"{field}.nodes[{at}].parent_index", "is no earlier node")
+        _check_reward(node, f"{field}.nodes[{at}]")
+        end = node.end
+    if end != count:
+        raise InvalidFieldError(f"{field}.nodes", f"do not cover the {count} tokens")
+
+
+def _check_reward(turn: types_pb2.TrajectorySegment | types_pb2.TrajectoryNode, field: str) -> None:
+    if not turn.HasField("reward"):
+        return
+    if not turn.sampled:
+        raise InvalidFieldError(f"{field}.reward", "is of what was not sampled")
+    _check_finite(turn, field)
+
+
+def _check_finite(rewarded: _Rewarded, field: str) -> None:
+    if rewarded.HasField("reward") and not math.isfinite(rewarded.reward):
+        raise InvalidFieldError(f"{field}.reward", f"{rewarded.reward} is not a finite number")
+
+
+def _check_arrays(holder: types_pb2.Trajectory | types_pb2.TrajectoryTree, field: str) -> int:
+    """Checks that the arrays agree; returns the number of tokens."""
+    count = len(holder.loss_mask_u8)
+    unpack_mask(holder.loss_mask_u8, f"{field}.loss_mask_u8")
+    for name in ("token_ids_u32le", "logprobs_f32le"):
+        size = len(getattr(holder, name))
+        if size != 4 * count:
+            raise InvalidFieldError(
+                f"{field}.{name}", f"has {size} bytes; {count} tokens by the mask need {4 * count}"
+            )
+    return count
+
+
+def _check_runs(runs: object, count: int, field: str) -> int:
+    """Checks that runs ascend within `count` tokens; returns where the last ends."""
+    end = 0
+    for run in runs:  # type: ignore[attr-defined]  # spans and segments alike
+        if not end <= run.start < run.end <= count:
+            raise InvalidFieldError(field, f"{run.start} to {run.end} overlaps or is out of range")
+        end = run.end
+    return end
+
+
+def check_name(field: str, name: str) -> str:
+    """Returns a name of 1 to 128 characters."""
+    if not 0 < len(name) <= _MAX_ID_CHARS:
+        raise InvalidFieldError(field, f"give 1 to {_MAX_ID_CHARS} characters")
+    return name

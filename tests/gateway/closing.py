@@ -1,0 +1,52 @@
+"""Sessions that are closed in a journal, without a gateway."""
+
+import sqlite3
+from collections.abc import Sequence
+
+from rollmesh.gateway import closed, journal
+from rollmesh.gateway.closed import Close
+from rollmesh.gateway.journal import AnswerRecord, SessionSpec
+from rollmesh.gateway.record import record_bytes, trajectory_ends
+from rollmesh.gateway.session import Session
+from rollmesh.gateway.tree import Tree
+from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.gateway.worlds import END, World, said, user
+
+COMPLETED = gateway_pb2.CloseSessionRequest(outcome=types_pb2.SESSION_OUTCOME_COMPLETED)
+
+
+def new_tree() -> Tree:
+    return Tree(frozenset({END}))
+
+
+def write_open(db: sqlite3.Connection, spec: SessionSpec, tree: Tree) -> None:
+    """Writes a session as its turns would have been committed."""
+    journal.insert_session(db, spec)
+    for node in tree.nodes.values():
+        answer = AnswerRecord(f"a{node.node_id}", "f", "", 0)
+        journal.insert_turn(db, spec.session_id, [node], answer)
+
+
+def write_closed(
+    db: sqlite3.Connection, spec: SessionSpec, tree: Tree, size: int | None = None
+) -> None:
+    """Writes a session, and its close; `size` is what its record is said to have."""
+    write_open(db, spec, tree)
+    session = Session(spec, tree)
+    close = Close(
+        spec.session_id,
+        COMPLETED.SerializeToString(),
+        1,
+        record_bytes(session) if size is None else size,
+        trajectory_ends(session),
+        [],
+    )
+    closed.close_session(db, close)
+
+
+def write_small(db: sqlite3.Connection, names: Sequence[str], size: int | None = None) -> None:
+    """Writes closed sessions of one turn each."""
+    for name in names:
+        world = World()
+        world.turn((user("x"),), said("A"))
+        write_closed(db, SessionSpec(name, 0), world.tree, size)
