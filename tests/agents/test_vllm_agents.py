@@ -31,8 +31,9 @@ AGENTS = [
     ("openai_agents", ("streamed",)),
     ("langgraph_react", ("whole", "")),
 ]
-# What the policy may do: be cut by the limit, or sample the mark of a call.
-REASONS = {"EXACT", "LENGTH_CUT", "MALFORMED_TOOL_CALL"}
+# What the policy may do: be cut by the limit, sample the mark of a call, or sample a text by other
+# tokens than the tokenizer would cut it into.
+REASONS = {"EXACT", "LENGTH_CUT", "MALFORMED_TOOL_CALL", "TEMPLATE_REWRITE"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

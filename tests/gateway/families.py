@@ -187,9 +187,13 @@ template check MODEL_DIR`.
   the history leaves out).
 
 In every case the session *keeps* what was sampled: earlier tokens stay as they are, and what a
-turn adds is exactly what the template prints behind the last answer. Turns that the template
-would print otherwise by then carry `TEMPLATE_REWRITE`; with `--history=rewrite` the session goes
-on from what the template prints instead, on a new branch. "Whole" counts the probes
+turn adds is exactly what the template prints behind the last answer. A turn carries
+`TEMPLATE_REWRITE` exactly where the ids of its prompt are not those of the template's own render:
+earlier reasoning is dropped, blanks are stripped, a call's arguments are spelt otherwise, or what
+was sampled is not how the tokenizer cuts the same text. That is compared turn by turn. Behind an
+append-only template each answer is looked at once; others are rendered in full for each turn, and
+only what is new, or differs, is tokenised. With `--history=rewrite` such a turn goes on from what
+the template prints instead, id for id, on a new branch. "Whole" counts the probes
 where that is the template's whole render; "behind the last answer" those where only the new part
 is. An order of roles in the last column ("no assistant, tool") is refused with a 400 when a
 request needs it; a template that cannot be continued at all is refused when the gateway starts.
@@ -199,9 +203,9 @@ answer behind that one, where the template has it so: what stands there is ended
 (`continue_final_message` is refused with a 400).
 
 "Strips earlier answers" is no rewriting of all: only an answer that was sampled with blanks at an
-end, which the template takes off, is concerned. Its tokens stay too, blanks included, and the turn
-behind it carries `TEMPLATE_REWRITE`, because the context is not what the template would print;
-other turns of the session stay exact. Which blanks those are is probed. An echo without the blanks
+end, which the template takes off, is concerned. Its tokens stay too, blanks included, and the turns
+behind it carry `TEMPLATE_REWRITE`, because the context is not what the template would print.
+Which blanks those are is probed. An echo without the blanks
 is a `LENIENT_ECHO` beside.
 
 Where answers have no end of their own (GLM), the model stops at the header of the next turn and so
@@ -216,7 +220,7 @@ the model samples `<|return|>`, or `<|call|>` behind a call, and stops at these 
 Gemma 4 ends a call with the `<|tool_response>` that begins the result; where the model sampled
 another end, or was cut, that token is added. Its template prints text beside a call behind the
 call's results: text that was sampled there stays where it was, and an agent's own message of that
-kind is refused with a 400.
+kind is refused with a 400. With `--history=rewrite` a session keeps such text too.
 
 Ids of tool calls count where the template prints them: a message with another id is another
 message there, and a call has the id that the model sampled. Elsewhere they are ignored.

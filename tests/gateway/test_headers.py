@@ -7,7 +7,9 @@ from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.fidelity import Finish
 from rollmesh.gateway.messages import Message, ToolCall, units_of
-from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
+from rollmesh.gateway.prompt import build_prompt
+from rollmesh.gateway.special_text import SpecialText
+from rollmesh.gateway.tree import Match, Node, Sample, Tree, VersionSpan
 from tests.gateway import families
 from tests.gateway.test_templates import rendered
 
@@ -116,5 +118,10 @@ def test_two_headers_in_a_row_are_a_reason(
     continuation = Continuation(template, glm.tokenizer)
     finish = Finish.STOP if end else Finish.LENGTH
     node = sampled(glm, continuation, SAID, "Hello." + end, finish)
-    at = continuation.first_rewritten(node.path(), [(then,)], FRAME)
+    match = Match(node, 2, frozenset())
+    units = units_of((ASK, SAID, then))
+    special_text = SpecialText(glm.tokenizer, "parity")
+    prompt = build_prompt(continuation, special_text, match, units, FRAME, rewrite=False)
+    added = [*(ids for _, ids in prompt.new_units), prompt.glue]
+    at = continuation.compare(node.path(), [(then,)], FRAME, added, special_text.show).at
     assert at == (1 if otherwise else None)

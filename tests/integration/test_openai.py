@@ -26,6 +26,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"a": 6,  "b":7.0}}\n</
 RULES = [
     ("plain", "  The answer is 42. \n"),
     ("compute", f" I will compute.\n\n{CALL}"),
+    ("as printed", CALL.replace('6,  "b":7.0', '6, "b": 7.0')),
     ("twice", f"{CALL}\n{CALL}"),
     ("</tool_response>", "It is 42."),
     ("broken", '<tool_call>\n{"name": "calculator", "arguments": {"a": 6, "b": \n</tool_call>'),
@@ -64,7 +65,7 @@ async def streamed(agent: AsyncOpenAI, *messages: Any, **fields: Any) -> list[An
     return [chunk async for chunk in stream]
 
 
-async def test_a_tool_loop_is_one_exact_trajectory(mesh: Mesh) -> None:
+async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(mesh: Mesh) -> None:
     async with mesh.client() as client:
         async with client.session(metadata={"task": "7"}) as session:
             agent = mesh.openai(session)
@@ -84,7 +85,9 @@ async def test_a_tool_loop_is_one_exact_trajectory(mesh: Mesh) -> None:
         result = await delivered(client)
     assert (result.outcome, result.reward, result.metadata) == ("COMPLETED", 1.0, {"task": "7"})
     (trajectory,) = result.trajectories
-    assert (trajectory.turns, trajectory.lineage, trajectory.reasons) == (2, "MAIN", ("EXACT",))
+    assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")
+    # The template would print the call's arguments with other blanks, and the second turn says so.
+    assert trajectory.reasons == ("TEMPLATE_REWRITE",)
     # An oracle of its own: the reference implementation's render of the whole conversation, plus
     # the second blank in the arguments, which was sampled and which no render would bring back.
     reference = AutoTokenizer.from_pretrained(mesh.model)
@@ -105,6 +108,18 @@ async def test_a_tool_loop_is_one_exact_trajectory(mesh: Mesh) -> None:
     assert reference.decode(trajectory.token_ids.tolist()) == text
     assert set(trajectory.policy_versions[trajectory.loss_mask].tolist()) == {0}
     assert set(trajectory.policy_versions[~trajectory.loss_mask].tolist()) == {-1}
+
+
+async def test_a_call_written_as_the_template_prints_it_makes_an_exact_loop(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            messages: list[Any] = [user("as printed")]
+            said = (await ask(agent, *messages, tools=TOOLS)).choices[0].message
+            result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "42"}
+            await ask(agent, *messages, said, result, tools=TOOLS)
+        (trajectory,) = (await delivered(client)).trajectories
+    assert (trajectory.turns, trajectory.reasons) == (2, ("EXACT",))
 
 
 async def test_parallel_calls_and_their_results_stay_one_path(mesh: Mesh) -> None:

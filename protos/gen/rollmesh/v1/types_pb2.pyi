@@ -92,7 +92,10 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     FIDELITY_REASON_LENIENT_ECHO: _FidelityReason.ValueType  # 2
     """The agent echoed a sampled message leniently; the sampled tokens were kept."""
     FIDELITY_REASON_TEMPLATE_REWRITE: _FidelityReason.ValueType  # 3
-    """The template would have rewritten earlier tokens."""
+    """The template would not print the ids behind which a turn was sampled: it prints something
+    earlier otherwise by now, or what was sampled tokenises otherwise. Where the gateway honours the
+    template (`history=rewrite`), the first turn behind what the template printed instead.
+    """
     FIDELITY_REASON_TOOLS_CHANGED: _FidelityReason.ValueType  # 4
     """Tools or template options changed within the session; a new root was begun."""
     FIDELITY_REASON_LENGTH_CUT: _FidelityReason.ValueType  # 5
@@ -142,7 +145,10 @@ FIDELITY_REASON_EXACT: FidelityReason.ValueType  # 1
 FIDELITY_REASON_LENIENT_ECHO: FidelityReason.ValueType  # 2
 """The agent echoed a sampled message leniently; the sampled tokens were kept."""
 FIDELITY_REASON_TEMPLATE_REWRITE: FidelityReason.ValueType  # 3
-"""The template would have rewritten earlier tokens."""
+"""The template would not print the ids behind which a turn was sampled: it prints something
+earlier otherwise by now, or what was sampled tokenises otherwise. Where the gateway honours the
+template (`history=rewrite`), the first turn behind what the template printed instead.
+"""
 FIDELITY_REASON_TOOLS_CHANGED: FidelityReason.ValueType  # 4
 """Tools or template options changed within the session; a new root was begun."""
 FIDELITY_REASON_LENGTH_CUT: FidelityReason.ValueType  # 5

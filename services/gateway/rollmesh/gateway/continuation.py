@@ -17,14 +17,17 @@ template may print earlier answers otherwise (drop their reasoning, say) and can
 the session keeps what was sampled. What a template does is probed when it is loaded (`probe`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from rollmesh.gateway.canonical import spelling_key
 from rollmesh.gateway.contract import REWRITING, Finding
+from rollmesh.gateway.cutter import Cutter
 from rollmesh.gateway.ends import TemplateRefusedError
-from rollmesh.gateway.messages import Frame, Message, RoleName, Unit
+from rollmesh.gateway.messages import Frame, RoleName, Unit
+from rollmesh.gateway.printing import Comparison, compare, divide
 from rollmesh.gateway.probe import Probed, probe
 from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer
@@ -32,9 +35,9 @@ from rollmesh.gateway.tree import Node, Tree
 from rollmesh.gateway.windows import place
 from rollmesh.runtime.arrays import TokenIds
 
+Show: TypeAlias = Callable[[Sequence[Unit]], list[Unit]]
+"""Gives units as a template is to see them."""
 _CACHED = 64
-_ANSWER: Unit = (Message("assistant"),)
-_ALL_ANSWERS = {Finding.ANSWERS_OTHERWISE, Finding.SYSTEM_OTHERWISE}
 
 
 class Continuation:
@@ -125,38 +128,119 @@ class Continuation:
         """Says whether the generation prompt behind `units` has opened the reasoning with `tag`."""
         return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(tag)
 
-    def first_rewritten(
-        self, path: Sequence[Node], fresh: Sequence[Unit], frame: Frame
-    ) -> int | None:
-        """Returns which node of a path the template would print otherwise by now.
+    def compare(
+        self,
+        path: Sequence[Node],
+        fresh: Sequence[Unit],
+        frame: Frame,
+        added: Sequence[TokenIds],
+        show: Show,
+    ) -> Comparison:
+        """Compares what a turn's prompt holds with what the template would print by now.
+
+        An append-only template prints an answer always in the same way: each is looked at once.
+        Others are rendered as a whole.
 
         Args:
             path: The nodes of a path.
             fresh: The units that a request adds to it.
             frame: What is rendered beside them.
+            added: The ids that those add, and those that open the model's turn; uint32 [N] each.
+            show: Gives units as the template is to see them.
+        """
+        probed = self._of(frame)
+        units = [*(node.unit for node in path), *fresh]
+        if not probed.contract.findings & REWRITING:
+            try:
+                return Comparison(self._first_otherwise(probed.cutter, path, units, frame, show))
+            except TemplateRenderError:  # an answer that is not continued as it usually would be
+                pass
+        try:
+            render = self._render(show(units), frame)
+            glue = probed.cutter.glue(place(units, len(units)))
+        except TemplateRenderError:  # each message goes, all of them together do not
+            sampled = (at for at, node in enumerate(path) if node.sample is not None)
+            return Comparison(next(sampled, len(path)))
+        return compare(render, glue, path, added, self._tokenizer, probed.cutter.ends)
+
+    def reprint(
+        self, path: Sequence[Node], units: Sequence[Unit], frame: Frame, show: Show
+    ) -> tuple[list[TokenIds], TokenIds] | None:
+        """Returns what the template prints behind a path that it prints as it is.
+
+        Args:
+            path: Nodes that hold the beginning of a conversation.
+            units: The whole conversation.
+            frame: What is rendered beside it.
+            show: Gives units as the template is to see them.
 
         Returns:
-            The index of the first such node, always a sampled one; None where there is none.
+            The ids of each unit behind the path and of what opens the model's turn, uint32 [N]
+            each; None where the template's render does not fall into these pieces.
         """
-        contract = self._of(frame).contract
-        findings = contract.findings & REWRITING
-        asked = any(unit[0].role == "user" for unit in fresh)
+        cutter, begun = self._of(frame).cutter, len(path)
+        try:
+            units = show([*(node.unit for node in path), *units[begun:]])
+            ids = self._tokenizer.encode(self._render(units, frame))
+            known = [self._known(cutter, units, at, frame) for at in range(begun, len(units))]
+            glue = self.glue(units, frame)
+        except TemplateRenderError:
+            return None
+        held = np.concatenate([np.empty(0, np.uint32), *(node.token_ids for node in path)])
+        if not np.array_equal(ids[: len(held)], held):
+            return None
+        pieces = divide(ids[len(held) :], known, glue)
+        return None if pieces is None else (pieces, glue)
+
+    def _first_otherwise(
+        self,
+        cutter: Cutter,
+        path: Sequence[Node],
+        units: Sequence[Unit],
+        frame: Frame,
+        show: Show,
+    ) -> int | None:
         for at, node in enumerate(path):
             if node.sample is None:
                 continue
-            message = node.unit[0]
-            following = path[at + 1].unit if at + 1 < len(path) else next(iter(fresh), _ANSWER)
-            if (
-                findings & _ALL_ANSWERS
-                or (Finding.REPEATS_TOOLS in findings and frame.tools_json)
-                or (Finding.MOVES_SYSTEM in findings and asked and path[0].unit[0].role == "system")
-                or (Finding.CALLS_OTHERWISE in findings and message.tool_calls)
-                or (Finding.DROPS_REASONING in findings and message.reasoning and asked)
-                or contract.stripped.changes(message.content)
-                or self._ends_otherwise(node, following[0].role)
-            ):
+            if node.as_printed is None:
+                node.as_printed = self._is_as_printed(
+                    cutter,
+                    node,
+                    [*show(units[: min(at, 1)]), *units[1:at], *show([units[at]])],
+                    frame,
+                )
+            role = units[at + 1][0].role if at + 1 < len(units) else "assistant"
+            if not node.as_printed or self._ends_otherwise(node, role):
                 return at
         return None
+
+    def _is_as_printed(
+        self, cutter: Cutter, node: Node, units: Sequence[Unit], frame: Frame
+    ) -> bool:
+        """Says whether an append-only template prints the last of `units` as its node has it."""
+        (text,) = cutter.pieces(units, len(units) - 1, frame)
+        ids = node.token_ids
+        if not self._headers:
+            ids = np.concatenate([ids, self._closing(node)])
+        elif node.ends_turn:
+            ids = ids[:-1]
+        return np.array_equal(self._tokenizer.encode(text), ids)
+
+    def _known(
+        self, cutter: Cutter, units: Sequence[Unit], at: int, frame: Frame
+    ) -> TokenIds | None:
+        """Returns the ids of a unit; None for an answer, whose ids depend on what follows.
+
+        Of two in a row the second is taken for what it usually is: one has to be known.
+        """
+        if units[at][0].role == "assistant" and place(units, at) != "assistant":
+            return None
+        return self._encode(cutter.pieces(units[: at + 1], at, frame))[0]
+
+    def _render(self, units: Sequence[Unit], frame: Frame) -> str:
+        messages = [message for unit in units for message in unit]
+        return self._template.render(messages, frame, generation_prompt=True)
 
     def _closing(self, node: Node) -> TokenIds:
         """Returns what is missing at the end of a node; uint32 [0] or [1].

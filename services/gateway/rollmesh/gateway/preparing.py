@@ -7,21 +7,19 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.ends import TemplateRefusedError
-from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.forced import constraint_of
 from rollmesh.gateway.formats import AnswerFormat
 from rollmesh.gateway.masks import bad_sequences
 from rollmesh.gateway.messages import Frame, Unit, units_of
+from rollmesh.gateway.prompt import Prompt, build_prompt
 from rollmesh.gateway.session import Session, TurnRequest
 from rollmesh.gateway.special_text import SpecialText
 from rollmesh.gateway.template import TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer, SpecialTextError
 from rollmesh.gateway.tree import Match
-from rollmesh.runtime.arrays import TokenIds, pack_ids
+from rollmesh.runtime.arrays import pack_ids
 from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
 from rollmesh.v1 import engine_pb2, types_pb2
 
@@ -48,13 +46,9 @@ class Workers:
 class Prepared:
     """A request as tokens."""
 
-    match: Match
-    new_units: list[tuple[Unit, TokenIds]]
-    """Units the tree does not hold, each with the ids it adds."""
-    glue: TokenIds
-    """What stands between the last unit and the sampled ids."""
-    prompt: bytes
-    """The whole prompt, packed as it goes to the engine."""
+    prompt: Prompt
+    packed: bytes
+    """The whole prompt, as it goes to the engine."""
     prompt_tokens: int
     """Number of its ids."""
     prompt_crc32: int
@@ -99,47 +93,28 @@ class Preparer:
             is_long=_new_chars(match, request.frame, units) > _SHORT_CHARS,
         )
 
-    def _heed_template(self, match: Match, frame: Frame, units: list[Unit]) -> Match:
-        """Returns the match with what the template would do to its path.
-
-        Where the template prints a sampled turn otherwise by now, the session keeps what was
-        sampled, or, as the gateway is set, leaves it for what the template prints.
-        """
-        path = match.node.path()
-        at = self._continuation.first_rewritten(path, units[match.depth :], frame)
-        if at is None:
-            return match
-        reasons = match.reasons | {Fidelity.TEMPLATE_REWRITE}
-        if not self._rewrite_history:
-            return match._replace(reasons=reasons)
-        parent = path[at].parent
-        assert parent is not None
-        return Match(parent, at, reasons)
-
     def _prepare(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""
         frame = request.frame
         try:
-            match = self._heed_template(match, frame, units)
-            shown, framed, reasons = self._special_text.apply(units, match.depth, frame)
-            match = match._replace(reasons=match.reasons | reasons)
-            fresh = self._continuation.pieces(shown, match.depth, framed)
-            glue = self._continuation.glue(units, frame)
+            prompt = build_prompt(
+                self._continuation,
+                self._special_text,
+                match,
+                units,
+                frame,
+                rewrite=self._rewrite_history,
+            )
         except (TemplateRenderError, TemplateRefusedError, SpecialTextError) as error:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
-        if fresh:
-            fresh[0] = self._continuation.behind(match.node, fresh[0])
-        else:
-            glue = self._continuation.behind(match.node, glue)
-        pieces = list(zip(units[match.depth :], fresh, strict=True))
-        prompt = np.concatenate([*match.node.context(), *(ids for _, ids in pieces), glue])
         opening = self._format.opening
         inside = bool(opening) and self._continuation.opens_reasoning(units, frame, opening)
         constraint = constraint_of(request.wanted, self._format, frame, inside_reasoning=inside)
-        packed = pack_ids(prompt)
+        ids = prompt.ids()
+        packed = pack_ids(ids)
         crc32 = zlib.crc32(packed)
         bad = bad_sequences(request.bad_words, self._tokenizer)
-        return Prepared(match, pieces, glue, packed, len(prompt), crc32, inside, constraint, bad)
+        return Prepared(prompt, packed, len(ids), crc32, inside, constraint, bad)
 
     def sampling(self, request: TurnRequest, prepared: Prepared) -> types_pb2.SamplingParams:
         """Returns how the engine is to sample.

@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from rollmesh.gateway import probes
 from rollmesh.gateway.canonical import make_frame
 from rollmesh.gateway.contract import BLANKS, REWRITING, Contract, Finding, Kind, Stripped
 from rollmesh.gateway.cutter import Cutter
@@ -22,64 +23,14 @@ from rollmesh.gateway.template import ModelTemplate, TemplateRenderError
 from rollmesh.gateway.tokenizer import ModelTokenizer
 from rollmesh.gateway.windows import CALL, Place, place
 
-_TOOLS = (
-    b'[{"type": "function", "function": {"name": "look_up", "description": "Looks up.",'
-    b' "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}}}]'
-)
 _ESSENTIAL: set[tuple[Place, RoleName]] = {
     ("start", "user"),
     ("user", "assistant"),
     ("assistant", "user"),
 }
-_SYSTEM, _USER = Message("system", "Be  brief. "), Message("user", " Where?\n")
-_ANSWER, _EMPTY = Message("assistant", "  Here. \n"), Message("user", "")
-_PLAIN = Message("assistant", "Here.")
-_THOUGHT = Message("assistant", "Here.", reasoning="thought7zq")
-_INLINE = Message("assistant", f"{OPEN}thought7zq</think>Here.")
-_CALLS = Message("assistant", "", (CALL,))
-_CALLS_TWICE = Message("assistant", "", (CALL, CALL))
-_SAYS_AND_CALLS = Message("assistant", "Let me see.", (CALL, CALL))
-_RESULT = Message("tool", '{"found": "caf\u00e9"}\n', tool_call_id=CALL.id, name=CALL.name)
 _DATE = re.compile(r"strftime_now|date_string")
-
-_BASIC = (
-    (_USER,),
-    (_SYSTEM, _USER),
-    (_USER, _PLAIN, _USER),
-    (_SYSTEM, _USER, _PLAIN, _USER, _PLAIN, _USER),
-)
-_ENDING = ((_USER, _PLAIN), (_SYSTEM, _USER, _PLAIN))
-_STRIPPED = (
-    (_USER, _ANSWER, _USER),
-    (_USER, _ANSWER, _EMPTY, _ANSWER, _USER),
-)
-_TWICE = ((_USER, _USER), (_SYSTEM, _USER, _USER))
-_CALLING = (
-    (_USER, _CALLS, _RESULT),
-    (_SYSTEM, _USER, _CALLS, _RESULT),
-    (_USER, _CALLS, _RESULT, _PLAIN, _USER),
-    (_USER, _CALLS, _RESULT, _USER),
-    (_USER, _CALLS, _RESULT, _CALLS, _RESULT, _PLAIN, _USER, _CALLS, _RESULT),
-)
-_TWO_CALLS = (_USER, _CALLS_TWICE, _RESULT, _RESULT)
-_SAYING = (_USER, _SAYS_AND_CALLS, _RESULT, _RESULT)
-_SYSTEMS = (
-    (_USER, _PLAIN, _SYSTEM, _USER),
-    (_SYSTEM, _USER, _PLAIN, _SYSTEM, _USER),
-    (_USER, _SYSTEM),
-    (_USER, _SYSTEM, _USER),
-    (_USER, _CALLS, _RESULT, _SYSTEM),
-)
-_GREETING = (
-    (_PLAIN, _USER),
-    (_ANSWER, _USER),
-    (_PLAIN, _USER, _PLAIN, _USER),
-    (_SYSTEM, _PLAIN, _USER),
-    (_SYSTEM, _PLAIN, _USER, _PLAIN, _USER),
-)
 _GREETS: set[tuple[Place, RoleName]] = {("start", "assistant"), ("first system", "assistant")}
 """The orders of roles in which an agent begins: what fails behind one is laid on it."""
-_THINKING = ((_USER, _THOUGHT, _USER), (_SYSTEM, _USER, _THOUGHT, _USER, _PLAIN, _USER))
 
 
 class _Outcome(Enum):
@@ -124,17 +75,17 @@ class _Probe:
         self._tokenizer = tokenizer
         self._cutter = cutter
         self._bare = options
-        self._tools = make_frame(_TOOLS, options.options_json)
+        self._tools = make_frame(probes.TOOLS, options.options_json)
         self._frames: tuple[Frame, ...] = (self._bare, self._tools)
         self._counts = dict.fromkeys(_Outcome, 0)
 
     def contract(self) -> Contract:
         findings = self._find_system_and_tools()
-        plain = self._all(_BASIC) and self._glue_begins_answers()
+        plain = self._all(probes.BASIC) and self._glue_begins_answers()
         findings |= self._find_rewrites(plain=plain)
-        self._all(_TWICE)
-        self._all(_ENDING)
-        self._all(_THINKING)
+        self._all(probes.TWICE)
+        self._all(probes.ENDING)
+        self._all(probes.THINKING)
         self._find_greetings()
         stripped = self._stripped()
         if stripped != Stripped():
@@ -189,12 +140,12 @@ class _Probe:
 
     def _find_rewrites(self, *, plain: bool) -> set[Finding]:
         findings: set[Finding] = set()
-        if not (self._all(_STRIPPED) and plain):
+        if not (self._all(probes.STRIPPED) and plain):
             findings.add(Finding.ANSWERS_OTHERWISE)
-        several = _TWO_CALLS if self._cutter.says_behind_results else _SAYING
-        if not self._all((*_CALLING, several)):
+        several = probes.TWO_CALLS if self._cutter.says_behind_results else probes.SAYING
+        if not self._all((*probes.CALLING, several)):
             findings.add(Finding.CALLS_OTHERWISE)
-        if not self._all(_SYSTEMS):
+        if not self._all(probes.SYSTEMS):
             findings.add(Finding.SYSTEM_OTHERWISE)
         if self._drops_reasoning():
             findings.add(Finding.DROPS_REASONING)
@@ -224,7 +175,7 @@ class _Probe:
         refused = self._cutter.refused
         for frame in self._frames:
             before = set(refused)
-            for messages in _GREETING:
+            for messages in probes.GREETING:
                 self._try_greeting(messages, frame)
             if frame.tools_json:
                 for order in refused.keys() - before:
@@ -334,41 +285,52 @@ class _Probe:
         return _Outcome.REFUSED, "the template prints it depending on what stands further before"
 
     def _ignores_tools(self) -> bool:
-        return self._render((_USER,), self._bare) == self._render((_USER,), self._tools)
+        return self._render((probes.USER,), self._bare) == self._render((probes.USER,), self._tools)
 
     def _repeats_tools(self) -> bool:
         """Says whether a later turn shows the tools again."""
-        first = self._render((_USER,), self._tools).count('"look_up"')
-        later = (_USER, _PLAIN, _USER, _PLAIN, _USER)
+        first = self._render((probes.USER,), self._tools).count('"look_up"')
+        later = (probes.USER, probes.PLAIN, probes.USER, probes.PLAIN, probes.USER)
         whole = self._render(later, self._tools)
         return first > 0 and '"look_up"' in whole.rpartition(self._cutter.last_end)[2]
 
     def _moves_system(self) -> bool:
         """Says whether a later user turn shows the first system message."""
         try:
-            whole = self._render((_SYSTEM, _USER, _PLAIN, _USER), self._bare)
+            whole = self._render(
+                (probes.SYSTEM, probes.USER, probes.PLAIN, probes.USER), self._bare
+            )
         except TemplateRenderError:
             return False
-        return _SYSTEM.content.strip() in whole.rpartition(self._cutter.last_end)[2]
+        return probes.SYSTEM.content.strip() in whole.rpartition(self._cutter.last_end)[2]
 
     def _glue_begins_answers(self) -> bool:
-        asked = self._template.render((_USER,), self._bare, generation_prompt=True)
-        answered = self._render((_USER, _PLAIN, _USER), self._bare)
-        return answered.startswith(f"{asked}{_PLAIN.content}{self._cutter.ends.text}")
+        asked = self._template.render((probes.USER,), self._bare, generation_prompt=True)
+        answered = self._render((probes.USER, probes.PLAIN, probes.USER), self._bare)
+        return answered.startswith(f"{asked}{probes.PLAIN.content}{self._cutter.ends.text}")
 
     def _drops_reasoning(self) -> bool:
         """Says whether reasoning that is part of an answer is not printed once another follows."""
         kept, thinks = set[bool](), OPEN in self._template.source
-        for answer in (_THOUGHT, _INLINE):
-            last = self._render((_USER, answer), self._bare)
-            earlier = self._render((_USER, answer, _USER), self._bare)
-            if _THOUGHT.reasoning in last or thinks:
-                kept.add(_THOUGHT.reasoning in earlier)
-        return False in kept
+        for answer in (probes.THOUGHT, probes.INLINE):
+            last = self._render((probes.USER, answer), self._bare)
+            earlier = self._render((probes.USER, answer, probes.USER), self._bare)
+            if probes.THOUGHT.reasoning in last or thinks:
+                kept.add(probes.THOUGHT.reasoning in earlier)
+        return False in kept or self._drops_reasoning_of_calls()
+
+    def _drops_reasoning_of_calls(self) -> bool:
+        called = (probes.USER, probes.THOUGHT_CALLS, probes.RESULT)
+        try:
+            last = self._render(called, self._frames[-1])
+            earlier = self._render((*called, probes.PLAIN, probes.USER), self._frames[-1])
+        except TemplateRenderError:
+            return False
+        return probes.THOUGHT.reasoning in last and probes.THOUGHT.reasoning not in earlier
 
     def _stripped(self) -> Stripped:
         def earlier(said: str) -> str:
-            return self._render((_USER, Message("assistant", said), _USER), self._bare)
+            return self._render((probes.USER, Message("assistant", said), probes.USER), self._bare)
 
         plain = earlier("Here.")
         leading = (blank for blank in BLANKS if earlier(f"{blank}Here.") == plain)
@@ -380,7 +342,7 @@ class _Probe:
         renders = []
         for call in (CALL, other):
             result = Message("tool", "x", tool_call_id=call.id, name=call.name)
-            messages = (_USER, Message("assistant", "", (call,)), result)
+            messages = (probes.USER, Message("assistant", "", (call,)), result)
             try:
                 renders.append(self._render(messages, self._frames[-1]))
             except TemplateRenderError:

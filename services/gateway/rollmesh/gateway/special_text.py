@@ -61,6 +61,10 @@ class SpecialText:
         reasons = {Fidelity.SPECIAL_TEXT} if found and not self._hides else ()
         return shown, framed, frozenset(reasons)
 
+    def show(self, units: Sequence[Unit]) -> list[Unit]:
+        """Returns units as the template is to see them."""
+        return [tuple(map(self._shown, unit)) for unit in units]
+
     def _field(self, units: Sequence[Unit], spelled: list[int]) -> str:
         """Returns the name of the first message that spells a special token; else of the tools."""
         if not spelled:

@@ -60,6 +60,16 @@ class Sample:
     """The most likely ids at each place, where the request wanted them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The text that a context was seen to be, in what the template printed."""
+
+    chars: int
+    """Its length."""
+    digest: bytes
+    """Its BLAKE2b digest."""
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One unit of a conversation; a root has no unit and adds nothing."""
@@ -84,6 +94,10 @@ class Node:
     """Length of the context up to and including this node."""
     record_bytes: int = 0
     """Size of the path up to here in a record, about, at most."""
+    as_printed: bool | None = None
+    """Whether the template prints a sampled answer as it was sampled; None while nobody looked."""
+    seen: Seen | None = None
+    """What the context up to this node was seen to be; a restart forgets it."""
     children: list["Node"] = field(default_factory=list)
     by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
     by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
@@ -187,7 +201,10 @@ class Tree:
         return frozenset({Fidelity.TOOLS_CHANGED}) if changed else frozenset()
 
     def add_unit(self, parent: Node, unit: Unit, token_ids: TokenIds) -> Node:
-        """Attaches an unsampled unit, or returns the equal one that another request attached."""
+        """Attaches an unsampled unit, or returns the equal one that another request attached.
+
+        Where the template prints a message otherwise by now, it is another one.
+        """
         for node in parent.by_key.get(self._key(unit), ()):
             # Equal messages may be spelled otherwise (7 and 7.0): each has its own tokens then.
             if node.sample is None and np.array_equal(node.token_ids, token_ids):

@@ -132,7 +132,7 @@ class TurnRunner:
             lambda: self._preparer.begin(session, request)
         )
         if request.returns.token_ids:
-            turn.begin(PromptIds(prepared.prompt))
+            turn.begin(PromptIds(prepared.packed))
         sampling = self._preparer.sampling(request, prepared)
         known = prepared.match.node.end if session.spec.export_mode == ExportMode.TREE else 0
         tokens = prepared.prompt_tokens - known + sampling.max_tokens
@@ -149,7 +149,7 @@ class TurnRunner:
             prompt_tokens=prepared.prompt_tokens,
             prompt_crc32=prepared.prompt_crc32,
         )
-        reasons = set(prepared.match.reasons)
+        reasons = set(prepared.prompt.match.reasons)
         if generation.answer.malformed:
             reasons.add(Fidelity.MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
@@ -233,7 +233,7 @@ class TurnRunner:
         message = engine_pb2.GenerateRequest(
             request_id=uuid.uuid4().hex,
             session_id=session.spec.session_id,
-            token_ids_u32le=prepared.prompt,
+            token_ids_u32le=prepared.packed,
             sampling=sampling,
             max_chunk_tokens=_STREAMED_CHUNK if request.may_stop_early else 0,
             constraint=prepared.constraint,
@@ -276,14 +276,16 @@ class TurnRunner:
         reasons: frozenset[Fidelity],
     ) -> Answered:
         """Attaches the turn, and takes it back where the journal cannot keep it."""
-        tree, parent = session.tree, prepared.match.node
+        tree, prompt = session.tree, prepared.prompt
+        parent = prompt.match.node
         tree.reattach(parent)
-        for unit, ids in prepared.new_units:
+        for unit, ids in prompt.new_units:
             parent = tree.add_unit(parent, unit, ids)
+        parent.seen = prompt.seen or parent.seen
         node = tree.add_sample(
             parent,
             message,
-            prepared.glue,
+            prompt.glue,
             sample,
             reasons,
             node_id=turn.node_id,
