@@ -110,7 +110,7 @@ async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(mesh: Mesh) -> 
     assert set(trajectory.policy_versions[~trajectory.loss_mask].tolist()) == {-1}
 
 
-async def test_a_call_written_as_the_template_prints_it_makes_an_exact_loop(mesh: Mesh) -> None:
+async def test_a_tool_loop_is_one_exact_trajectory(mesh: Mesh) -> None:
     async with mesh.client() as client:
         async with client.session() as session:
             agent = mesh.openai(session)

@@ -125,7 +125,7 @@ async def test_extra_fields_say_what_the_scorer_said_and_which_weights_sampled(r
         assert extra["reward_extra_info"] == {"accuracy": 0.5}
         assert (extra["min_global_steps"], extra["max_global_steps"]) == (0, 0)
         assert extra["trajectory_id"] == trajectory.trajectory_id
-        assert extra["reasons"] == ["EXACT"]
+        assert extra["reasons"] == list(trajectory.reasons)
 
 
 async def test_tags_are_what_the_replay_buffer_and_the_metrics_read(ran: Ran) -> None:
