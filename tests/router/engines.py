@@ -1,9 +1,9 @@
 """Engines of the tests: they note what a router sends them, and do with it what a test says."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -11,6 +11,8 @@ from rollmesh.client.membership import Membership
 from rollmesh.runtime.errors import InvalidWeightsError
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
+
+Answers: TypeAlias = AsyncIterator[engine_pb2.GenerateResponse]
 
 
 class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
@@ -26,9 +28,19 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         """Updates that were begun."""
         self.changed = asyncio.Event()
         self.refuses = False
+        self.answers: Callable[[engine_pb2.GenerateRequest], Answers] | None = None
+        """What it says when it is to generate."""
         self.hangs = asyncio.Event()
         """Set while it answers; cleared, updates get no answer."""
         self.hangs.set()
+
+    async def Generate(self, request: Any, context: Any) -> Any:
+        assert self.answers is not None
+        async for answer in self.answers(request):
+            yield answer
+
+    async def GetInfo(self, request: Any, context: Any) -> Any:
+        return engine_pb2.GetInfoResponse()
 
     async def UpdateWeights(self, request_iterator: Any, context: Any) -> Any:
         self.calls += 1

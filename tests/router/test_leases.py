@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollmesh.router.leases import Engine, Grant, LeaseTable, Refusal, Target, pick
+from rollmesh.router.leases import Booker, Engine, Grant, LeaseTable, Refusal, Target, pick
 
 
 def engine(name: str, sessions: int = 0, leases: int = 0, picked: int = 0) -> Engine:
@@ -75,6 +75,54 @@ def test_an_unfit_engine_is_not_leased_even_to_its_own_session(unfit: dict[str, 
         setattr(leases.engines[first], name, value)
     assert leases.left_out(leases.engines[first])
     assert granted(leases.acquire("g", "2", "s")) != first
+
+
+@pytest.mark.parametrize(
+    ("engine", "booker", "why"),
+    [
+        pytest.param(("m", "", 0), Booker("g", "n"), "none of 0", id="another-model"),
+        pytest.param(("m", "aa", 9), Booker("g", "m", "bb", 9), "tokenizer", id="tokenizer"),
+        pytest.param(("m", "aa", 9), Booker("g", "m", "aa", 8), "token ids", id="vocabulary"),
+        pytest.param(("m", "aa", 9), Booker("g", "m", "aa", 9), "", id="the-same"),
+        pytest.param(("m", "", 9), Booker("g", "m", "aa", 8), "", id="scripted"),
+    ],
+)
+def test_models_and_tokenizers_are_never_mixed(
+    engine: tuple[str, str, int], booker: Booker, why: str
+) -> None:
+    leases = LeaseTable()
+    model, sha256, tokens = engine
+    added = Engine("a", "a:1", model, 8, tokenizer_sha256=sha256, vocabulary_tokens=tokens)
+    leases.add_engine(added)
+    leases.open_stream("g", booker)
+    result = leases.acquire("g", "1", "s")
+    if not why:
+        assert granted(result) == "a"
+        assert not leases.left_out(added)
+        return
+    assert isinstance(result, Refusal)
+    assert why in result.message
+    assert (why in leases.left_out(added)) == (booker.model == model)
+
+
+def test_who_names_no_model_gets_the_only_one_or_learns_of_all() -> None:
+    leases = table("a")
+    granted(leases.acquire("g", "1", "s"))
+    leases.add_engine(Engine("b", "b:1", "other", 8))
+    refusal = leases.acquire("g", "2", "s")
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, "m, other" in refusal.message) == ("INVALID_LEASE", True)
+
+
+def test_an_engine_with_a_fault_is_out_until_it_registers_anew() -> None:
+    leases = table("a", "b")
+    first = granted(leases.acquire("g", "1", "s"))
+    assert leases.take_out("g", "1", "it lies") is leases.engines[first]
+    assert "it lies" in leases.left_out(leases.engines[first])
+    assert granted(leases.acquire("g", "2", "s")) != first
+    assert leases.take_out("g", "unknown", "it lies") is None
+    leases.add_engine(Engine(first, "x:1", "m", 8))
+    assert not leases.left_out(leases.engines[first])
 
 
 def test_a_full_mesh_names_the_reason_and_the_delay() -> None:

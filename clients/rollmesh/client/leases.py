@@ -13,7 +13,13 @@ from types import TracebackType
 
 from rollmesh.runtime import clock
 from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
-from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
+from rollmesh.runtime.errors import (
+    EngineFaultError,
+    EnginesBusyError,
+    InvalidFieldError,
+    NoEngineError,
+    RollmeshError,
+)
 from rollmesh.runtime.logs import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -43,6 +49,12 @@ class _Line:
             asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
         self._released.append(lease_id)
 
+    def report(self, lease_id: str, engine_fault: str) -> None:
+        """Gives a lease back at once, with what its engine did wrong."""
+        release = router_pb2.ReleaseLease(lease_id=lease_id, engine_fault=engine_fault)
+        with suppress(asyncio.QueueFull):
+            self.messages.put_nowait(router_pb2.DispatchRequest(release=release))
+
     def forget(self, session_id: str) -> None:
         """Says that a session is over."""
         self._flush()
@@ -65,10 +77,31 @@ class _Line:
 class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
     """One gateway's bookings."""
 
-    def __init__(self, router: str, gateway_id: str) -> None:
-        """Takes the router's `host:port` and the gateway's id."""
+    def __init__(
+        self,
+        router: str,
+        gateway_id: str,
+        *,
+        model: str = "",
+        tokenizer_sha256: str = "",
+        vocabulary_tokens: int = 0,
+    ) -> None:
+        """Says who books at a router.
+
+        Args:
+            router: `host:port`.
+            gateway_id: Id of the gateway.
+            model: Name of the model of the engines; empty means the only one in the mesh.
+            tokenizer_sha256: Digest of the tokenizer that they must have; empty means any.
+            vocabulary_tokens: Number of ids of the model; 0 means any.
+        """
         self._router = router
-        self._gateway_id = gateway_id
+        self._hello = router_pb2.DispatchHello(
+            gateway_id=gateway_id,
+            model=model,
+            tokenizer_sha256=tokenizer_sha256,
+            vocabulary_tokens=vocabulary_tokens,
+        )
         self._ids = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[router_pb2.DispatchResponse]] = {}
         self._line: _Line | None = None
@@ -99,22 +132,27 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         *,
         session_id: str,
         group_id: str = "",
-        model: str = "",
         excluded: Sequence[str] = (),
         deadline_ms: int,
     ) -> AsyncIterator[router_pb2.LeaseGrant]:
         """Holds a place on an engine while the block runs.
 
+        An `EngineFaultError` of the block takes the engine out of service.
+
         Raises:
+            InvalidFieldError: The mesh has several models, and none was named.
             EnginesBusyError: Every engine was full until the deadline.
             NoEngineError: There was no engine, or no router, until the deadline.
         """
         request = router_pb2.AcquireLease(
-            session_id=session_id, group_id=group_id, model=model, excluded_engine_ids=excluded
+            session_id=session_id, group_id=group_id, excluded_engine_ids=excluded
         )
         lease_id, line, grant = await self._acquire_until(request, deadline_ms)
         try:
             yield grant
+        except EngineFaultError as error:
+            line.report(lease_id, error.message)
+            raise
         finally:
             line.release(lease_id)
 
@@ -137,6 +175,8 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
                     if answer.HasField("grant"):
                         return lease_id, line, answer.grant
                     refusal = answer.refusal
+                    if refusal.reason == "INVALID_LEASE":
+                        raise InvalidFieldError("lease", refusal.message)
                     if refusal.reason == "NO_ENGINE":
                         del request.excluded_engine_ids[:]
                     await asyncio.sleep(max(refusal.retry_delay_ms, 10) / 1000)
@@ -178,7 +218,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
             while True:
                 self._line = _Line()
                 try:
-                    call = stub.Dispatch(_requests(self._gateway_id, self._line))
+                    call = stub.Dispatch(_requests(self._hello, self._line))
                     with typed_errors():
                         await call.wait_for_connection()
                     self._connected.set()
@@ -204,7 +244,9 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
                 answer.set_exception(ConnectionError("the router went away"))
 
 
-async def _requests(gateway_id: str, line: _Line) -> AsyncIterator[router_pb2.DispatchRequest]:
-    yield router_pb2.DispatchRequest(hello=router_pb2.DispatchHello(gateway_id=gateway_id))
+async def _requests(
+    hello: router_pb2.DispatchHello, line: _Line
+) -> AsyncIterator[router_pb2.DispatchRequest]:
+    yield router_pb2.DispatchRequest(hello=hello)
     while (message := await line.messages.get()) is not None:
         yield message

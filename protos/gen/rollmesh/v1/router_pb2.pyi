@@ -89,6 +89,8 @@ class ReplicaHello(_message.Message):
     LEASE_CAPACITY_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    VOCABULARY_TOKENS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
@@ -103,6 +105,12 @@ class ReplicaHello(_message.Message):
     """Id of the process, made anew by each: a process that opens another stream takes the place of
     its former one. Empty never equals another.
     """
+    tokenizer_sha256: _builtins.str
+    """SHA-256 of the tokenizer, hexadecimal. An engine is never leased to a gateway with another one.
+    Empty says that the replica has no tokenizer, as a scripted engine: it fits any.
+    """
+    vocabulary_tokens: _builtins.int
+    """Number of ids of the model; 0 says nothing. Where both have a tokenizer they must agree in it."""
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """How it is doing."""
@@ -117,10 +125,12 @@ class ReplicaHello(_message.Message):
         lease_capacity: _builtins.int = ...,
         load: Global___ReplicaLoad | None = ...,
         instance_id: _builtins.str = ...,
+        tokenizer_sha256: _builtins.str = ...,
+        vocabulary_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,16 +253,28 @@ class DispatchHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    VOCABULARY_TOKENS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway."""
+    model: _builtins.str
+    """Name of the model of all its leases; empty means the only one in the mesh."""
+    tokenizer_sha256: _builtins.str
+    """As in ReplicaHello."""
+    vocabulary_tokens: _builtins.int
+    """As in ReplicaHello."""
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        tokenizer_sha256: _builtins.str = ...,
+        vocabulary_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model", b"model", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -267,7 +289,6 @@ class AcquireLease(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
     EXCLUDED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     RELEASED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
@@ -276,8 +297,6 @@ class AcquireLease(_message.Message):
     """Id of the session; its turns stay on one engine while that is sound."""
     group_id: _builtins.str
     """Id of its group; may be empty."""
-    model: _builtins.str
-    """Name of the model; empty means any."""
     @_builtins.property
     def excluded_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of engines that already failed this turn."""
@@ -292,13 +311,12 @@ class AcquireLease(_message.Message):
         lease_id: _builtins.str = ...,
         session_id: _builtins.str = ...,
         group_id: _builtins.str = ...,
-        model: _builtins.str = ...,
         excluded_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         released_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "model", b"model", "released_lease_ids", b"released_lease_ids", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "released_lease_ids", b"released_lease_ids", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,16 +329,22 @@ class ReleaseLease(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_FAULT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease."""
+    engine_fault: _builtins.str
+    """What the engine answered that cannot be right, for people; empty where nothing was. The router
+    leases that engine to nobody until it registers anew.
+    """
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
+        engine_fault: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_fault", b"engine_fault", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

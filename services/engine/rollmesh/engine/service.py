@@ -15,6 +15,7 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted_backend import ScriptedBackend, ScriptedConfig
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import engine_pb2_grpc, router_pb2
 
 
@@ -29,6 +30,7 @@ class EngineService:
         self._backend = make_backend(config)
         self._servicer = EngineServicer(self._backend, config.engine_id, config.model)
         self._membership: Membership | None = None
+        self._tokenizer_sha256 = ""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""
@@ -39,6 +41,7 @@ class EngineService:
         """Starts the backend and joins the mesh; undoes it in reverse."""
         async with AsyncExitStack() as stack:
             await self._backend.start()
+            self._tokenizer_sha256 = await asyncio.to_thread(_tokenizer_of, self._config)
             stack.push_async_callback(self._backend.stop)
             if self._config.router:
                 self._membership = Membership(self._config.router, self._hello(address), self._load)
@@ -88,6 +91,8 @@ class EngineService:
             address=address,
             model=self._config.model,
             lease_capacity=self._config.lease_capacity,
+            tokenizer_sha256=self._tokenizer_sha256,
+            vocabulary_tokens=self._backend.limits.vocabulary_tokens,
         )
 
     def _load(self) -> router_pb2.ReplicaLoad:
@@ -98,6 +103,19 @@ class EngineService:
             waiting=load.waiting,
             push_id=self._servicer.push_id,
         )
+
+
+def _tokenizer_of(config: EngineConfig) -> str:
+    """Returns the digest of the model's tokenizer; empty where it has none.
+
+    A scripted engine has none: its ids mean nothing.
+    """
+    if config.backend == "scripted":
+        return ""
+    try:
+        return tokenizer_sha256(config.model_path)
+    except (OSError, ValueError):
+        return ""
 
 
 def make_backend(config: EngineConfig) -> Backend:

@@ -19,6 +19,7 @@ _LEAST = {
     "max_undelivered_sessions": 1,
     "lease_timeout_ms": 1,
     "turn_timeout_ms": 1,
+    "stall_timeout_ms": 1,
     "workers": 1,
     "max_choices": 1,
 }
@@ -82,6 +83,9 @@ class GatewayConfig(ServerConfig):
     """Longest wait for a place on an engine, milliseconds."""
     turn_timeout_ms: int = 600_000
     """Longest turn, milliseconds."""
+    stall_timeout_ms: int = 120_000
+    """Silence of an engine after which it is asked whether it is there, milliseconds. One that is
+    not, or that streams and has no reason to be silent, is taken out of service."""
     workers: int = 2
     """Threads that tokenise short texts, and as many for long ones."""
 

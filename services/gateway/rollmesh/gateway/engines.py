@@ -1,10 +1,13 @@
-"""Calls to engines: one channel per address, opened when first leased."""
+"""Calls to engines: one channel per address, opened when first leased, closed when long unused."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
 
 import grpc
 
+from rollmesh.runtime import clock
 from rollmesh.runtime.channels import (
     open_channel,
     read_stream,
@@ -13,20 +16,29 @@ from rollmesh.runtime.channels import (
     whole_call,
 )
 from rollmesh.runtime.errors import (
+    EngineFaultError,
     EngineMismatchError,
     PromptTooLongError,
+    RollmeshError,
     TokenOutOfVocabularyError,
 )
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 _ABORT_TIMEOUT_S = 10.0
+_ASK_TIMEOUT_S = 10.0
+_UNUSED_MS = 300_000
 
 
 class EngineClients:
-    """The engines this gateway has talked to."""
+    """The engines this gateway talks to."""
 
-    def __init__(self) -> None:
-        """Begins without channels."""
+    def __init__(self, stall_timeout_ms: int) -> None:
+        """Begins without channels.
+
+        Args:
+            stall_timeout_ms: Silence after which an engine is asked whether it is there.
+        """
+        self._stall_timeout_s = stall_timeout_ms / 1000
         self._engines: dict[str, _Engine] = {}
 
     async def generate(
@@ -36,28 +48,37 @@ class EngineClients:
 
         Raises:
             EngineMismatchError: The engine does not take the prompt: it has another model.
+            EngineFaultError: It says nothing, and does not say why.
         """
         timeout_s, metadata = timeout_ms / 1000, request_metadata()
-        engine = self._engine(address)
-        try:
-            if not request.max_chunk_tokens:
-                with typed_errors():
-                    yield await engine.generate_whole(request, timeout=timeout_s, metadata=metadata)
-                return
-            call = engine.stub.Generate(request, timeout=timeout_s, metadata=metadata)
-            async with aclosing(read_stream(call)) as responses:
-                async for response in responses:
-                    yield response
-        except (PromptTooLongError, TokenOutOfVocabularyError) as error:  # not the agent's fault
-            raise EngineMismatchError(
-                f"engine {address} refused the prompt: {error.message}; "
-                "start it and the gateway from the same model_path"
-            ) from error
+        engine = await self._engine(address)
+        streams = bool(request.max_chunk_tokens)
+        with engine.used():
+            try:
+                begin: Any = engine.stub.Generate if streams else engine.generate_whole
+                call = begin(request, timeout=timeout_s, metadata=metadata)
+                watch = _Watch(self._stall_timeout_s, engine.why_silent, streams=streams)
+                with watch.over(call):
+                    if not streams:
+                        with typed_errors():
+                            yield await call
+                        return
+                    async with aclosing(read_stream(call)) as responses:
+                        async for response in responses:
+                            watch.heard()
+                            yield response
+                            watch.heard()
+            except (PromptTooLongError, TokenOutOfVocabularyError) as error:  # not the agent's
+                raise EngineMismatchError(
+                    f"engine {address} refused the prompt: {error.message}; "
+                    "start it and the gateway from the same model_path"
+                ) from error
 
     async def abort(self, address: str, request_id: str) -> None:
         """Asks an engine to end a request with what it has."""
-        with typed_errors():
-            await self._engine(address).stub.Abort(
+        engine = await self._engine(address)
+        with engine.used(), typed_errors():
+            await engine.stub.Abort(
                 engine_pb2.AbortRequest(request_ids=[request_id]), timeout=_ABORT_TIMEOUT_S
             )
 
@@ -67,11 +88,20 @@ class EngineClients:
             await engine.channel.close()
         self._engines.clear()
 
-    def _engine(self, address: str) -> "_Engine":
+    async def _engine(self, address: str) -> "_Engine":
         engine = self._engines.get(address)
         if engine is None:
             engine = self._engines[address] = _Engine(open_channel(address))
+            await self._close_unused()
         return engine
+
+    async def _close_unused(self) -> None:
+        """Closes channels to engines that were not leased for long: most are gone."""
+        before_ms = clock.monotonic_ms() - _UNUSED_MS
+        for address, engine in list(self._engines.items()):
+            if not engine.calls and engine.used_ms < before_ms:
+                del self._engines[address]
+                await engine.channel.close()
 
 
 class _Engine:
@@ -79,6 +109,10 @@ class _Engine:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
+        self.calls = 0
+        """Number of calls that are running."""
+        self.used_ms = clock.monotonic_ms()
+        """When the last one ended."""
         self.stub: engine_pb2_grpc.EngineServiceAsyncStub
         self.stub = engine_pb2_grpc.EngineServiceStub(channel)
         self.generate_whole = whole_call(
@@ -87,3 +121,75 @@ class _Engine:
             engine_pb2.GenerateRequest,
             engine_pb2.GenerateResponse,
         )
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Keeps the channel open while the block runs."""
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            self.used_ms = clock.monotonic_ms()
+
+    async def why_silent(self, *, streams: bool) -> str:
+        """Returns why silence is a fault; empty where the engine may be silent.
+
+        A paused engine samples nothing, and an answer that is not streamed is one message. (gRPC
+        waits for ever for the end of a call with one answer that was given two.)
+        """
+        try:
+            with typed_errors():
+                info = await self.stub.GetInfo(engine_pb2.GetInfoRequest(), timeout=_ASK_TIMEOUT_S)
+        except RollmeshError as error:
+            return f"the engine says nothing, and cannot be asked: {error.message}"
+        if not info.running + info.waiting:
+            return "the engine says nothing, and that it runs no request"
+        if streams and not (info.paused or info.sleeping):
+            return "the engine says nothing, though it is not paused"
+        return ""
+
+
+class _Watch:
+    """Ends a call whose engine has been silent for too long."""
+
+    def __init__(
+        self, stall_s: float, ask: Callable[..., Awaitable[str]], *, streams: bool
+    ) -> None:
+        self._stall_s = stall_s
+        self._ask = ask
+        self._streams = streams
+        self._heard_ms = clock.monotonic_ms()
+        self._fault = ""
+
+    def heard(self) -> None:
+        """Takes note of a message, or of one that was dealt with."""
+        self._heard_ms = clock.monotonic_ms()
+
+    @contextmanager
+    def over(self, call: "grpc.aio.Call") -> Iterator[None]:
+        """Watches a call while the block runs.
+
+        Raises:
+            EngineFaultError: It was ended.
+        """
+        watching = asyncio.get_running_loop().create_task(self._run(call))
+        try:
+            yield
+        except asyncio.CancelledError:  # what a call that is cancelled here raises
+            task = asyncio.current_task()
+            if not self._fault or (task is not None and task.cancelling()):
+                raise
+            raise EngineFaultError(self._fault) from None
+        finally:
+            watching.cancel()
+
+    async def _run(self, call: "grpc.aio.Call") -> None:
+        while not self._fault:
+            silent_s = (clock.monotonic_ms() - self._heard_ms) / 1000
+            if silent_s < self._stall_s:
+                await asyncio.sleep(self._stall_s - silent_s)
+                continue
+            self._fault = await self._ask(streams=self._streams)
+            self.heard()
+        call.cancel()

@@ -1,14 +1,28 @@
-"""What came back from an engine, and whether it may become a turn."""
+"""What came back from an engine, and whether it may become a turn.
+
+An engine is another process, and may be wrong: a message is checked before anything of it leaves.
+"""
 
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from rollmesh.gateway.answer import Answer
 from rollmesh.gateway.fidelity import Finish
 from rollmesh.gateway.sampled import Sampled, Tops, joined
 from rollmesh.gateway.tree import Sample, VersionSpan
-from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs
-from rollmesh.runtime.errors import GenerationAbortedError, RollmeshError
+from rollmesh.runtime.arrays import Logprobs, TokenIds, unpack_ids, unpack_logprobs
+from rollmesh.runtime.errors import (
+    EngineFaultError,
+    GenerationAbortedError,
+    InvalidFieldError,
+    RollmeshError,
+)
 from rollmesh.v1 import engine_pb2, types_pb2
+
+_MOST_LOGPROB = 1e-4
+"""A log-probability above 0 by less is what rounding makes of 0."""
+_FINISHES = set(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSPECIFIED}
 
 
 @dataclass(slots=True)
@@ -19,6 +33,12 @@ class Generation:
     engine_id: str
     top_logprobs: int = 0
     """How many of the most likely ids were asked for at each place."""
+    vocabulary_tokens: int = 0
+    """Ids are below it; 0 where that is not known."""
+    max_tokens: int = 2**32
+    """Most ids that were asked for."""
+    prompt_crc32: int = 0
+    """What the engine must say it received."""
     runs: list[Sampled] = field(default_factory=list)
     finish: engine_pb2.GenerateFinish | None = None
     _taken: int = 0
@@ -29,19 +49,25 @@ class Generation:
         """Takes a message of the engine; returns its ids.
 
         Raises:
-            RollmeshError: The engine contradicts itself.
+            EngineFaultError: It cannot be right; nothing of it was taken.
         """
-        ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
-        logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
-        top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
-        top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
-        if len(ids) != len(logprobs):
-            raise RollmeshError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} tokens")
+        if self.finish is not None:
+            raise EngineFaultError("the engine went on after the end of its answer")
+        try:
+            ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
+            logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
+            top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
+            top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
+        except InvalidFieldError as error:
+            raise EngineFaultError(f"the engine's {error.message}") from error
         if not len(top_ids) == len(top_logprobs) == len(ids) * self.top_logprobs:
-            raise RollmeshError(
+            raise EngineFaultError(
                 f"the engine gave {len(top_ids)} most likely ids with {len(top_logprobs)} "
                 f"log-probs for {len(ids)} tokens; {self.top_logprobs} for each were asked for"
             )
+        self._check(ids, logprobs)
+        if response.HasField("finish"):
+            _check_finish(response.finish, self._taken + len(ids), self.prompt_crc32)
         shape = len(ids), self.top_logprobs
         run = Sampled(ids, logprobs, Tops(top_ids.reshape(shape), top_logprobs.reshape(shape)))
         self.runs.append(run)
@@ -50,6 +76,20 @@ class Generation:
         if response.HasField("finish"):
             self.finish = response.finish
         return [int(id_) for id_ in ids.tolist()]
+
+    def _check(self, ids: TokenIds, logprobs: Logprobs) -> None:
+        if len(ids) != len(logprobs):
+            raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
+        if self._taken + len(ids) > self.max_tokens:
+            raise EngineFaultError(f"the engine gave more ids than the {self.max_tokens} asked for")
+        if not len(ids):
+            return
+        if self.vocabulary_tokens and (largest := int(ids.max())) >= self.vocabulary_tokens:
+            raise EngineFaultError(
+                f"the engine gave id {largest}; ids are below {self.vocabulary_tokens}"
+            )
+        if not np.isfinite(logprobs).all() or float(logprobs.max()) > _MOST_LOGPROB:
+            raise EngineFaultError("the engine gave a log-prob that is NaN, infinite or above 0")
 
     def tell(self, *, over: bool = False) -> Sampled | None:
         """Returns the tokens that were not told yet and are certainly kept; None where none are."""
@@ -63,20 +103,32 @@ class Generation:
         return run
 
 
-def checked_sample(generation: Generation, *, prompt_tokens: int, prompt_crc32: int) -> Sample:
+def _check_finish(finish: engine_pb2.GenerateFinish, sampled: int, prompt_crc32: int) -> None:
+    if finish.prompt_crc32 != prompt_crc32:
+        raise EngineFaultError("the engine received other prompt ids than the session recorded")
+    if finish.reason not in _FINISHES:
+        raise EngineFaultError(f"the engine ended for no known reason ({finish.reason})")
+    at = 0
+    for span in finish.version_spans:
+        # vLLM gives an empty span where weights changed and no token followed.
+        if span.start != at or span.end < span.start or span.policy_version < 0:
+            raise EngineFaultError("the engine's version spans have gaps or negative versions")
+        at = span.end
+    if at < sampled:
+        raise EngineFaultError("the engine's version spans do not cover what it sampled")
+
+
+def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
     """Returns what was sampled, cut at the stop string.
 
     Raises:
         GenerationAbortedError: An operator aborted the generation.
-        RollmeshError: The engine contradicts itself or received other ids than were sent.
     """
     finish = generation.finish
     assert finish is not None
     if not generation.runs:
         raise RollmeshError("the engine ended without a token; nothing was kept, try again")
     sampled = joined(generation.runs)
-    if finish.prompt_crc32 != prompt_crc32:
-        raise RollmeshError("the engine received other prompt ids than the session recorded")
     cut = generation.answer.stopped_at
     if cut is None and finish.reason == types_pb2.FINISH_REASON_ABORT:
         raise GenerationAbortedError("the generation was aborted; nothing was kept, try again")
@@ -85,17 +137,10 @@ def checked_sample(generation: Generation, *, prompt_tokens: int, prompt_crc32: 
     spans = tuple(
         VersionSpan(span.policy_version, span.start, min(span.end, size))
         for span in finish.version_spans
-        if span.start < size
+        if span.start < min(span.end, size)
     )
     if not size:
         raise RollmeshError("the engine ended without a token; nothing was kept, try again")
-    bounds = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != bounds[:-1] or bounds[-1] != size:
-        raise RollmeshError(
-            "the engine's version spans do not cover what it sampled, one after the other"
-        )
-    if any(span.start >= span.end for span in spans):
-        raise RollmeshError("the engine gave an empty version span")
     return Sample(
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,

@@ -33,6 +33,18 @@ def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
     return MistralTemplate(own), own
 
 
+def vocabulary_of(model_path: Path) -> int:
+    """Returns the number of ids of the model as its `config.json` has it; 0 where it has none."""
+    path = model_path / "config.json"
+    config = read_json(path) if path.exists() else {}
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        size = part.get("vocab_size")
+        if isinstance(size, int) and size > 0:
+            return size
+    return 0
+
+
 def _has_template(model_path: Path) -> bool:
     if (model_path / "chat_template.jinja").exists():
         return True

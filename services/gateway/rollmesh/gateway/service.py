@@ -20,7 +20,7 @@ from rollmesh.gateway.engines import EngineClients
 from rollmesh.gateway.formats import UNKNOWN, VLLM
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.idle import close_idle
-from rollmesh.gateway.model_files import load_model
+from rollmesh.gateway.model_files import load_model, vocabulary_of
 from rollmesh.gateway.outbox import Outbox
 from rollmesh.gateway.servicer import GatewayServicer
 from rollmesh.gateway.session import SessionLimits
@@ -67,6 +67,7 @@ class GatewayService:
         moved = self._continuation.contract.findings & MOVING
         if config.history == "rewrite" and moved:
             raise ConfigError(f"history: give keep: the template {min(moved)}")
+        self._vocabulary_tokens = vocabulary_of(config.model_path)
         self._max_context_tokens = config.max_context_tokens or _context_of(config)
         self._servicer = GatewayServicer(
             gateway_pb2.GetGatewayInfoResponse(
@@ -102,9 +103,9 @@ class GatewayService:
                 stack.enter_context(ThreadPoolExecutor(config.workers, name))
                 for name in ("tokenise", "tokenise-long")
             )
-            engines = EngineClients()
+            engines = EngineClients(config.stall_timeout_ms)
             stack.push_async_callback(engines.close)
-            leases = await stack.enter_async_context(LeaseClient(config.router, config.gateway_id))
+            leases = await stack.enter_async_context(self._lease_client())
             outbox = Outbox(
                 database,
                 config.collector,
@@ -125,6 +126,7 @@ class GatewayService:
                 long_executor=long_executor,
                 max_context_tokens=self._max_context_tokens,
                 special_text=SpecialText(self._tokenizer, config.special_text),
+                vocabulary_tokens=self._vocabulary_tokens,
                 limits=SessionLimits(
                     config.max_session_nodes,
                     config.max_session_tokens,
@@ -238,6 +240,17 @@ class GatewayService:
             kind=router_pb2.REPLICA_KIND_GATEWAY,
             address=address,
             model=self._config.model,
+            tokenizer_sha256=self._model_files.tokenizer_sha256,
+            vocabulary_tokens=self._vocabulary_tokens,
+        )
+
+    def _lease_client(self) -> LeaseClient:
+        return LeaseClient(
+            self._config.router,
+            self._config.gateway_id,
+            model=self._config.model,
+            tokenizer_sha256=self._model_files.tokenizer_sha256,
+            vocabulary_tokens=self._vocabulary_tokens,
         )
 
     def _load(self, gateway: Gateway) -> router_pb2.ReplicaLoad:

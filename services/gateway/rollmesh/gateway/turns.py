@@ -43,6 +43,7 @@ from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
     DeadlineError,
     EngineDeadError,
+    EngineFaultError,
     EngineLostError,
     InvalidConstraintError,
     RemoteError,
@@ -72,6 +73,7 @@ class TurnRunner:
         vllm_parser: VllmParser | None,
         long_executor: Executor,
         max_context_tokens: int,
+        vocabulary_tokens: int,
         special_text: SpecialText,
         limits: SessionLimits,
         rewrite_history: bool,
@@ -87,6 +89,7 @@ class TurnRunner:
         self._leases = leases
         self._engines = engines
         self._database = database
+        self._vocabulary_tokens = vocabulary_tokens
         self._workers = Workers(executor, long_executor)
         self._preparer = Preparer(
             tokenizer=tokenizer,
@@ -147,7 +150,6 @@ class TurnRunner:
         sample = checked_sample(
             generation,
             prompt_tokens=prepared.prompt_tokens,
-            prompt_crc32=prepared.prompt_crc32,
         )
         reasons = set(prepared.prompt.match.reasons)
         if generation.answer.malformed:
@@ -169,25 +171,28 @@ class TurnRunner:
         """Generates; begins anew on another engine as long as nothing of the answer has left."""
         lost: list[str] = []
         for attempt in itertools.count(1):
-            async with self._leases.lease(
-                session_id=session.spec.session_id,
-                group_id=session.spec.group_id,
-                excluded=lost,
-                deadline_ms=self._lease_timeout_ms,
-            ) as grant:
-                try:
+            engine_id = ""
+            try:
+                async with self._leases.lease(
+                    session_id=session.spec.session_id,
+                    group_id=session.spec.group_id,
+                    excluded=lost,
+                    deadline_ms=self._lease_timeout_ms,
+                ) as grant:
+                    engine_id = grant.engine_id
                     return await self._generate(session, turn, request, prepared, sampling, grant)
-                except InvalidConstraintError as error:
-                    raise request.wanted.refused(error) from error
-                except (EngineDeadError, RemoteError) as error:
-                    metrics.ENGINE_LOSSES.inc()
-                    lost.append(grant.engine_id)
-                    if turn.has_emitted or attempt == _ATTEMPTS:
-                        raise EngineLostError(
-                            f"engine {grant.engine_id} went away in the middle of the turn; "
-                            "nothing was kept, try again",
-                            retry_delay_ms=1000,
-                        ) from error
+            except InvalidConstraintError as error:
+                raise request.wanted.refused(error) from error
+            except (EngineDeadError, EngineFaultError, RemoteError) as error:
+                metrics.ENGINE_LOSSES.inc()
+                lost.append(engine_id)
+                if turn.has_emitted or attempt == _ATTEMPTS:
+                    did = "is wrong" if isinstance(error, EngineFaultError) else "went away"
+                    raise EngineLostError(
+                        f"engine {engine_id} {did} in the middle of the turn; "
+                        "nothing was kept, try again",
+                        retry_delay_ms=1000,
+                    ) from error
             # The only engine may be the one that just came back: leave it out no longer.
             lost = lost[-1:] if attempt == 1 else []
         raise AssertionError("unreachable")
@@ -229,6 +234,9 @@ class TurnRunner:
             ),
             engine_id,
             request.returns.top_logprobs,
+            vocabulary_tokens=self._vocabulary_tokens,
+            max_tokens=sampling.max_tokens,
+            prompt_crc32=prepared.prompt_crc32,
         )
         message = engine_pb2.GenerateRequest(
             request_id=uuid.uuid4().hex,

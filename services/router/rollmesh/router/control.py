@@ -12,6 +12,7 @@ from rollmesh.router.config import RouterConfig
 from rollmesh.router.engine_calls import call_engine
 from rollmesh.router.kept import KeptWeights, check_folder, kept_models, sync, typed_errors
 from rollmesh.router.leases import Engine, LeaseTable, Target
+from rollmesh.router.members import Members
 from rollmesh.router.updates import Updates
 from rollmesh.runtime import faults
 from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, StaleVersionError
@@ -30,9 +31,10 @@ class Control:
     only once an engine has taken the weights and the disk has their header.
     """
 
-    def __init__(self, table: LeaseTable, config: RouterConfig) -> None:
+    def __init__(self, table: LeaseTable, members: Members, config: RouterConfig) -> None:
         """Takes the state and the settings."""
         self._table = table
+        self._members = members
         self._config = config
         self._timeout_s = config.control_timeout_ms / 1000
         self._kept: dict[str, KeptWeights] = {}
@@ -72,7 +74,7 @@ class Control:
 
     def models(self) -> list[router_pb2.ModelWeights]:
         """Returns which weights the engines of each model are to hold, in order of their names."""
-        names = self._table.models() | {name for name, kept in self._kept.items() if kept.current}
+        names = self._members.models() | {name for name, kept in self._kept.items() if kept.current}
         return [
             router_pb2.ModelWeights(
                 model=name,

@@ -7,6 +7,7 @@ Invariants, after every step:
 * A stream that ended holds no lease.
 """
 
+import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -18,6 +19,7 @@ IMBALANCE_FACTOR = 1.5
 IMBALANCE_MARGIN = 8
 """... and at least this many more than the mean."""
 _NO_ENGINE_MS, _BUSY_MS = 200, 100
+_MOST_WHYS = 3
 
 
 class Target(NamedTuple):
@@ -25,6 +27,17 @@ class Target(NamedTuple):
 
     policy_version: int
     push_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Booker:
+    """Who books on a stream, and which engines it can use."""
+
+    gateway_id: str = ""
+    model: str = ""
+    """Empty means the only one in the mesh."""
+    tokenizer_sha256: str = ""
+    vocabulary_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +52,11 @@ class Engine:
     draining: bool = False
     push_id: str = ""
     """Id of the push that brought its weights; empty for those it was started with."""
+    tokenizer_sha256: str = ""
+    """Empty where it has none: it fits any."""
+    vocabulary_tokens: int = 0
+    fault: str = ""
+    """What it answered that cannot be right: it is out of service until it registers anew."""
     update_error: str = ""
     """Why its last update failed; empty where it did not."""
     leases: int = 0
@@ -63,6 +81,21 @@ class Refusal:
     reason: RefusalReason
     message: str
     retry_delay_ms: int
+
+
+def misfit(engine: Engine, booker: Booker) -> str:
+    """Returns why an engine of a gateway's model cannot serve it; empty where it can."""
+    if not engine.tokenizer_sha256 or not booker.tokenizer_sha256:
+        return ""
+    if engine.tokenizer_sha256 != booker.tokenizer_sha256:
+        return (
+            f"its tokenizer ({engine.tokenizer_sha256[:12]}) is not that of gateway "
+            f"{booker.gateway_id} ({booker.tokenizer_sha256[:12]})"
+        )
+    sizes = engine.vocabulary_tokens, booker.vocabulary_tokens
+    if all(sizes) and sizes[0] != sizes[1]:
+        return f"it has {sizes[0]} token ids, and gateway {booker.gateway_id} has {sizes[1]}"
+    return ""
 
 
 def is_overloaded(engine: Engine, mean_sessions: float) -> bool:
@@ -94,6 +127,9 @@ def pick(
     )
 
 
+_ANYBODY = Booker()
+
+
 class LeaseTable:
     """The router's state; every method is one synchronous step."""
 
@@ -103,6 +139,7 @@ class LeaseTable:
         self.targets: dict[str, Target] = {}
         """What engines must hold to be leased, by model; none where nothing was pushed."""
         self._held: dict[str, dict[str, str]] = {}  # stream -> lease -> engine id
+        self._bookers: dict[str, Booker] = {}  # by stream
         self._placed: dict[str, str] = {}  # session -> engine id
         self._owners: dict[str, str] = {}  # session -> stream that used it last
         self._group_of: dict[str, str] = {}
@@ -131,15 +168,17 @@ class LeaseTable:
             for lease_id in [id_ for id_, holder in leases.items() if holder == engine_id]:
                 del leases[lease_id]
 
-    def open_stream(self, stream_id: str) -> None:
+    def open_stream(self, stream_id: str, booker: Booker = _ANYBODY) -> None:
         """Begins a gateway's stream."""
         self._held[stream_id] = {}
+        self._bookers[stream_id] = booker
 
     def close_stream(self, stream_id: str) -> None:
         """Ends a gateway's stream: frees its leases and forgets its sessions."""
         for lease_id in tuple(self._held.get(stream_id, ())):
             self.release(stream_id, lease_id)
         self._held.pop(stream_id, None)
+        self._bookers.pop(stream_id, None)
         for session_id in [id_ for id_, owner in self._owners.items() if owner == stream_id]:
             self.forget(session_id)
 
@@ -150,22 +189,26 @@ class LeaseTable:
         session_id: str,
         *,
         group_id: str = "",
-        model: str = "",
         excluded: Iterable[str] = (),
     ) -> Grant | Refusal:
         """Books a place for one turn of a session."""
         if not lease_id or not session_id or lease_id in self._held[stream_id]:
             return Refusal("INVALID_LEASE", "lease_id and session_id must be set and new", 0)
+        booker, models = self._bookers[stream_id], sorted(self.models())
+        if not booker.model and len(models) > 1:
+            known = ", ".join(models)
+            return Refusal("INVALID_LEASE", f"model: is empty; name one that is there ({known})", 0)
+        own = [one for one in self.engines.values() if booker.model in {"", one.model}]
         left_out = set(excluded)
         sound = [
             engine
-            for engine in self.engines.values()
+            for engine in own
             if engine.engine_id not in left_out
-            and (not model or engine.model == model)
-            and not self.left_out(engine)
+            and not self._unfit(engine)
+            and not misfit(engine, booker)
         ]
         if not sound:
-            return Refusal("NO_ENGINE", f"none of {len(self.engines)} can serve", _NO_ENGINE_MS)
+            return Refusal("NO_ENGINE", self._why_none(own, booker), _NO_ENGINE_MS)
         free = [engine for engine in sound if engine.leases < engine.capacity]
         engine = pick(
             free,
@@ -207,8 +250,33 @@ class LeaseTable:
         target = self.targets.get(engine.model)
         return target is not None and target != (engine.policy_version, engine.push_id)
 
+    def take_out(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
+        """Leases the engine of a lease to nobody any more; None where the lease is not held."""
+        engine = self.engines.get(self._held.get(stream_id, {}).get(lease_id, ""))
+        if engine is not None:
+            engine.fault = fault
+        return engine
+
     def left_out(self, engine: Engine) -> str:
+        """Returns why an engine is not leased to every gateway of its model; empty where it is."""
+        bookers = (one for one in self._bookers.values() if one.model == engine.model)
+        misfits = (misfit(engine, booker) for booker in bookers)
+        return self._unfit(engine) or next(filter(None, misfits), "")
+
+    def _why_none(self, engines: Collection[Engine], booker: Booker) -> str:
+        whys = (
+            f"{one.engine_id}: {self._unfit(one) or misfit(one, booker) or 'it failed this turn'}"
+            for one in engines
+        )
+        of_model = f" of model {booker.model!r}" if booker.model else ""
+        return f"none of {len(engines)} engines{of_model} can serve; " + "; ".join(
+            itertools.islice(whys, _MOST_WHYS)
+        )
+
+    def _unfit(self, engine: Engine) -> str:
         """Returns why an engine is leased to nobody; empty where it may be."""
+        if engine.fault:
+            return f"it is out of service until it registers anew: {engine.fault}"
         if engine.draining:
             return "it is about to leave"
         if not self.fenced(engine):

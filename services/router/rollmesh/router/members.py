@@ -37,6 +37,10 @@ class Members:
         """Returns who is there."""
         return [member.hello for member in self._members.values()]
 
+    def models(self) -> set[str]:
+        """Returns the models of engines and gateways."""
+        return {member.hello.model for member in self._members.values()}
+
     async def join(self, hello: router_pb2.ReplicaHello) -> Member:
         """Makes a replica a member.
 

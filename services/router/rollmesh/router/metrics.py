@@ -9,6 +9,9 @@ LEASE_REQUESTS = Counter(
     "Requests for a lease: granted, or the reason of the refusal.",
     ["answer"],
 )
+FAULTS = Counter(
+    "rollmesh_router_engine_faults_total", "Engines taken out of service for what they answered."
+)
 ENGINES = Gauge("rollmesh_router_engines", "Engines that are registered.")
 LEASES = Gauge("rollmesh_router_leases", "Leases held.")
 SESSIONS = Gauge("rollmesh_router_sessions", "Sessions that stick to an engine.")

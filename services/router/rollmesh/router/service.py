@@ -24,10 +24,9 @@ class RouterService:
         """Begins with nobody registered."""
         self.table = LeaseTable()
         metrics.watch(self.table)
-        self._control = Control(self.table, config)
-        self._servicer = RouterServicer(
-            self.table, Members(config.replica_silence_ms), self._control
-        )
+        members = Members(config.replica_silence_ms)
+        self._control = Control(self.table, members, config)
+        self._servicer = RouterServicer(self.table, members, self._control)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""

@@ -1,19 +1,23 @@
 """RouterService: checks fields, steps the lease table, answers."""
 
+import logging
 import uuid
 from collections.abc import AsyncIterator
 
 from rollmesh.router import metrics
 from rollmesh.router.control import Control
-from rollmesh.router.leases import Engine, Grant, LeaseTable, Refusal
+from rollmesh.router.leases import Booker, Engine, Grant, LeaseTable, Refusal
 from rollmesh.router.members import Members
 from rollmesh.runtime import faults
 from rollmesh.runtime.channels import drained_on_refusal
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.interceptors import Context
+from rollmesh.runtime.logs import fields
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
+_log = logging.getLogger(__name__)
 _MAX_ID_CHARS = 128
+_MAX_FAULT_CHARS = 500
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -52,7 +56,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request_iterator: AsyncIterator[router_pb2.DispatchRequest], context: Context
     ) -> AsyncIterator[router_pb2.DispatchResponse]:
         stream_id = uuid.uuid4().hex
-        self._table.open_stream(stream_id)
+        first = await anext(request_iterator, None)
+        if first is None or not first.HasField("hello"):
+            raise InvalidFieldError("hello", "is missing; send it in the first message")
+        hello = first.hello
+        self._table.open_stream(
+            stream_id,
+            Booker(hello.gateway_id, hello.model, hello.tokenizer_sha256, hello.vocabulary_tokens),
+        )
+        self._warn_of_misfits()
         try:
             async for request in request_iterator:
                 match request.WhichOneof("part"):
@@ -60,14 +72,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                         yield self._acquire(stream_id, request.acquire)
                         await faults.reach("router-after-grant")
                     case "release":
-                        self._table.release(stream_id, request.release.lease_id)
+                        self._release(stream_id, request.release)
                         await faults.reach("router-after-release")
                     case "forget":
                         self._table.forget(request.forget.session_id)
-                    case "hello":
-                        continue
                     case _:
-                        raise InvalidFieldError("part", "is not set; send one of its kinds")
+                        raise InvalidFieldError("part", "is not a booking or a release")
         finally:
             self._table.close_stream(stream_id)
 
@@ -132,7 +142,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             acquire.lease_id,
             acquire.session_id,
             group_id=acquire.group_id,
-            model=acquire.model,
             excluded=acquire.excluded_engine_ids,
         )
         response = router_pb2.DispatchResponse(lease_id=acquire.lease_id)
@@ -149,12 +158,36 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 response.refusal.retry_delay_ms = retry_delay_ms
         return response
 
+    def _release(self, stream_id: str, release: router_pb2.ReleaseLease) -> None:
+        if release.engine_fault:
+            fault = release.engine_fault[:_MAX_FAULT_CHARS]
+            engine = self._table.take_out(stream_id, release.lease_id, fault)
+            if engine is not None:
+                metrics.FAULTS.inc()
+                _log.error(
+                    "engine out of service", extra=fields(engine=engine.engine_id, fault=fault)
+                )
+        self._table.release(stream_id, release.lease_id)
+
+    def _warn_of_misfits(self) -> None:
+        for engine in self._table.engines.values():
+            if (why := self._table.left_out(engine)) and not self._table.fenced(engine):
+                _log.warning("engine left out", extra=fields(engine=engine.engine_id, why=why))
+
     def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
         if hello.kind != router_pb2.REPLICA_KIND_ENGINE:
             return None
-        engine = Engine(hello.replica_id, hello.address, hello.model, hello.lease_capacity)
+        engine = Engine(
+            hello.replica_id,
+            hello.address,
+            hello.model,
+            hello.lease_capacity,
+            tokenizer_sha256=hello.tokenizer_sha256,
+            vocabulary_tokens=hello.vocabulary_tokens,
+        )
         _take_load(engine, hello.load)
         self._table.add_engine(engine)
+        self._warn_of_misfits()
         self._control.heed(engine)
         return engine
 

@@ -1,0 +1,100 @@
+"""An engine that answers what cannot be right, beside one that works."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollmesh.runtime.arrays import pack_ids, pack_logprobs
+from rollmesh.v1 import engine_pb2, router_pb2, types_pb2
+from tests.meshes import Mesh, scripted_mesh
+from tests.router.engines import Answers, NotingEngine, noting_engine
+
+SAID, REPLY = "What is 6 plus 7?", "It is 13."
+
+
+def answer(request: engine_pb2.GenerateRequest, logprob: float) -> engine_pb2.GenerateResponse:
+    """One message with one id."""
+    response = engine_pb2.GenerateResponse(
+        token_ids_u32le=pack_ids(np.array([7], np.uint32)),
+        logprobs_f32le=pack_logprobs(np.array([logprob], np.float32)),
+    )
+    response.finish.reason = types_pb2.FINISH_REASON_STOP
+    response.finish.prompt_crc32 = zlib.crc32(request.token_ids_u32le)
+    response.finish.version_spans.add(start=0, end=1)
+    return response
+
+
+async def nan(request: engine_pb2.GenerateRequest) -> Answers:
+    yield answer(request, float("nan"))
+
+
+async def twice(request: engine_pb2.GenerateRequest) -> Answers:
+    yield answer(request, -0.5)
+    yield answer(request, -0.5)
+
+
+async def nothing(request: engine_pb2.GenerateRequest) -> Answers:
+    await asyncio.Event().wait()
+    yield answer(request, -0.5)
+
+
+@asynccontextmanager
+async def lying_mesh(folder: Path, model: Path) -> AsyncIterator[Mesh]:
+    async with scripted_mesh(folder, model, [(SAID, REPLY)]) as mesh:
+        await mesh.restart("gateway", stall_timeout_ms=1000)
+        yield mesh
+
+
+async def ask(mesh: Mesh, *, stream: bool) -> str:
+    """Has one turn in a session of its own."""
+    chat: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
+    async with mesh.client() as client, client.session() as session:
+        create = mesh.openai(session).chat.completions.create
+        if not stream:
+            return str((await create(**chat)).choices[0].message.content)
+        pieces = await create(**chat, stream=True)
+        return "".join([piece.choices[0].delta.content or "" async for piece in pieces])
+
+
+@asynccontextmanager
+async def liar(mesh: Mesh) -> AsyncIterator[NotingEngine]:
+    """An engine that is leased next, because it has no session."""
+    chat: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
+    async with mesh.client() as client, client.session() as held:
+        await mesh.openai(held).chat.completions.create(**chat)
+        async with noting_engine(mesh.addresses.router, "liar") as engine:
+            yield engine
+
+
+async def replica(mesh: Mesh, name: str) -> router_pb2.Replica:
+    async with mesh.client() as client:
+        found = (await client.replicas()).replicas
+    return next(one for one in found if one.hello.replica_id == name)
+
+
+async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    lies: list[tuple[Callable[[engine_pb2.GenerateRequest], Answers], bool, str]] = [
+        (nan, False, "NaN"),
+        (nan, True, "NaN"),
+        (nothing, True, "says nothing"),
+        (nothing, False, "says nothing"),
+        (twice, False, "says nothing"),
+    ]
+    async with lying_mesh(tmp_path, tokenizer_dir) as mesh:
+        for lie, stream, why in lies:
+            async with liar(mesh) as engine:
+                assert not (await replica(mesh, "liar")).left_out  # it registered anew
+                engine.answers = lie
+                assert await ask(mesh, stream=stream) == REPLY
+                async with asyncio.timeout(30):
+                    while not (left_out := (await replica(mesh, "liar")).left_out):
+                        continue
+            assert "out of service" in left_out
+            assert why in left_out
