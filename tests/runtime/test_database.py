@@ -1,6 +1,7 @@
 """The database: what is acknowledged is kept, and nobody loses by another's error."""
 
 import asyncio
+import shutil
 import signal
 import sqlite3
 import sys
@@ -19,6 +20,7 @@ from rollmesh.runtime.errors import (
     StoreError,
     StoreFullError,
     StoreInUseError,
+    StoreLostError,
 )
 from tests.runtime.writer import SCHEMA, VERSION, inserting
 
@@ -254,3 +256,24 @@ async def test_a_database_whose_thread_dies_leaves_nobody_waiting(tmp_path: Path
                 assert isinstance(result, StoreError)
             with pytest.raises(StoreError, match="restart"):
                 await database.run(rows_of)
+
+
+@pytest.mark.parametrize("name", ["store.sqlite", "store.sqlite-wal", "store.sqlite.lock"])
+async def test_a_file_that_is_removed_while_it_is_open_is_noticed_and_nothing_is_acknowledged(
+    tmp_path: Path, name: str
+) -> None:
+    async with Database(tmp_path / "store.sqlite", SCHEMA, VERSION) as database:
+        await database.run(inserting(1))
+        (tmp_path / name).unlink()
+        with pytest.raises(StoreLostError, match=f"{name}: was removed"):
+            await database.run(inserting(2))
+        async with asyncio.timeout(30):
+            assert name in await database.lost()
+
+
+async def test_a_folder_that_is_removed_under_an_idle_database_is_noticed(tmp_path: Path) -> None:
+    async with Database(tmp_path / "deep" / "store.sqlite", SCHEMA, VERSION) as database:
+        await database.run(inserting(1))
+        shutil.rmtree(tmp_path / "deep")
+        async with asyncio.timeout(30):
+            assert "was removed or replaced" in await database.lost()

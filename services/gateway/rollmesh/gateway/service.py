@@ -84,6 +84,7 @@ class GatewayService:
             config.max_choices,
         )
         self._membership: Membership | None = None
+        self._database: Database | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""
@@ -98,6 +99,7 @@ class GatewayService:
             database = await stack.enter_async_context(
                 Database(config.data_dir / "journal.sqlite", journal.SCHEMA, journal.SCHEMA_VERSION)
             )
+            self._database = database
             await self._adopt(database)
             executor, long_executor = (
                 stack.enter_context(ThreadPoolExecutor(config.workers, name))
@@ -181,9 +183,18 @@ class GatewayService:
             await self._membership.leave()
 
     async def failed(self) -> str:
-        """Returns when the router refuses the gateway."""
+        """Returns when the router refuses the gateway, or its journal's files are gone."""
         assert self._membership is not None
-        return await self._membership.wait_refused()
+        assert self._database is not None
+        async with asyncio.TaskGroup() as group:
+            waits = [
+                group.create_task(self._membership.wait_refused()),
+                group.create_task(self._database.lost()),
+            ]
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for one in waits:
+                one.cancel()
+        return done.pop().result()
 
     def _log_formats(self) -> None:
         """Says how answers are read, and warns where calls cannot be."""

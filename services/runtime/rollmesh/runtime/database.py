@@ -24,6 +24,7 @@ from rollmesh.runtime.errors import (
     StoreError,
     StoreFullError,
     StoreInUseError,
+    StoreLostError,
 )
 
 _Result = TypeVar("_Result")
@@ -34,6 +35,7 @@ _Item: TypeAlias = "tuple[Work[Any], Future[Any]] | None"
 _MAX_PENDING = 4096
 _MAX_BATCH = 256
 _RETRY_MS = 1000
+_LOOK_S = 1.0
 _PAGE_BYTES = 4096
 
 
@@ -62,6 +64,9 @@ class Database(AbstractAsyncContextManager["Database"]):
         self._closing = False
         self._died = False
         self._opened: Future[None] = Future()
+        self._lost: Future[str] = Future()
+        self._files: dict[Path, tuple[int, int]] = {}
+        """Device and inode of what is open."""
 
     async def __aenter__(self) -> "Database":
         """Opens the file, creating it and its folder where missing.
@@ -85,10 +90,15 @@ class Database(AbstractAsyncContextManager["Database"]):
         await asyncio.to_thread(self._queue.put, None)
         await asyncio.to_thread(self._thread.join)
 
+    async def lost(self) -> str:
+        """Returns why nothing is kept any more, as soon as that is so; else waits for ever."""
+        return await asyncio.shield(asyncio.wrap_future(self._lost))
+
     async def run(self, work: Work[_Result]) -> _Result:
         """Runs work inside a transaction; returns once that is on disk.
 
         Raises:
+            StoreLostError: The file was removed or replaced while it was open.
             StoreFullError: The disk is full, or too much is waiting.
             StoreError: The store failed in another way.
         """
@@ -110,10 +120,12 @@ class Database(AbstractAsyncContextManager["Database"]):
     def _serve(self) -> None:
         try:
             with self._lock(), closing(self._open()) as connection:
+                found = {path: _identity(path) for path in self._paths()}
+                self._files = {path: one for path, one in found.items() if any(one)}
                 self._opened.set_result(None)
-                while batch := self._next_batch():
+                while (batch := self._next_batch()) is not None:
                     try:
-                        _run_batch(connection, batch)
+                        _run_batch(connection, batch, self._check_files)
                     except BaseException:  # noqa: BLE001 - the edge of the thread: nobody may hang
                         _log.critical("the store's thread dies", exc_info=True)
                         self._died = True
@@ -132,6 +144,26 @@ class Database(AbstractAsyncContextManager["Database"]):
         with suppress(queue.Empty):
             while True:
                 _fail([item] if (item := self._queue.get_nowait()) else [])
+
+    def _paths(self) -> list[Path]:
+        return [self.path.with_name(f"{self.path.name}{end}") for end in ("", "-wal", ".lock")]
+
+    def _check_files(self) -> StoreLostError | None:
+        """Returns why nothing is kept any more; None while all is kept.
+
+        What is written into a file without a name is gone; without the lock another process may
+        have the path.
+        """
+        gone = next((path for path, was in self._files.items() if _identity(path) != was), None)
+        if gone is None:
+            return None
+        error = StoreLostError(
+            f"{gone}: was removed or replaced while it was open; nothing more is kept: put the "
+            "folder back, or name another data_dir, and start again"
+        )
+        if not self._lost.done():
+            self._lost.set_result(error.message)
+        return error
 
     def _lock(self) -> IO[bytes]:
         """Returns what holds the lock until it is closed; children do not inherit it."""
@@ -172,10 +204,17 @@ class Database(AbstractAsyncContextManager["Database"]):
         connection.execute("PRAGMA foreign_keys = ON")
         connection.executescript(self._schema)
 
-    def _next_batch(self) -> list[tuple[Work[Any], Future[Any]]]:
-        """Waits for work; returns all that waits, nothing once the database is to close."""
+    def _next_batch(self) -> list[tuple[Work[Any], Future[Any]]] | None:
+        """Waits for work; returns all that waits, None once the database is to close.
+
+        While nothing is asked for it looks after the files all the same.
+        """
         batch: list[tuple[Work[Any], Future[Any]]] = []
-        item = self._queue.get()
+        try:
+            item = self._queue.get(timeout=_LOOK_S)
+        except queue.Empty:
+            self._check_files()
+            return batch
         while item is not None:
             batch.append(item)
             if len(batch) == _MAX_BATCH or self._queue.empty():
@@ -183,10 +222,25 @@ class Database(AbstractAsyncContextManager["Database"]):
             item = self._queue.get()
         if batch:
             self._queue.put(None)
-        return batch
+        return batch or None
 
 
-def _run_batch(connection: sqlite3.Connection, batch: list[tuple[Work[Any], Future[Any]]]) -> None:
+def _identity(path: Path) -> tuple[int, int]:
+    """Returns device and inode of a file; zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
+
+
+def _run_batch(
+    connection: sqlite3.Connection,
+    batch: list[tuple[Work[Any], Future[Any]]],
+    check_files: Callable[[], StoreLostError | None],
+) -> None:
+    if not batch:
+        return
     outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
     try:
         connection.execute("BEGIN IMMEDIATE")
@@ -197,6 +251,9 @@ def _run_batch(connection: sqlite3.Connection, batch: list[tuple[Work[Any], Futu
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         outcomes = [(future, None, _typed(error)) for _, future in batch]
+    lost = check_files()  # after the commit: what is acknowledged is in a file that has its name
+    if lost is not None:
+        outcomes = [(future, None, lost) for _, future in batch]
     for future, result, failure in outcomes:
         if not future.set_running_or_notify_cancel():
             continue

@@ -258,6 +258,12 @@ class StoreError(RollmeshError):
     reason = "STORE_FAILED"
 
 
+class StoreLostError(StoreError):
+    """The store's files were removed or replaced while it was open; nothing more is kept."""
+
+    reason = "STORE_LOST"
+
+
 class StoreInUseError(StoreError):
     """Another process that lives has the store open."""
 
