@@ -141,6 +141,9 @@ def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
     )
     if not size:
         raise RollmeshError("the engine ended without a token; nothing was kept, try again")
+    bounds = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != bounds[:-1] or bounds[-1] != size:
+        raise RollmeshError("the engine's version spans do not cover what it sampled")
     return Sample(
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,

@@ -137,7 +137,7 @@ class TurnRunner:
         if request.returns.token_ids:
             turn.begin(PromptIds(prepared.packed))
         sampling = self._preparer.sampling(request, prepared)
-        known = prepared.match.node.end if session.spec.export_mode == ExportMode.TREE else 0
+        known = prepared.prompt.match.node.end if session.spec.export_mode == ExportMode.TREE else 0
         tokens = prepared.prompt_tokens - known + sampling.max_tokens
         self._limits.reserve(
             session, turn, record_bytes(session), path_bytes(tokens, len(request.messages) + 1)
