@@ -8,15 +8,11 @@ name, and may carry mended arguments.
 
 import hashlib
 import json
-from functools import lru_cache
 
 from rollmesh.gateway.json_values import comparable, rounded
 from rollmesh.gateway.messages import Frame, Message, Unit
 
 _DIGEST_BYTES = 16
-_FRAMES_CACHED = 64
-MOST_CACHED_BYTES = 128 * 1024
-"""Tools and options above that are read again for every request: a cache has no other bound."""
 
 
 def unit_key(unit: Unit, *, call_ids: bool) -> bytes:
@@ -94,12 +90,6 @@ def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
     Raises:
         ValueError: One of the two is not JSON, or not an array and an object.
     """
-    if len(tools_json) + len(options_json) > MOST_CACHED_BYTES:
-        return _read_frame(tools_json, options_json)
-    return _known_frame(tools_json, options_json)
-
-
-def _read_frame(tools_json: bytes, options_json: bytes) -> Frame:
     tools = json.loads(tools_json) if tools_json else []
     options = json.loads(options_json) if options_json else {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -108,9 +98,6 @@ def _read_frame(tools_json: bytes, options_json: bytes) -> Frame:
         raise ValueError("template_options_json is not an object")  # noqa: TRY004 - bad input
     key = _digest([_dump(tools), _dump(options)])
     return Frame(tools_json if tools else b"", options_json if options else b"", key)
-
-
-_known_frame = lru_cache(_FRAMES_CACHED)(_read_frame)  # agents send the same tools every time
 
 
 def fingerprint(frame: Frame, messages_digest: bytes, settings: object) -> bytes:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from rollmesh.gateway import (
@@ -14,7 +13,6 @@ from rollmesh.gateway import (
     pythonic_calls,
     tagged_calls,
 )
-from rollmesh.gateway.canonical import MOST_CACHED_BYTES
 from rollmesh.gateway.messages import Frame
 from rollmesh.gateway.object_calls import ObjectCallParser
 from rollmesh.gateway.object_formats import ObjectFormat
@@ -23,6 +21,7 @@ from rollmesh.gateway.pythonic_calls import PythonicCallParser, PythonicFormat
 from rollmesh.gateway.reasoning import REASONING_TAGS, TAGS
 from rollmesh.gateway.tagged_calls import Schemas, TaggedCallParser, TaggedFormat
 from rollmesh.gateway.whole_calls import WholeCallParser
+from rollmesh.runtime.caches import ByteCache
 
 VLLM = "vllm:"
 """In front of the name of a parser that vLLM has."""
@@ -52,7 +51,8 @@ FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
 """By the names that vLLM's `--tool-call-parser` has for them."""
 
 
-_CACHED = 64
+_SCHEMAS_BYTES = 32 * 1024 * 1024
+_PARSED_SIZE = 10  # JSON takes about that many times its bytes as Python objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ class AnswerFormat:
 
 def tool_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
     """Returns the JSON schema of each tool's parameters, by the tool's name."""
-    read = _read_schemas if len(tools_json) > MOST_CACHED_BYTES else _known_schemas
-    return read(tools_json)
+    size = _PARSED_SIZE * len(tools_json)
+    return _schemas.get(tools_json, size, lambda: _read_schemas(tools_json))
 
 
 def _read_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
@@ -147,4 +147,4 @@ def _read_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
     return schemas
 
 
-_known_schemas = lru_cache(_CACHED)(_read_schemas)
+_schemas: ByteCache[bytes, Mapping[str, Mapping[str, Any]]] = ByteCache(_SCHEMAS_BYTES)

@@ -15,17 +15,17 @@ template options. Of messages only those that a request adds are looked at.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.json_values import read_json
 from rollmesh.gateway.messages import Frame, Message, ToolCall, Unit
 from rollmesh.gateway.tokenizer import ModelTokenizer
+from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import InvalidMessagesError
 
 SETTINGS = ("parity", "plain", "refuse")
-_CACHED = 64
+_FRAMES_BYTES = 16 * 1024 * 1024
 
 
 class SpecialText:
@@ -38,7 +38,7 @@ class SpecialText:
         self._hides = setting == "plain"
         # Text may hold what hidden text is marked with: that is printed as it is all the same.
         self._changed = tokenizer.hide if self._hides else tokenizer.escape
-        self._frame = lru_cache(_CACHED)(self._shown_frame)
+        self._frames: ByteCache[tuple[bytes, bytes], tuple[Frame, bool]] = ByteCache(_FRAMES_BYTES)
 
     def apply(
         self, units: list[Unit], start: int, frame: Frame
@@ -48,7 +48,10 @@ class SpecialText:
         Raises:
             InvalidMessagesError: It spells a special token, and such text is refused.
         """
-        framed, in_frame = self._frame(frame)
+        source = frame.tools_json, frame.options_json
+        framed, in_frame = self._frames.get(
+            source, sum(map(len, source)), lambda: self._shown_frame(frame)
+        )
         spelled = [at for at in range(start, len(units)) if self._is_spelled(units[at])]
         found = bool(spelled) or (in_frame and start == 0)
         if found and self._refuses:

@@ -21,6 +21,7 @@ from rollmesh.gateway.sampled import Returns, Shown
 from rollmesh.gateway.session import Answered, Begun, Event, PromptIds, Session, Told, TurnRequest
 from rollmesh.gateway.tree import Node, Tree
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
@@ -49,11 +50,11 @@ _REPLACED: tuple[Literal["allowed_token_ids", "logit_bias", "bad_sequences"], ..
     "bad_sequences",
 )
 _MAX_SCHEMA_BYTES = 64 * 1024
-_MAX_KEY_CHARS = 256
 _DEFAULTS_CACHED = 256
-_FRAMES_CACHED = 64
 _Digest: TypeAlias = Callable[[types_pb2.SamplingParams, int], str]
 """Gives a choice's fingerprint, by its sampling parameters and its index."""
+_frames: ByteCache[tuple[bytes, bytes], Frame] = ByteCache(16 * 1024 * 1024)
+"""By tools and options: agents send the same ones with every request."""
 
 
 def read_choices(
@@ -96,7 +97,7 @@ def _read_chat(request: gateway_pb2.ChatRequest, session: Session) -> tuple[Turn
         raise InvalidFieldError(
             "stop", f"give at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters"
         )
-    frame = _read_frame(request.tools_json, request.template_options_json)
+    frame = _frame_of(request)
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(_defaults(spec.sampling))
     for name in _REPLACED:  # merging would join them
@@ -161,7 +162,11 @@ def _read_bad_words(request: gateway_pb2.ChatRequest) -> list[str]:
     return words
 
 
-@lru_cache(_FRAMES_CACHED)  # agents send the same tools with every request
+def _frame_of(request: gateway_pb2.ChatRequest) -> Frame:
+    source = request.tools_json, request.template_options_json
+    return _frames.get(source, sum(map(len, source)), lambda: _read_frame(*source))
+
+
 def _read_frame(tools_json: bytes, options_json: bytes) -> Frame:
     for field, source in (("tools_json", tools_json), ("template_options_json", options_json)):
         try:
