@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.kills.__main__ import Matrix, drain, plan
 from benchmarks.kills.audit import Audit
@@ -65,7 +66,7 @@ class Soak:
         self._usage = {name: Usage() for name in _MEASURED}
         self._began = time.monotonic()
 
-    async def run(self) -> dict[str, float | str]:
+    async def run(self) -> dict[str, Any]:
         """Returns the figures."""
         try:
             for lane in self._matrix.lanes:
@@ -155,7 +156,7 @@ class Soak:
         return max(self._silences(), default=0.0)
 
 
-async def run_soak(folder: Path, seconds: float, seed: int = 0) -> dict[str, float | str]:
+async def run_soak(folder: Path, seconds: float, seed: int = 0) -> dict[str, Any]:
     """Runs a soak of so many seconds; returns its figures.
 
     Raises:
