@@ -1,5 +1,8 @@
 """A cache holds bytes, not entries."""
 
+from functools import partial
+from itertools import count
+
 from hypothesis import given, strategies as st
 
 from rollmesh.runtime.caches import ByteCache
@@ -13,7 +16,7 @@ def test_a_value_is_made_once_while_it_is_kept() -> None:
         made.append(key)
         return key.upper()
 
-    assert [cache.get(key, 5, lambda key=key: make(key)) for key in "abab"] == list("ABAB")
+    assert [cache.get(key, 5, partial(make, key)) for key in "abab"] == list("ABAB")
     assert made == ["a", "b"]
     cache.get("c", 5, lambda: make("c"))  # "a" was used longest ago
     cache.get("b", 5, lambda: make("b"))
@@ -22,12 +25,10 @@ def test_a_value_is_made_once_while_it_is_kept() -> None:
 
 
 def test_what_is_larger_than_the_bound_is_not_kept_and_drops_nothing() -> None:
-    made: list[int] = []
+    made = count()
     cache: ByteCache[str, int] = ByteCache(10)
-    cache.get("small", 3, lambda: 1)
-    for _ in range(2):
-        cache.get("large", 11, lambda: made.append(1) or 2)
-    assert len(made) == 2
+    cache.get("small", 3, lambda: 7)
+    assert [cache.get("large", 11, partial(next, made)) for _ in range(2)] == [0, 1]
     assert cache.held_bytes == 3
 
 
@@ -35,5 +36,5 @@ def test_what_is_larger_than_the_bound_is_not_kept_and_drops_nothing() -> None:
 def test_it_never_holds_more_than_its_bound(uses: list[tuple[int, int]]) -> None:
     cache: ByteCache[int, int] = ByteCache(10)
     for key, size in uses:
-        assert cache.get(key, size, lambda key=key: key) == key
+        assert cache.get(key, size, partial(int, key)) == key
         assert 0 <= cache.held_bytes <= 10
