@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,10 @@ class Work:
         self._gates[name].set()
 
 
+async def run(fair: FairExecutor, owner: str, work: Callable[[], Any]) -> Any:
+    return await fair.begin(owner, work)
+
+
 async def begun(count: int) -> None:
     """Lets tasks that were made run until they wait."""
     for _ in range(count):
@@ -45,11 +50,11 @@ async def test_a_session_with_one_text_does_not_wait_for_anothers_queue() -> Non
     with ThreadPoolExecutor(1) as threads:
         fair = FairExecutor(threads, 1)
         async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-            tasks.append(group.create_task(fair.run("greedy", work.piece("g0", held=True))))
+            tasks.append(group.create_task(run(fair, "greedy", work.piece("g0", held=True))))
             pieces = [work.piece(f"g{at}") for at in range(1, 5)]
-            tasks += [group.create_task(fair.run("greedy", piece)) for piece in pieces]
+            tasks += [group.create_task(run(fair, "greedy", piece)) for piece in pieces]
             await begun(2)
-            tasks.append(group.create_task(fair.run("modest", work.piece("m0"))))
+            tasks.append(group.create_task(run(fair, "modest", work.piece("m0"))))
             await begun(2)
             work.let("g0")
     assert work.began == ["g0", "g1", "m0", "g2", "g3", "g4"]
@@ -61,14 +66,14 @@ async def test_who_leaves_the_queue_holds_up_nobody() -> None:
     with ThreadPoolExecutor(1) as threads:
         fair = FairExecutor(threads, 1)
         async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-            group.create_task(fair.run("a", work.piece("a", held=True)))
-            leaver = group.create_task(fair.run("b", work.piece("b")))
+            group.create_task(run(fair, "a", work.piece("a", held=True)))
+            leaver = group.create_task(run(fair, "b", work.piece("b")))
             await begun(2)
             leaver.cancel()
-            group.create_task(fair.run("c", work.piece("c")))
+            group.create_task(run(fair, "c", work.piece("c")))
             await begun(2)
             work.let("a")
-            assert await fair.run("d", work.piece("d")) == "d"
+            assert await run(fair, "d", work.piece("d")) == "d"
     assert work.began == ["a", "c", "d"]
 
 
@@ -81,5 +86,5 @@ async def test_what_work_raises_reaches_its_caller_and_frees_the_thread() -> Non
         async with asyncio.timeout(30):
             for _ in range(3):
                 with pytest.raises(ValueError, match="no"):
-                    await fair.run("a", fails)
-            assert await fair.run("a", lambda: 7) == 7
+                    await run(fair, "a", fails)
+            assert await run(fair, "a", lambda: 7) == 7

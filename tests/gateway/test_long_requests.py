@@ -11,10 +11,16 @@ import grpc
 import pytest
 
 from rollmesh.gateway.continuation import Continuation
+from rollmesh.gateway.messages import Message, units_of
+from rollmesh.gateway.preparing import least_tokens
+from rollmesh.gateway.tokenizer import Tokenizer
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
+from tests.models import make_tokenizer_dir
 
 MANY = 4  # more than the gateway has threads for them
+CONTEXT = 8_192
+LONG = 2_000  # words that do not fit the context and are tokenised all the same, for they might
 
 
 async def answer(mesh: LiveMesh, session_id: str, text: str) -> gateway_pb2.ChatDone:
@@ -25,8 +31,9 @@ async def answer(mesh: LiveMesh, session_id: str, text: str) -> gateway_pb2.Chat
 
 
 async def test_a_short_request_is_answered_while_long_ones_are_tokenised(
-    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = make_tokenizer_dir(tmp_path / "model", CONTEXT)
     pieces, may_go = Continuation.pieces, threading.Event()
     loop, reached = asyncio.get_running_loop(), asyncio.Event()
 
@@ -37,10 +44,10 @@ async def test_a_short_request_is_answered_while_long_ones_are_tokenised(
         return pieces(self, units, *more)
 
     monkeypatch.setattr(Continuation, "pieces", held)
-    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as mesh:
+    async with LiveMesh(tmp_path, model, random.Random(0), faults=0) as mesh:
         opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
         long = [
-            asyncio.ensure_future(answer(mesh, opened.session_id, f"What is {at}? " * 20_000))
+            asyncio.ensure_future(answer(mesh, opened.session_id, f"What is {at}? " * LONG))
             for at in range(MANY)
         ]
         await reached.wait()
@@ -52,3 +59,42 @@ async def test_a_short_request_is_answered_while_long_ones_are_tokenised(
         for one in long:
             with pytest.raises(grpc.aio.AioRpcError, match="context length"):
                 await one
+
+
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised_as_a_whole(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str) -> Any:
+        encoded.append(len(text))
+        return encode(self, text)
+
+    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as mesh:
+        opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+        monkeypatch.setattr(Tokenizer, "encode", counted)
+        with pytest.raises(grpc.aio.AioRpcError, match="resulted in at least"):
+            await answer(mesh, opened.session_id, "What is that? " * 1_000_000)
+        assert sum(encoded) < 1_000_000
+        assert (await answer(mesh, opened.session_id, "Hello")).completion_tokens
+
+
+def test_what_is_left_out_of_a_count_is_never_more_than_there_is(tokenizer: Tokenizer) -> None:
+    dice = random.Random(0)
+    for _ in range(5):
+        words = dice.choices(
+            ["What", "is", " ", "42", "<|im_end|>", "\u00e9\u4e2d", "\n"], k=40_000
+        )
+        text = "".join(words)
+        least = least_tokens([text], 1_000_000, tokenizer)
+        assert least == 0  # it is likely to fit
+        room = len(text) // 5
+        assert least_tokens([text], room, tokenizer) <= max(len(tokenizer.encode(text)), room + 1)
+
+
+async def test_a_run_of_tool_results_takes_time_in_proportion_to_its_length() -> None:
+    """Joined one by one, so many would be two thousand million copies."""
+    results = [Message("tool", "x", tool_call_id=str(at)) for at in range(64_000)]
+    units = units_of((Message("user", "a"), *results, Message("user", "b")))
+    assert [len(unit) for unit in units] == [1, 64_000, 1]

@@ -1,76 +1,82 @@
 """Work in threads, fair between sessions.
 
-Who waits for a thread waits for one piece of work of each other session, not for all that they ask.
+A session that waits for a thread waits for one piece of work of each other session, not for all
+that they ask for.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor
-from typing import TypeVar
+from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple, TypeVar
 
 _Result = TypeVar("_Result")
+
+
+class _Piece(NamedTuple):
+    work: Callable[[], Any]
+    outcome: asyncio.Future[Any]
 
 
 class FairExecutor:
     """Runs work of many owners in a few threads, one piece of each in turn.
 
-    Invariant: `_rounds` names each owner with waiting work once, in the order of their turns.
+    Invariant: `_rounds` names each owner with waiting work once, in the order of their turns. What
+    waits is bounded by the callers, of which each waits for its outcome.
     """
 
     def __init__(self, executor: Executor, workers: int) -> None:
         """Takes the threads and how many pieces of work run in them at a time."""
         self._executor = executor
         self._free = workers
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, deque[_Piece]] = {}
         self._rounds: deque[str] = deque()
 
-    async def run(self, owner: str, work: Callable[[], _Result]) -> _Result:
-        """Returns what the work returns, once it was the owner's turn.
+    def begin(self, owner: str, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """Runs work once it is the owner's turn; returns its outcome to come.
 
-        A caller that is cancelled leaves the queue; work that runs already runs to its end.
+        An outcome that is cancelled while it waits loses its turn. Work that runs already runs to
+        its end.
         """
-        await self._turn(owner)
-        loop = asyncio.get_running_loop()
-        try:
-            running = self._executor.submit(work)
-        except RuntimeError:  # it was shut down
-            self._next()
-            raise
-        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._next))
-        return await asyncio.wrap_future(running)
-
-    async def _turn(self, owner: str) -> None:
-        if self._free:
-            self._free -= 1
-            return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
         if owner not in self._waiting:
             self._waiting[owner] = deque()
             self._rounds.append(owner)
-        self._waiting[owner].append(place)
-        try:
-            await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self._next()  # the turn came at the same time: it is passed on
-            raise
+        self._waiting[owner].append(_Piece(work, outcome))
+        self._start()
+        return outcome
 
-    def _next(self) -> None:
-        """Gives a free thread to the owner whose turn it is."""
-        while self._rounds:
+    def _start(self) -> None:
+        """Gives free threads to those whose turn it is."""
+        while self._free and self._rounds:
             owner = self._rounds.popleft()
             queue = self._waiting[owner]
-            while queue and queue[0].done():  # cancelled while it waited
-                queue.popleft()
-            if not queue:
-                del self._waiting[owner]
-                continue
-            place = queue.popleft()
+            piece = queue.popleft()
             if queue:
                 self._rounds.append(owner)
             else:
                 del self._waiting[owner]
-            place.set_result(None)
+            if not piece.outcome.done():
+                self._submit(piece)
+
+    def _submit(self, piece: _Piece) -> None:
+        loop = piece.outcome.get_loop()
+        try:
+            running = self._executor.submit(piece.work)
+        except RuntimeError as error:  # the executor was shut down
+            piece.outcome.set_exception(error)
             return
+        self._free -= 1
+        running.add_done_callback(
+            lambda done: loop.call_soon_threadsafe(self._ended, piece.outcome, done)
+        )
+
+    def _ended(self, outcome: asyncio.Future[Any], done: "Future[Any]") -> None:
         self._free += 1
+        if not outcome.done():
+            error = done.exception()
+            if error is None:
+                outcome.set_result(done.result())
+            else:
+                outcome.set_exception(error)
+        self._start()

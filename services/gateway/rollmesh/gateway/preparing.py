@@ -2,13 +2,14 @@
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from rollmesh.gateway.continuation import Continuation
 from rollmesh.gateway.ends import TemplateRefusedError
+from rollmesh.gateway.fairness import FairExecutor
 from rollmesh.gateway.forced import constraint_of
 from rollmesh.gateway.formats import AnswerFormat
 from rollmesh.gateway.masks import bad_sequences
@@ -25,21 +26,29 @@ from rollmesh.v1 import engine_pb2, types_pb2
 
 _SHORT_CHARS = 16_384  # tokenised in about 3 ms; more text than this has threads of its own
 
+_LIKELY_CHARS = 4
+"""Characters for each token of room up to which text is tokenised as a whole at once."""
+_CHUNK_CHARS = 65_536
+_CUT_TOKENS = 64
+
 _Result = TypeVar("_Result")
 
 
 class Workers:
     """The threads that tokenise; long texts have their own, so that no short one waits for them."""
 
-    def __init__(self, short: Executor, long: Executor) -> None:
+    def __init__(self, short: Executor, long: FairExecutor) -> None:
         """Takes the two pools."""
         self._short = short
         self._long = long
 
-    def run(self, work: Callable[[], _Result], *, is_long: bool = False) -> asyncio.Future[_Result]:
-        """Begins work off the event loop."""
-        executor = self._long if is_long else self._short
-        return asyncio.get_running_loop().run_in_executor(executor, work)
+    def run(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """Begins short work off the event loop."""
+        return asyncio.get_running_loop().run_in_executor(self._short, work)
+
+    def run_long(self, session_id: str, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """Begins long work of a session off the event loop, when it is the session's turn."""
+        return self._long.begin(session_id, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +97,20 @@ class Preparer:
         """Begins to make a request into tokens."""
         units = units_of(request.messages)
         match = session.tree.match(request.frame, units)
-        return self._workers.run(
-            lambda: self._prepare(match, request, units),
-            is_long=_new_chars(match, request.frame, units) > _SHORT_CHARS,
+        if _new_chars(match, request.frame, units) <= _SHORT_CHARS:
+            return self._workers.run(lambda: self._prepare(match, request, units))
+        return self._workers.run_long(
+            session.spec.session_id, lambda: self._prepare_long(match, request, units)
         )
+
+    def _prepare_long(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
+        """Prepares a request with much new text, unless that cannot fit the context."""
+        room = self._max_context_tokens - match.node.end
+        texts = (message.content for unit in units[match.depth :] for message in unit)
+        least = least_tokens(texts, room, self._tokenizer)
+        if least > room:
+            raise self._too_long(f"at least {match.node.end + least}", match.node.end + least)
+        return self._prepare(match, request, units)
 
     def _prepare(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""
@@ -125,14 +144,7 @@ class Preparer:
         prompt_tokens = prepared.prompt_tokens
         room = self._max_context_tokens - prompt_tokens
         if room < 1:
-            raise ContextLengthExceededError(
-                "messages",
-                f"This model's maximum context length is {self._max_context_tokens} tokens. "
-                f"However, your messages resulted in {prompt_tokens} tokens. "
-                "Please reduce the length of the messages.",
-                max_tokens=self._max_context_tokens,
-                prompt_tokens=prompt_tokens,
-            )
+            raise self._too_long(str(prompt_tokens), prompt_tokens)
         sampling = types_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         if not sampling.ignore_eos:
@@ -141,6 +153,41 @@ class Preparer:
         for ids in prepared.bad_sequences:
             sampling.bad_sequences.add(token_ids=ids)
         return sampling
+
+    def _too_long(self, said: str, prompt_tokens: int) -> ContextLengthExceededError:
+        return ContextLengthExceededError(
+            "messages",
+            f"This model's maximum context length is {self._max_context_tokens} tokens. "
+            f"However, your messages resulted in {said} tokens. "
+            "Please reduce the length of the messages.",
+            max_tokens=self._max_context_tokens,
+            prompt_tokens=prompt_tokens,
+        )
+
+
+def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> int:
+    """Returns a number of tokens that texts have at least, 0 where they may well fit.
+
+    Tokenising takes time in proportion to the text, so text that is far too long is counted chunk
+    by chunk, until it is known not to fit: what that costs is bounded by the context, not by the
+    text. A cut between two chunks may add tokens; that many are left out of account.
+
+    Args:
+        texts: What a prompt is going to hold, about.
+        room: Tokens that there is room for.
+        tokenizer: Of the model.
+    """
+    stripped = [text.strip() for text in texts]
+    if sum(map(len, stripped)) <= _LIKELY_CHARS * max(room, 1):
+        return 0
+    least = 0
+    for text in stripped:
+        for at in range(0, len(text), _CHUNK_CHARS):
+            ids = tokenizer.encode(text[at : at + _CHUNK_CHARS])
+            least += max(len(ids) - _CUT_TOKENS, 0)
+            if least > room:
+                return least
+    return least
 
 
 def _new_chars(match: Match, frame: Frame, units: list[Unit]) -> int:

@@ -5,7 +5,6 @@ of the request before, so a digest of that many bytes says whether they are the 
 """
 
 import hashlib
-from collections import deque
 from dataclasses import dataclass
 
 from rollmesh.gateway.messages import Message, RoleName, ToolCall
@@ -36,11 +35,15 @@ class _Known:
 
 
 class MessageReader:
-    """Reads the requests of one session."""
+    """Reads the requests of one session; threads may read at the same time.
+
+    What is known is replaced as a whole, never changed: of two that replace it at once one is
+    forgotten, and what it knew is read anew.
+    """
 
     def __init__(self) -> None:
         """Begins without having read anything."""
-        self._known: deque[_Known] = deque(maxlen=_KEPT)
+        self._known: tuple[_Known, ...] = ()
 
     def read(self, request: gateway_pb2.ChatRequest) -> tuple[tuple[Message, ...], bytes]:
         """Returns a request's messages, and a digest of their fields, call ids included.
@@ -55,7 +58,8 @@ class MessageReader:
         data = memoryview(request.SerializeToString(deterministic=True))[head.ByteSize() :]
         messages: tuple[Message, ...] = ()
         size, digest = 0, hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        for known in self._known:
+        others = self._known
+        for known in others:
             count = len(known.messages)
             if count > len(request.messages) or known.size > len(data):
                 continue
@@ -64,7 +68,7 @@ class MessageReader:
             begin = hashlib.blake2b(data[: known.size], digest_size=_DIGEST_BYTES)
             if begin.digest() == known.digest:
                 messages, size, digest = known.messages, known.size, begin
-                self._known.remove(known)
+                others = tuple(one for one in others if one is not known)
                 break
         fresh = request.messages[len(messages) :]
         messages += tuple(
@@ -75,7 +79,7 @@ class MessageReader:
         end = size + sum(map(_size, fresh))
         digest.update(data[size:end])
         if end <= _KEPT_BYTES:
-            self._known.appendleft(_Known(messages, end, digest.digest()))
+            self._known = (_Known(messages, end, digest.digest()), *others)[:_KEPT]
         return messages, digest.digest()
 
 

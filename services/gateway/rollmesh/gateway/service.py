@@ -17,11 +17,13 @@ from rollmesh.gateway.contract import MOVING
 from rollmesh.gateway.dead_letters import DeadLetters
 from rollmesh.gateway.detection import choose, known_parsers
 from rollmesh.gateway.engines import EngineClients
+from rollmesh.gateway.fairness import FairExecutor
 from rollmesh.gateway.formats import UNKNOWN, VLLM
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.idle import close_idle
 from rollmesh.gateway.model_files import load_model, vocabulary_of
 from rollmesh.gateway.outbox import Outbox
+from rollmesh.gateway.preparing import Workers
 from rollmesh.gateway.servicer import GatewayServicer
 from rollmesh.gateway.session import SessionLimits
 from rollmesh.gateway.special_text import SETTINGS, SpecialText
@@ -124,8 +126,7 @@ class GatewayService:
                 leases=leases,
                 engines=engines,
                 database=database,
-                executor=executor,
-                long_executor=long_executor,
+                workers=Workers(executor, FairExecutor(long_executor, config.workers)),
                 max_context_tokens=self._max_context_tokens,
                 special_text=SpecialText(self._tokenizer, config.special_text),
                 vocabulary_tokens=self._vocabulary_tokens,

@@ -1,12 +1,13 @@
 """GatewayService: checks fields, calls the gateway, answers."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
 from rollmesh.gateway.choices import merged
 from rollmesh.gateway.dead_letters import DeadLetters
 from rollmesh.gateway.gateway import Gateway
-from rollmesh.gateway.session import PromptIds
+from rollmesh.gateway.session import PromptIds, Session, TurnRequest
 from rollmesh.gateway.wire import read_choices, write_event, write_nodes
 from rollmesh.runtime.errors import InvalidFieldError, StartingError
 from rollmesh.runtime.interceptors import Context
@@ -17,6 +18,7 @@ _MAX_METADATA_BYTES = 64 * 1024
 _MAX_ID_CHARS = 128
 _RETRY_MS = 200
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
+_LARGE_BYTES = 256 * 1024
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -82,7 +84,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self.gateway.keys.check(request.session_id, request.session_key)
         session = self.gateway.session(request.session_id)
         try:
-            choices = read_choices(request, session, self._max_choices)
+            choices = await self._read(request, session)
             answers = [self.gateway.chat(session, choice) for choice in choices]
             is_told = False
             async with aclosing(merged(answers)) as events:
@@ -93,6 +95,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     yield write_event(event, index)
         finally:
             self._freed_memory.served(request.ByteSize())
+
+    async def _read(self, request: gateway_pb2.ChatRequest, session: Session) -> list[TurnRequest]:
+        """Reads a request; what takes longer than others may wait is read in a thread."""
+        if request.ByteSize() < _LARGE_BYTES:
+            return read_choices(request, session, self._max_choices)
+        return await asyncio.to_thread(read_choices, request, session, self._max_choices)
 
     async def CloseSession(
         self, request: gateway_pb2.CloseSessionRequest, context: Context

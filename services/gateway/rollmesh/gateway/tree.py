@@ -177,6 +177,8 @@ class Tree:
             frontier = [
                 Match(child, depth + 1, match.reasons | reasons)
                 for match in named
+                # A digest of a long text takes its time: only where there is something to compare.
+                if match.node.children
                 for child, reasons in self._children_like(match.node, unit)
             ]
             if not frontier:

@@ -5,7 +5,6 @@ import itertools
 import secrets
 import string
 import uuid
-from concurrent.futures import Executor
 from contextlib import aclosing
 
 from rollmesh.client.leases import LeaseClient
@@ -69,9 +68,8 @@ class TurnRunner:
         leases: LeaseClient,
         engines: EngineClients,
         database: Database,
-        executor: Executor,
+        workers: Workers,
         vllm_parser: VllmParser | None,
-        long_executor: Executor,
         max_context_tokens: int,
         vocabulary_tokens: int,
         special_text: SpecialText,
@@ -80,17 +78,14 @@ class TurnRunner:
         lease_timeout_ms: int,
         turn_timeout_ms: int,
     ) -> None:
-        """Takes what a turn needs.
-
-        Long texts are tokenised in `long_executor`, so that no short one waits behind them.
-        """
+        """Takes what a turn needs."""
         self._tokenizer = tokenizer
         self._format = answer_format
         self._leases = leases
         self._engines = engines
         self._database = database
         self._vocabulary_tokens = vocabulary_tokens
-        self._workers = Workers(executor, long_executor)
+        self._workers = workers
         self._preparer = Preparer(
             tokenizer=tokenizer,
             continuation=continuation,
