@@ -99,6 +99,11 @@ class RedisStore:
             await asyncio.sleep(_POLL_S)
         return []
 
+    async def lost(self) -> str:
+        """Waits for ever: a Redis that is away may come back."""
+        await asyncio.Event().wait()
+        return ""
+
     async def consumers(self) -> list[pb.SubscribeHello]:
         """Returns the last hello of every known consumer."""
         self._moves = await redis_logs.moves(self._client)

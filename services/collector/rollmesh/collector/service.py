@@ -27,6 +27,7 @@ class CollectorService:
         """Names the store; `running` opens it."""
         self._config = config
         self._servicer = CollectorServicer()
+        self._store: Store | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""
@@ -36,6 +37,7 @@ class CollectorService:
     async def running(self, address: str) -> AsyncIterator[None]:
         """Opens the store; owns the readers of the streams and what runs beside them."""
         async with self._open_store() as store, asyncio.TaskGroup() as tasks:
+            self._store = store
             subscriptions = Subscriptions(store, tasks)
             await subscriptions.restore()
             config = self._config
@@ -71,9 +73,9 @@ class CollectorService:
         self._servicer.subscriptions.end_streams()
 
     async def failed(self) -> str:
-        """Waits for ever: a collector fails only with its process."""
-        await asyncio.Event().wait()
-        return ""
+        """Returns when the store's files are gone."""
+        assert self._store is not None
+        return await self._store.lost()
 
     @asynccontextmanager
     async def _open_store(self) -> AsyncIterator[Store]:

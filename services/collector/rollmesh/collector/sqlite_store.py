@@ -88,6 +88,10 @@ class SqliteStore:
         await asyncio.Event().wait()
         return []
 
+    async def lost(self) -> str:
+        """Returns when the file is removed or replaced under this collector."""
+        return await self._database.lost()
+
     async def consumers(self) -> list[pb.SubscribeHello]:
         """Returns the last hello of every known consumer."""
         rows = await self._database.run(

@@ -221,6 +221,10 @@ class Store(Protocol):
         """
         ...
 
+    async def lost(self) -> str:
+        """Returns why nothing is kept any more, as soon as that is so for good."""
+        ...
+
     async def consumers(self) -> list[pb.SubscribeHello]:
         """Returns the last hello of every known consumer."""
         ...
