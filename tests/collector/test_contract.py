@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from rollmesh.collector.array_files import ArrayFiles
@@ -16,6 +17,7 @@ from rollmesh.collector.sqlite_schema import SCHEMA, VERSION
 from rollmesh.collector.sqlite_store import SqliteStore
 from rollmesh.collector.store import LOAD_BYTES, Arrival, Retention
 from rollmesh.collector.subscriptions import Subscriptions
+from rollmesh.runtime.arrays import pack_logprobs
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, from_rpc_error
@@ -31,6 +33,11 @@ from tests.collector.collectors import (
     subscribing,
 )
 from tests.collector.records import record, trajectory, tree_record
+
+
+def logprobs(last: float) -> bytes:
+    """Six, the last of which is given."""
+    return pack_logprobs(np.array([0, 0, -0.5, -0.5, -0.5, last], np.float32))
 
 
 async def ingest(stub: Any, session: types_pb2.SessionRecord) -> bool:
@@ -312,6 +319,12 @@ async def test_a_session_that_is_a_tree_is_delivered_as_one(stub: Any) -> None:
         pytest.param("tree.nodes[0].reward", {"tree.nodes.0.reward": 1.0}, id="agent-rewarded"),
         pytest.param("tree.nodes[1].reward", {"tree.nodes.1.reward": nan}, id="reward-no-number"),
         pytest.param("tree.version_spans", {"tree.version_spans.1.end": 7}, id="versions"),
+        pytest.param("tree.logprobs_f32le", {"tree.logprobs_f32le": logprobs(nan)}, id="logprobs"),
+        pytest.param(
+            "tree.version_spans[1].policy_version",
+            {"tree.version_spans.1.policy_version": -1},
+            id="negative-version",
+        ),
     ],
 )
 async def test_a_tree_that_contradicts_itself_is_refused(
@@ -342,6 +355,24 @@ async def test_a_reward_that_no_turn_can_have_is_refused(
 async def test_a_reward_that_is_no_number_is_refused(stub: Any, owner: str, reward: float) -> None:
     field = f"{owner}reward".replace(".0", "[0]")
     await refused_by_field(stub, record("s"), field, {f"{owner}reward": reward})
+
+
+@pytest.mark.parametrize("value", [nan, inf, -inf, 2e-4])
+async def test_a_logprob_that_no_token_can_have_is_refused(stub: Any, value: float) -> None:
+    change = {"trajectories.0.logprobs_f32le": logprobs(value)}
+    await refused_by_field(stub, record("s"), "trajectories[0].logprobs_f32le", change)
+
+
+async def test_a_logprob_that_rounding_put_above_0_is_taken(stub: Any) -> None:
+    session = record("s")
+    session.trajectories[0].logprobs_f32le = logprobs(5e-5)
+    assert not await ingest(stub, session)
+
+
+async def test_a_negative_policy_version_is_refused(stub: Any) -> None:
+    path = "version_spans.0.policy_version"
+    field = "trajectories[0].version_spans[0].policy_version"
+    await refused_by_field(stub, record("s"), field, {f"trajectories.0.{path}": -1})
 
 
 async def refused_by_field(

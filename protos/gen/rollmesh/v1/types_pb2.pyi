@@ -446,7 +446,9 @@ class VersionSpan(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Version of the weights: the number given with the update that brought them; 0 at start."""
+    """Version of the weights: the number given with the update that brought them; 0 at start. At
+    least 0.
+    """
     start: _builtins.int
     """Index of the first token of the run."""
     end: _builtins.int
@@ -663,7 +665,8 @@ class Trajectory(_message.Message):
     """Token ids, unsigned 32-bit little-endian, N of them."""
     logprobs_f32le: _builtins.bytes
     """Log-probability of each id under the policy that sampled it, float 32 little-endian, N of
-    them; 0.0 where the token was not sampled.
+    them; 0.0 where the token was not sampled. Finite, and above 0 by at most 1e-4, which is
+    rounding.
     """
     loss_mask_u8: _builtins.bytes
     """One byte per id, N of them: 1 where the token is trained here, else 0."""
@@ -823,7 +826,8 @@ class TrajectoryTree(_message.Message):
     """Token ids, unsigned 32-bit little-endian, N of them."""
     logprobs_f32le: _builtins.bytes
     """Log-probability of each id under the policy that sampled it, float 32 little-endian, N of
-    them; 0.0 where the token was not sampled.
+    them; 0.0 where the token was not sampled. Finite, and above 0 by at most 1e-4, which is
+    rounding.
     """
     loss_mask_u8: _builtins.bytes
     """One byte per id, N of them: 1 where the token is trained, else 0."""

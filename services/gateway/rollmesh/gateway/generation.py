@@ -5,13 +5,17 @@ An engine is another process, and may be wrong: a message is checked before anyt
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rollmesh.gateway.answer import Answer
 from rollmesh.gateway.fidelity import Finish
 from rollmesh.gateway.sampled import Sampled, Tops, joined
 from rollmesh.gateway.tree import Sample, VersionSpan
-from rollmesh.runtime.arrays import Logprobs, TokenIds, unpack_ids, unpack_logprobs
+from rollmesh.runtime.arrays import (
+    Logprobs,
+    TokenIds,
+    unpack_ids,
+    unpack_logprobs,
+    wrong_logprob,
+)
 from rollmesh.runtime.errors import (
     EngineFaultError,
     GenerationAbortedError,
@@ -20,8 +24,6 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.v1 import engine_pb2, types_pb2
 
-_MOST_LOGPROB = 1e-4
-"""A log-probability above 0 by less is what rounding makes of 0."""
 _FINISHES = set(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSPECIFIED}
 
 
@@ -88,7 +90,7 @@ class Generation:
             raise EngineFaultError(
                 f"the engine gave id {largest}; ids are below {self.vocabulary_tokens}"
             )
-        if not np.isfinite(logprobs).all() or float(logprobs.max()) > _MOST_LOGPROB:
+        if wrong_logprob(logprobs) is not None:
             raise EngineFaultError("the engine gave a log-prob that is NaN, infinite or above 0")
 
     def tell(self, *, over: bool = False) -> Sampled | None:

@@ -14,6 +14,8 @@ Logprobs: TypeAlias = NDArray[np.float32]
 Mask: TypeAlias = NDArray[np.bool_]
 """One flag per token, dtype bool, shape [N]."""
 
+_MOST_LOGPROB = 1e-4
+"""A log-probability above 0 by less is what rounding makes of 0."""
 _U32 = np.dtype("<u4")
 _F32 = np.dtype("<f4")
 _U8 = np.dtype("u1")
@@ -50,6 +52,16 @@ def unpack_logprobs(data: bytes, field: str) -> Logprobs:
         InvalidFieldError: The length is not a multiple of 4; names `field`.
     """
     return np.frombuffer(_whole(data, field), dtype=_F32)
+
+
+def wrong_logprob(logprobs: Logprobs) -> int | None:
+    """Returns the index of the first value of [N] that no token can have; None where none is.
+
+    Such a value is NaN, infinite, or above 0 by more than rounding explains.
+    """
+    with np.errstate(invalid="ignore"):  # a signalling NaN is only a NaN here
+        right = (logprobs > -np.inf) & (logprobs <= _MOST_LOGPROB)
+    return None if right.all() else int(right.argmin())
 
 
 def unpack_mask(data: bytes, field: str) -> Mask:

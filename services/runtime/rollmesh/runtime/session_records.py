@@ -3,7 +3,7 @@
 import math
 from typing import TypeAlias
 
-from rollmesh.runtime.arrays import unpack_mask
+from rollmesh.runtime.arrays import unpack_logprobs, unpack_mask, wrong_logprob
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
 
@@ -13,6 +13,7 @@ _Rewarded: TypeAlias = (
     | types_pb2.TrajectorySegment
     | types_pb2.TrajectoryNode
 )
+_Tokens: TypeAlias = types_pb2.Trajectory | types_pb2.TrajectoryTree
 _MAX_ID_CHARS = 128
 
 
@@ -51,7 +52,7 @@ def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:
     count = _check_arrays(trajectory, field)
     if not count or trajectory.prompt_tokens > count:
         raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
-    _check_runs(trajectory.version_spans, count, f"{field}.version_spans")
+    _check_versions(trajectory, count, f"{field}.version_spans")
     end = _check_runs(trajectory.segments, count, f"{field}.segments")
     if end != count or sum(s.end - s.start for s in trajectory.segments) != count:
         raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
@@ -61,7 +62,7 @@ def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:
 
 def _check_tree(tree: types_pb2.TrajectoryTree, field: str) -> None:
     count = _check_arrays(tree, field)
-    _check_runs(tree.version_spans, count, f"{field}.version_spans")
+    _check_versions(tree, count, f"{field}.version_spans")
     end = 0
     for at, node in enumerate(tree.nodes):
         if node.start != end or not end <= node.end <= count:
@@ -89,8 +90,8 @@ def _check_finite(rewarded: _Rewarded, field: str) -> None:
         raise InvalidFieldError(f"{field}.reward", f"{rewarded.reward} is not a finite number")
 
 
-def _check_arrays(holder: types_pb2.Trajectory | types_pb2.TrajectoryTree, field: str) -> int:
-    """Checks that the arrays agree; returns the number of tokens."""
+def _check_arrays(holder: _Tokens, field: str) -> int:
+    """Checks that the arrays agree and hold what tokens can have; returns the number of tokens."""
     count = len(holder.loss_mask_u8)
     unpack_mask(holder.loss_mask_u8, f"{field}.loss_mask_u8")
     for name in ("token_ids_u32le", "logprobs_f32le"):
@@ -99,7 +100,23 @@ def _check_arrays(holder: types_pb2.Trajectory | types_pb2.TrajectoryTree, field
             raise InvalidFieldError(
                 f"{field}.{name}", f"has {size} bytes; {count} tokens by the mask need {4 * count}"
             )
+    logprobs = unpack_logprobs(holder.logprobs_f32le, f"{field}.logprobs_f32le")
+    if (wrong := wrong_logprob(logprobs)) is not None:
+        raise InvalidFieldError(
+            f"{field}.logprobs_f32le",
+            f"has {logprobs[wrong]} at token {wrong}; send finite numbers that are not above 0",
+        )
     return count
+
+
+def _check_versions(holder: _Tokens, count: int, field: str) -> None:
+    """Checks that policy versions count from 0 and that their runs ascend."""
+    _check_runs(holder.version_spans, count, field)
+    for at, span in enumerate(holder.version_spans):
+        if span.policy_version < 0:
+            raise InvalidFieldError(
+                f"{field}[{at}].policy_version", f"is {span.policy_version}; give at least 0"
+            )
 
 
 def _check_runs(runs: object, count: int, field: str) -> int:
