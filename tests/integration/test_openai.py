@@ -347,7 +347,7 @@ async def test_rubbish_is_refused_and_harms_nobody(mesh: Mesh) -> None:
     async with mesh.client() as client, client.session() as session, httpx2.AsyncClient() as http:
         url = f"{session.base_url}/chat/completions"
         rubbish = [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": 5}', b'{"messages": [5]}']
-        rubbish += [json.dumps({"messages": [user("x")], "n": n}).encode() for n in (0, 99, "a")]
+        rubbish += [json.dumps({"messages": [user("x")], "n": n}).encode() for n in (0, 999, "a")]
         rubbish += [json.dumps({"messages": [user("x")], "stop": [5]}).encode()]
         for body in rubbish:
             response = await http.post(url, content=body)
