@@ -9,13 +9,16 @@ from itertools import count
 
 import pytest
 
+from rollmesh.collector.tools import TOOLS as COLLECTOR_TOOLS
+from rollmesh.gateway.tools import DEAD_LETTERS
+from rollmesh.router.tools import FORGET
 from rollmesh.runtime.mesh import SERVICES, plan_mesh, read_mesh
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
 LANGUAGES = {"python", "toml", "sh", "json", "text"}
-"""What a block may be; one without a language is shown and not run."""
+"""What a block may be. `text` is shown and not run."""
 _TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-_COLLECTOR_TOOLS = {"drop", "export", "inspect", "replay"}
+_TOOLS = {"collector": set(COLLECTOR_TOOLS), "gateway": {DEAD_LETTERS}, "router": {FORGET}}
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -37,7 +40,7 @@ def helps(*module: str) -> str:
 def check_flags(words: list[str], known: str) -> None:
     for word in words:
         if word.startswith("--"):
-            assert re.search(rf"{re.escape(word.partition('=')[0])}\b", known), word
+            assert re.search(rf"{re.escape(word.partition('=')[0])}(?![\w-])", known), word
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -60,10 +63,11 @@ def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
             check_flags(rest, helps("rollmesh.runtime.up"))
         case ["rollmesh", "template", "check", *rest]:
             check_flags(rest, helps("rollmesh.gateway.template_check"))
-        case ["rollmesh", "collector", tool, *rest] if tool in _COLLECTOR_TOOLS:
-            check_flags(rest, helps("rollmesh.collector", tool))
-        case ["rollmesh", service, *rest] if service in SERVICES:
-            check_flags(rest, helps(f"rollmesh.{service}"))
+        case ["rollmesh", service, tool, *rest] if tool in _TOOLS.get(service, ()):
+            check_flags(rest, helps(f"rollmesh.{service}", tool))
+        case ["rollmesh", service, *flags] if service in SERVICES:
+            assert all(flag.startswith("--") for flag in flags), f"{where}: no tool {flags}"
+            check_flags(flags, helps(f"rollmesh.{service}"))
         case ["pip", "install", wheel]:
             assert wheel.startswith("dist/rollmesh-"), where
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
