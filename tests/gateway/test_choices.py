@@ -53,6 +53,27 @@ async def test_shared_work_is_done_once_and_outlives_the_choice_that_began_it() 
     assert first.cancelled()
 
 
+async def test_shared_work_that_nobody_waits_for_any_more_is_cancelled_and_can_begin_anew() -> None:
+    shared: Shared[int] = Shared()
+    futures: list[asyncio.Future[int]] = []
+
+    def begin() -> asyncio.Future[int]:
+        futures.append(asyncio.get_running_loop().create_future())
+        return futures[-1]
+
+    async with asyncio.timeout(10):
+        waiting = [asyncio.ensure_future(shared.get(begin)) for _ in range(2)]
+        await asyncio.sleep(0)
+        for one in waiting:
+            one.cancel()
+        await asyncio.wait(waiting)
+        assert futures[0].cancelled()
+        again = asyncio.ensure_future(shared.get(begin))
+        await asyncio.sleep(0)
+        futures[1].set_result(5)
+        assert await again == 5
+
+
 async def numbers(log: list[str], name: str, *values: int) -> AsyncGenerator[int, None]:
     try:
         for value in values:

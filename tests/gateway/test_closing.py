@@ -10,6 +10,7 @@ import pytest
 
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.wire import read_choices
+from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError, SessionClosedError, from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
@@ -61,6 +62,32 @@ async def test_a_chat_in_the_moment_of_the_close_is_told_that_the_session_is_clo
         )
     assert closed == []
     assert isinstance(answered, SessionClosedError)
+
+
+async def test_a_chat_whose_session_is_closed_while_it_is_read_begins_no_turn(
+    mesh: LiveMesh,
+) -> None:
+    gateway, session_id = mesh.gateway, await opened(mesh)
+    session = gateway.session(session_id)  # a large request is then read in a thread
+    async with asyncio.timeout(TIMEOUT_S):
+        await gateway.close(close_request(session_id))
+        (request,) = read_choices(chat_request(session_id), session, 1)
+        with pytest.raises(SessionClosedError):
+            await anext(gateway.chat(session, request))
+    assert not session.in_flight
+
+
+async def test_a_session_that_is_used_while_others_are_closed_as_idle_is_not_idle(
+    mesh: LiveMesh,
+) -> None:
+    for _ in range(2):
+        await opened(mesh)
+    now_ms = clock.monotonic_ms() + 1
+    idle = mesh.gateway.unused_since(now_ms)
+    first = next(idle)
+    (other,) = (one for one in mesh.gateway.unused_since(now_ms) if one is not first)
+    other.used_ms = now_ms + 1
+    assert list(idle) == []
 
 
 async def test_chats_that_race_with_the_close_all_end(mesh: LiveMesh) -> None:

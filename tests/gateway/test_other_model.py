@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollmesh.client import Session
+from rollmesh.gateway import closed, journal
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_refused
@@ -87,3 +90,16 @@ def test_a_tokenizer_that_was_saved_again_is_the_same_and_another_is_not(
     ours = tokenizer_sha256(tokenizer_dir)
     assert tokenizer_sha256(copy_of(tokenizer_dir, tmp_path, saved_again)) == ours
     assert tokenizer_sha256(copy_of(tokenizer_dir, tmp_path, other_tokenizer)) != ours
+
+
+def test_an_open_session_that_was_set_aside_is_refused_to_another_model_too() -> None:
+    theirs, others = journal.ModelFiles("a", "t"), journal.ModelFiles("b", "t")
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(journal.SCHEMA)
+        journal.adopt_model(db, theirs)
+        journal.insert_session(db, journal.SessionSpec("s", 0))
+        closed.set_aside(db, [closed.DeadLetter("s", "DAMAGED", "why", 0)])
+        with pytest.raises(journal.OtherModelError):
+            journal.adopt_model(db, others)
+        closed.give_up(db, "s")
+        journal.adopt_model(db, others)

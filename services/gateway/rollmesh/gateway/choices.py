@@ -26,17 +26,27 @@ class Shared(Generic[_Item]):
     def __init__(self) -> None:
         """Begins without having done it."""
         self._outcome: asyncio.Future[_Item] | None = None
+        self._waiting = 0
 
     async def get(self, begin: Callable[[], asyncio.Future[_Item]]) -> _Item:
         """Returns its result; a choice that is cancelled meanwhile does not cancel it for others.
 
+        The last choice that is cancelled cancels the work; another that asks begins it anew.
+
         Raises:
             Exception: What it raised, for every choice.
         """
-        if self._outcome is None:
+        if self._outcome is None or self._outcome.cancelled():
             self._outcome = begin()
             self._outcome.add_done_callback(_seen)
-        return await asyncio.shield(self._outcome)
+        outcome = self._outcome
+        self._waiting += 1
+        try:
+            return await asyncio.shield(outcome)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                outcome.cancel()  # nothing where it is done
 
 
 async def merged(

@@ -4,14 +4,14 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from google.protobuf import json_format
 
 from rollmesh.gateway import closed, journal, metrics
 from rollmesh.gateway.closed import Close
 from rollmesh.gateway.dead_letters import damaged_error
+from rollmesh.gateway.ending import cancelled, end_turns, subscribed
 from rollmesh.gateway.fidelity import ExportMode, Fidelity
 from rollmesh.gateway.groups import GroupSizes
 from rollmesh.gateway.journal import SessionSpec, StoredSession
@@ -36,7 +36,6 @@ from rollmesh.gateway.turns import TurnRunner
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
-    GenerationAbortedError,
     RollmeshError,
     SessionClosedError,
     SessionUnknownError,
@@ -229,12 +228,14 @@ class Gateway:
         if turn is None:
             turn = self._begin(session, request)
         turn.tries = max(turn.tries, request.retry_count)
+        turn.stream |= request.stream
         told, again = False, list[Piece]()
-        async with _subscribed(session, turn):
+        async with subscribed(session, turn):
             if turn.answered is not None:
                 metrics.REPLAYED_ANSWERS.inc()
                 await self._mark_replayed(session, turn.answered.node)
-                again = retold(await self._report(turn.answered, request), request)
+                if request.stream:
+                    again = retold(await self._report(turn.answered, request))
             async for event in turn.events():
                 if isinstance(event, Answered):
                     await faults.reach("gateway-before-reply")
@@ -259,11 +260,13 @@ class Gateway:
     def _begin(self, session: Session, request: TurnRequest) -> Turn:
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
+        if session.closing:  # since the request was accepted: a large one is read in a thread
+            raise _closed(session.spec.session_id)
         turn = Turn.of(request, session.spec.session_id, session.tree.reserve_id())
         session.begin(turn)
         turn.task = self._tasks.create_task(self._run(session, turn, request))
         # Not in the task: one that is cancelled before its first step runs nothing.
-        turn.task.add_done_callback(lambda _: session.end(turn, _cancelled()))
+        turn.task.add_done_callback(lambda _: session.end(turn, cancelled()))
         return turn
 
     async def close(self, request: gateway_pb2.CloseSessionRequest) -> list[str]:
@@ -289,7 +292,7 @@ class Gateway:
         check_rewards(session.tree, trajectory_ids(session), request.rewards)
         session.closing = True
         try:
-            await _end_turns(session, _closed(request.session_id))
+            await end_turns(session, _closed(request.session_id))
             # Again: a turn that was being committed may have gone on from a leaf.
             check_rewards(session.tree, trajectory_ids(session), request.rewards)
             session_id = request.session_id
@@ -311,13 +314,14 @@ class Gateway:
         self._outbox.added()
         return [trajectory_id(session_id, leaf) for leaf in close.leaves]
 
-    def unused_since(self, time_ms: int) -> list[Session]:
-        """Returns the open sessions that nobody has used since a time of the monotonic clock."""
-        return [
-            session
-            for session in self._sessions.values()
-            if not (session.in_flight or session.closing) and session.used_ms <= time_ms
-        ]
+    def unused_since(self, time_ms: int) -> Iterator[Session]:
+        """Yields the open sessions that nobody has used since a time of the monotonic clock.
+
+        Each is looked at when it is asked for: closing those before it takes time.
+        """
+        for session in list(self._sessions.values()):
+            if not (session.in_flight or session.closing) and session.used_ms <= time_ms:
+                yield session
 
     async def set_aside(self, session: Session, error: Exception) -> None:
         """Makes an open session a dead letter: an error of its own keeps it from being closed.
@@ -326,19 +330,25 @@ class Gateway:
             RollmeshError: The journal cannot be written; it stays open.
         """
         letter = dead_letter(session.spec.session_id, "UNEXPORTABLE", error)
-        await self._outbox.set_aside([letter])
+        session.closing = True
+        try:
+            await self._outbox.set_aside([letter])
+        except BaseException:
+            session.closing = False
+            raise
         self._forget(session)
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.spec.session_id]
-        self._by_request_id.pop(session.spec.request_id, None)
+        if self._by_request_id.get(session.spec.request_id) is session.spec:
+            del self._by_request_id[session.spec.request_id]
         self.forgotten(session.spec.session_id)
 
     async def stop(self) -> None:
         """Ends the turns that are still running; waits for those on their way to the journal."""
         error = ShuttingDownError("the gateway stopped; nothing was kept", retry_delay_ms=_RETRY_MS)
         for session in list(self._sessions.values()):
-            await _end_turns(session, error)
+            await end_turns(session, error)
 
     async def _mark_replayed(self, session: Session, node: Node) -> None:
         """Records that a turn was answered more than once from one sample."""
@@ -362,37 +372,6 @@ class Gateway:
         except Exception as error:  # noqa: BLE001 - the edge of a task: one turn must not end the others
             _log.exception("turn failed", extra=fields(session=session.spec.session_id))
             session.end(turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
-
-
-@asynccontextmanager
-async def _subscribed(session: Session, turn: Turn) -> AsyncIterator[None]:
-    """Counts who waits; the last to leave an unfinished turn ends it, unless it is to finish."""
-    turn.waiting += 1
-    turn.joins += 1
-    try:
-        yield
-    finally:
-        turn.waiting -= 1
-        abandoned = not (turn.waiting or turn.ended or turn.committing)
-        if abandoned and not turn.finish_on_disconnect:
-            session.forget(turn)
-            turn.cancel(_cancelled())
-
-
-async def _end_turns(session: Session, error: RollmeshError) -> None:
-    """Ends what is being sampled with an error; waits for what is on its way to the journal."""
-    committing: list[asyncio.Task[None]] = []
-    for turn in session.in_flight:
-        if not turn.committing:
-            turn.cancel(error)
-        elif turn.task is not None:
-            committing.append(turn.task)
-    if committing:
-        await asyncio.wait(committing)
-
-
-def _cancelled() -> GenerationAbortedError:
-    return GenerationAbortedError("the turn was cancelled; nothing was kept")
 
 
 def _closed(session_id: str) -> SessionClosedError:

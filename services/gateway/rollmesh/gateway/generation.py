@@ -125,11 +125,10 @@ def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
 
     Raises:
         GenerationAbortedError: An operator aborted the generation.
+        RollmeshError: There is no token.
     """
     finish = generation.finish
     assert finish is not None
-    if not generation.runs:
-        raise RollmeshError("the engine ended without a token; nothing was kept, try again")
     sampled = joined(generation.runs)
     cut = generation.answer.stopped_at
     if cut is None and finish.reason == types_pb2.FINISH_REASON_ABORT:
@@ -143,9 +142,6 @@ def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
     )
     if not size:
         raise RollmeshError("the engine ended without a token; nothing was kept, try again")
-    bounds = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != bounds[:-1] or bounds[-1] != size:
-        raise RollmeshError("the engine's version spans do not cover what it sampled")
     return Sample(
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,

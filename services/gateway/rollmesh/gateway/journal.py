@@ -119,6 +119,8 @@ def keep_secret(db: sqlite3.Connection, fresh: bytes) -> bytes:
 def adopt_model(db: sqlite3.Connection, model: ModelFiles) -> None:
     """Stores which model the open sessions are of; with none open, any model may have the journal.
 
+    An open session that was set aside counts: it is served again once it is retried.
+
     Raises:
         OtherModelError: The open sessions are another model's: their ids would mean other text.
     """
@@ -126,7 +128,7 @@ def adopt_model(db: sqlite3.Connection, model: ModelFiles) -> None:
     if row is not None and ModelFiles(*row) == model:
         return
     (count,) = db.execute(
-        f"SELECT count(*) FROM sessions WHERE {_OPEN}"  # noqa: S608 - a constant
+        "SELECT count(*) FROM sessions WHERE session_id NOT IN (SELECT session_id FROM outbox)"
     ).fetchone()
     if row is not None and count:
         raise OtherModelError(ModelFiles(*row), count)

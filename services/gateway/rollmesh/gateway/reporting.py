@@ -59,9 +59,9 @@ class Reporter:
         return [Told(shown, deltas[0] if deltas else None), *deltas[1:]]
 
 
-def retold(report: Report | None, request: TurnRequest) -> list[Piece]:
+def retold(report: Report | None) -> list[Piece]:
     """Returns what a stream of a stored answer begins with: its prompt and all its tokens."""
-    if report is None or not request.stream:
+    if report is None:
         return []
     prompt: list[Piece] = [PromptIds(report.prompt)] if report.prompt else []
     return [*prompt, Told(report.tokens, None)]

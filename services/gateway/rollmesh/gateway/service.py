@@ -103,12 +103,6 @@ class GatewayService:
             )
             self._database = database
             await self._adopt(database)
-            executor, long_executor = (
-                stack.enter_context(ThreadPoolExecutor(config.workers, name))
-                for name in ("tokenise", "tokenise-long")
-            )
-            engines = EngineClients(config.stall_timeout_ms)
-            stack.push_async_callback(engines.close)
             leases = await stack.enter_async_context(self._lease_client())
             outbox = Outbox(
                 database,
@@ -118,28 +112,7 @@ class GatewayService:
                 remembered=config.remembered_closes,
             )
             stack.push_async_callback(outbox.close)
-            runner = TurnRunner(
-                vllm_parser=self._vllm_parser(stack),
-                tokenizer=self._tokenizer,
-                continuation=self._continuation,
-                answer_format=self._format,
-                leases=leases,
-                engines=engines,
-                database=database,
-                workers=Workers(executor, FairExecutor(long_executor, config.workers)),
-                max_context_tokens=self._max_context_tokens,
-                special_text=SpecialText(self._tokenizer, config.special_text),
-                vocabulary_tokens=self._vocabulary_tokens,
-                limits=SessionLimits(
-                    config.max_session_nodes,
-                    config.max_session_tokens,
-                    config.max_session_bytes,
-                    config.max_session_record_bytes,
-                ),
-                rewrite_history=config.history == "rewrite",
-                lease_timeout_ms=config.lease_timeout_ms,
-                turn_timeout_ms=config.turn_timeout_ms,
-            )
+            runner = self._runner(stack, leases, database)
             async with asyncio.TaskGroup() as tasks:
                 gateway = Gateway(
                     new_tree=self._continuation.new_tree,
@@ -171,6 +144,38 @@ class GatewayService:
                 await gateway.stop()
                 for task in owned:
                     task.cancel()
+
+    def _runner(self, stack: AsyncExitStack, leases: LeaseClient, database: Database) -> TurnRunner:
+        """Returns what runs turns; the stack ends its threads and closes its channels."""
+        config = self._config
+        executor, long_executor = (
+            stack.enter_context(ThreadPoolExecutor(config.workers, name))
+            for name in ("tokenise", "tokenise-long")
+        )
+        engines = EngineClients(config.stall_timeout_ms)
+        stack.push_async_callback(engines.close)
+        return TurnRunner(
+            vllm_parser=self._vllm_parser(stack),
+            tokenizer=self._tokenizer,
+            continuation=self._continuation,
+            answer_format=self._format,
+            leases=leases,
+            engines=engines,
+            database=database,
+            workers=Workers(executor, FairExecutor(long_executor, config.workers)),
+            max_context_tokens=self._max_context_tokens,
+            special_text=SpecialText(self._tokenizer, config.special_text),
+            vocabulary_tokens=self._vocabulary_tokens,
+            limits=SessionLimits(
+                config.max_session_nodes,
+                config.max_session_tokens,
+                config.max_session_bytes,
+                config.max_session_record_bytes,
+            ),
+            rewrite_history=config.history == "rewrite",
+            lease_timeout_ms=config.lease_timeout_ms,
+            turn_timeout_ms=config.turn_timeout_ms,
+        )
 
     async def ready(self) -> None:
         """Waits for the router."""
@@ -226,7 +231,7 @@ class GatewayService:
                 f"the SHA-256 of their {('tokenizer', 'chat template')[part]} is "
                 f"{error.found[part][:16]}..., that of {self._config.model_path} is "
                 f"{ours[part][:16]}...; start the gateway with their model until they are closed, "
-                "or name another data_dir"
+                "drop those that were set aside, or name another data_dir"
             ) from error
 
     def _shown(self) -> tuple[str, ...]:

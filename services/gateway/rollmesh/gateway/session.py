@@ -200,6 +200,10 @@ class Turn:
             self._deltas += deltas
             self._wake()
 
+    def begin_again(self) -> None:
+        """Drops the pieces of an answer that is lost; none of them has left."""
+        del self._deltas[self._prompts :]
+
     def end(self, result: Answered | RollmeshError) -> None:
         """Ends the turn; the first end counts."""
         if self._result is None:

@@ -188,6 +188,7 @@ class TurnRunner:
                         "nothing was kept, try again",
                         retry_delay_ms=1000,
                     ) from error
+            turn.begin_again()
             # The only engine may be the one that just came back: leave it out no longer.
             lost = lost[-1:] if attempt == 1 else []
         raise AssertionError("unreachable")
@@ -203,30 +204,7 @@ class TurnRunner:
     ) -> Generation:
         address, engine_id = grant.address, grant.engine_id
         generation = Generation(
-            Answer(
-                IncrementalDecoder(
-                    self._tokenizer,
-                    self._format.marks,
-                    hidden=() if request.keeps_stop else sampling.stop_token_ids,
-                    special=request.shows_special,
-                ),
-                request.stops,
-                parser=self._format.parser(
-                    request.frame,
-                    calls=request.wanted.calls is not Calls.NONE,
-                    inside_reasoning=prepared.inside_reasoning,
-                ),
-                reasoning=(
-                    ReasoningSplitter(
-                        inside=prepared.inside_reasoning, tags=self._format.reasoning_tags
-                    )
-                    if self._format.reasoning
-                    else None
-                ),
-                new_call_id=new_call_id,
-                one_call=request.wanted.one_call,
-                keeps_stop=request.keeps_stop,
-            ),
+            self._answer(request, prepared, sampling),
             engine_id,
             request.returns.top_logprobs,
             vocabulary_tokens=self._vocabulary_tokens,
@@ -253,6 +231,31 @@ class TurnRunner:
         if generation.finish is None:
             raise EngineDeadError(f"engine {engine_id} ended its stream without a finish")
         return generation
+
+    def _answer(
+        self, request: TurnRequest, prepared: Prepared, sampling: types_pb2.SamplingParams
+    ) -> Answer:
+        splitter = ReasoningSplitter(
+            inside=prepared.inside_reasoning, tags=self._format.reasoning_tags
+        )
+        return Answer(
+            IncrementalDecoder(
+                self._tokenizer,
+                self._format.marks,
+                hidden=() if request.keeps_stop else sampling.stop_token_ids,
+                special=request.shows_special,
+            ),
+            request.stops,
+            parser=self._format.parser(
+                request.frame,
+                calls=request.wanted.calls is not Calls.NONE,
+                inside_reasoning=prepared.inside_reasoning,
+            ),
+            reasoning=splitter if self._format.reasoning else None,
+            new_call_id=new_call_id,
+            one_call=request.wanted.one_call,
+            keeps_stop=request.keeps_stop,
+        )
 
     async def _take(
         self,
