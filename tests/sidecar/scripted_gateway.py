@@ -109,6 +109,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
 
     def __init__(self) -> None:
         self.script: Script = answering(text("Hello"), done("Hello"))
+        self.model = "policy"
         self.requests: list[gateway_pb2.ChatRequest] = []
         self.request_ids: list[str] = []
         self.cancelled = asyncio.Event()
@@ -158,7 +159,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetGatewayInfo(
         self, request: gateway_pb2.GetGatewayInfoRequest, context: Context
     ) -> gateway_pb2.GetGatewayInfoResponse:
-        return gateway_pb2.GetGatewayInfoResponse(model="policy", max_context_tokens=8192)
+        return gateway_pb2.GetGatewayInfoResponse(model=self.model, max_context_tokens=8192)
 
     async def ListDeadLetters(
         self, request: gateway_pb2.ListDeadLettersRequest, context: Context

@@ -20,7 +20,7 @@ from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.logs import fields, set_request_id
 from rollmesh.runtime.memory import FreedMemory
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.errors import PathUnknownError, to_http
+from rollmesh.sidecar.errors import ModelUnknownError, PathUnknownError, to_http
 from rollmesh.sidecar.lineages import said_lineage
 from rollmesh.sidecar.metrics import measured
 from rollmesh.sidecar.requests import (
@@ -38,6 +38,8 @@ from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _CHECK_TIMEOUT_S = 5.0
+_UNNAMED = "policy"
+"""What an answer calls the model where the request names none."""
 _LAST_WORD_S = 5.0
 """What a stream gets beyond its turn's time, to say why it ends."""
 
@@ -110,6 +112,19 @@ class Sidecar:
             self._model = info.model
         return self._model
 
+    async def check_model(self, name: str) -> None:
+        """Checks the model that a request names, where others than the gateway's are refused.
+
+        Raises:
+            ModelUnknownError: It is another.
+            RollmeshError: The gateway does not say which it serves.
+        """
+        if not name or self._config.unknown_models == "take" or name == self._model:
+            return
+        self._model = ""  # asked for again: the gateway may have a successor
+        if name != (served := await self.model()):
+            raise ModelUnknownError("model", f"{name!r} does not exist; {served!r} is served here")
+
     @property
     def config(self) -> SidecarConfig:
         """Returns the settings."""
@@ -153,15 +168,17 @@ class ChatEndpoint:
         try:
             body = parse_body(await self._read_body(receive))
             chat = read_request(body)
-            name = read_model(body)
+            named = read_model(body)
             _mark(chat, scope)
             shown = read_shown(body)
             include_usage = wants_usage(body)
+            await self._sidecar.check_model(named)
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - the edge: everything becomes an answer
             await _error_response(_typed(error), request_id)(scope, receive, send)
             return
+        name = named or _UNNAMED
         answer = (
             self._in_time(
                 self._stream(chat, request_id, name, shown, send, include_usage=include_usage)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rollmesh.runtime.config import check_least
+from rollmesh.runtime.config import check_least, check_one_of
 
 _LEAST = {
     "port": 0,
@@ -34,6 +34,9 @@ class SidecarConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 turns it off."""
     gateway: str = "127.0.0.1:7200"
     """host:port of the gateway."""
+    unknown_models: str = "take"
+    """What becomes of a request that names another model than the gateway's: `take` answers it
+    under that name, as agents' side calls need; `refuse` answers 404, `model_not_found`."""
     log_level: str = "info"
     """Least level that is logged: debug, info, warning, error."""
     turn_timeout_ms: int = 600_000
@@ -73,3 +76,4 @@ class SidecarConfig:
             ConfigError: Names the one with which no request could be answered.
         """
         check_least(self, _LEAST)
+        check_one_of(self, {"unknown_models": ("take", "refuse")})

@@ -47,6 +47,13 @@ _PARAMS = {
 }
 
 
+class ModelUnknownError(InvalidFieldError):
+    """A request names a model that is not served, and the sidecar refuses such requests."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "MODEL_NOT_FOUND"
+
+
 class BodyTooLargeError(InvalidFieldError):
     """A request body is over the limit."""
 

@@ -97,7 +97,7 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
 
 
 def read_model(body: dict[str, Any]) -> str:
-    """Returns the model's name as the answer repeats it; any name is served.
+    """Returns the model that a request names; empty where it names none.
 
     Raises:
         InvalidFieldError: It is not a string, or longer than a name can be.
@@ -109,7 +109,7 @@ def read_model(body: dict[str, Any]) -> str:
         raise InvalidFieldError(
             "model", f"has {len(name)} characters; give at most {_MAX_MODEL_CHARACTERS}"
         )
-    return name or "policy"
+    return name or ""
 
 
 def _choices(n: Any) -> int:

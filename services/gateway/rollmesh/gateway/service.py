@@ -30,7 +30,7 @@ from rollmesh.gateway.special_text import SETTINGS, SpecialText
 from rollmesh.gateway.tokenizer import ModelFilesError, read_json
 from rollmesh.gateway.turns import TurnRunner
 from rollmesh.gateway.vllm_parser import VllmParser
-from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.config import ConfigError, check_one_of
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import StoreError
 from rollmesh.runtime.logs import fields
@@ -62,10 +62,7 @@ class GatewayService:
             reasoning_parser=config.reasoning_parser,
             shown=self._shown(),
         )
-        if config.history not in {"keep", "rewrite"}:
-            raise ConfigError(f"history: there is no {config.history!r}; give keep or rewrite")
-        if config.special_text not in SETTINGS:
-            raise ConfigError(f"special_text: give one of {', '.join(SETTINGS)}")
+        check_one_of(config, {"history": ("keep", "rewrite"), "special_text": SETTINGS})
         moved = self._continuation.contract.findings & MOVING
         if config.history == "rewrite" and moved:
             raise ConfigError(f"history: give keep: the template {min(moved)}")

@@ -78,6 +78,17 @@ def check_least(config: object, least: Mapping[str, float]) -> None:
             raise ConfigError(f"{name}: is {getattr(config, name)}; give at least {number}")
 
 
+def check_one_of(config: object, choices: Mapping[str, Sequence[str]]) -> None:
+    """Checks settings of a config that must be one of a few words.
+
+    Raises:
+        ConfigError: Names the setting that is none of its own.
+    """
+    for name, words in choices.items():
+        if (value := getattr(config, name)) not in words:
+            raise ConfigError(f"{name}: is {value!r}; give one of {', '.join(words)}")
+
+
 def _read_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text("utf-8"))
