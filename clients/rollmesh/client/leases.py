@@ -25,6 +25,7 @@ from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.2
+_BUSY_MS = 1000
 _MAX_OUTGOING = 65_536
 _RELEASE_S = 0.002  # a lease that is over waits so long for an acquire to go along with
 
@@ -59,7 +60,8 @@ class _Line:
         """Says that a session is over."""
         self._flush()
         forget = router_pb2.ForgetSession(session_id=session_id)
-        self.messages.put_nowait(router_pb2.DispatchRequest(forget=forget))
+        with suppress(asyncio.QueueFull):  # then it is over for the router when the stream is
+            self.messages.put_nowait(router_pb2.DispatchRequest(forget=forget))
 
     def end(self) -> None:
         """Lets the call's own task end."""
@@ -203,9 +205,13 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         answer: asyncio.Future[router_pb2.DispatchResponse]
         answer = asyncio.get_running_loop().create_future()
         self._waiting[lease_id] = answer
-        line.acquire(acquire)
         try:
+            line.acquire(acquire)
             return lease_id, line, await answer
+        except asyncio.QueueFull:
+            raise EnginesBusyError(
+                "the router takes no more bookings", retry_delay_ms=_BUSY_MS
+            ) from None
         except asyncio.CancelledError:
             line.release(lease_id)  # granted or about to be
             raise

@@ -15,12 +15,18 @@ from rollmesh.router.leases import Engine, LeaseTable, Target
 from rollmesh.router.members import Members
 from rollmesh.router.updates import Updates
 from rollmesh.runtime import faults
-from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, StaleVersionError
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    StaleVersionError,
+    StartingError,
+)
 from rollmesh.runtime.logs import fields
 from rollmesh.runtime.tasks import begun, finish
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 _log = logging.getLogger(__name__)
+_RETRY_MS = 200
 _REFUSALS = {"INVALID_FIELD", "INVALID_WEIGHTS", "WEIGHT_TRANSFER_FAILED"}
 
 
@@ -39,6 +45,7 @@ class Control:
         self._timeout_s = config.control_timeout_ms / 1000
         self._kept: dict[str, KeptWeights] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._restored = False
         self._claimed = 0
         """Bytes of the pushes that are being received."""
         self._updates = Updates(
@@ -56,21 +63,27 @@ class Control:
         Raises:
             StoreError: The folder cannot be read or written.
         """
-        await asyncio.to_thread(self._restore)
+        restored = await asyncio.to_thread(self._restore)
         async with asyncio.TaskGroup() as self._tasks:
             self._updates.tasks = self._tasks
+            for kept in restored:
+                self._kept[kept.model] = kept
+                self._locks[kept.model] = asyncio.Lock()
+                self._set_target(kept)
+            self._restored = True
             try:
                 yield
             finally:
                 await self._updates.close()
 
-    def _restore(self) -> None:
+    def _restore(self) -> list[KeptWeights]:
+        """Returns what a former run has kept. Runs in a thread, while members register."""
         data_dir = self._config.data_dir
         check_folder(data_dir)
-        for model in kept_models(data_dir):
-            kept = self._kept_of(model)
+        found = [KeptWeights(data_dir, model) for model in kept_models(data_dir)]
+        for kept in found:
             kept.restore()
-            self._set_target(kept)
+        return found
 
     def models(self) -> list[router_pb2.ModelWeights]:
         """Returns which weights the engines of each model are to hold, in order of their names."""
@@ -140,7 +153,9 @@ class Control:
             StoreFullError: The disk has no room for them.
             StoreError: They could not be kept.
             DeadlineError: The chunks do not come.
+            StartingError: It is not known yet what a former run has kept.
         """
+        self._check_restored()
         header.model = self._named(header.model, "header.model")
         header.push_id = uuid.uuid4().hex
         kept = self._kept_of(header.model)
@@ -151,7 +166,14 @@ class Control:
         return kept.target_version, results
 
     async def forget(self, model: str) -> tuple[str, int]:
-        """Forgets the kept weights of a model; returns its name and the version of them."""
+        """Forgets the kept weights of a model; returns its name and the version of them.
+
+        Raises:
+            InvalidFieldError: Nobody has the model.
+            StoreError: The files cannot be removed.
+            StartingError: It is not known yet what a former run has kept.
+        """
+        self._check_restored()
         model = self._named(model)
         kept = self._kept_of(model)
         async with self._locks[model]:
@@ -163,6 +185,8 @@ class Control:
 
     def heed(self, engine: Engine) -> None:
         """Looks at what an engine says it holds: it may have taken a push, or lack one."""
+        if not self._restored:
+            return  # its next report is in time
         kept = self._kept_of(engine.model)
         if kept.offered is not None and _holds(engine, kept.offered):
             begun(self._tasks, self._accept(engine, kept))
@@ -171,6 +195,10 @@ class Control:
     def gone(self, engine: Engine) -> None:
         """Ends what is being tried with an engine that is gone."""
         self._updates.drop(engine)
+
+    def _check_restored(self) -> None:
+        if not self._restored:
+            raise StartingError("the router is reading its kept weights", retry_delay_ms=_RETRY_MS)
 
     def _check(self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights) -> None:
         last, step = kept.last_version, self._config.max_version_step
@@ -202,7 +230,7 @@ class Control:
         file = await asyncio.to_thread(kept.open_part, header, self._claimed)
         self._claimed += header.safetensors_bytes
         try:
-            with typed_errors(kept.folder):
+            with typed_errors(kept.folder), file:
                 await self._write(file, header.safetensors_bytes, chunks)
                 await asyncio.to_thread(sync, file)
         except BaseException:
@@ -210,7 +238,6 @@ class Control:
             raise
         finally:
             self._claimed -= header.safetensors_bytes
-            file.close()
 
     async def _write(self, file: IO[bytes], size: int, chunks: AsyncIterator[bytes]) -> None:
         written = 0
