@@ -968,6 +968,7 @@ class GetGatewayInfoResponse(_message.Message):
     TOOL_FORMAT_FIELD_NUMBER: _builtins.int
     REASONING_FORMAT_FIELD_NUMBER: _builtins.int
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    SPECIAL_TEXT_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway, unique in the mesh."""
     model: _builtins.str
@@ -996,6 +997,10 @@ class GetGatewayInfoResponse(_message.Message):
     """
     dead_letters: _builtins.int
     """Sessions that were set aside; ListDeadLetters has them."""
+    special_text: _builtins.str
+    """What is done about text that spells special tokens: the gateway's setting special_text, which
+    is "parity", "plain" or "refuse".
+    """
     @_builtins.property
     def template_findings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the template was seen to do, one short phrase each."""
@@ -1019,10 +1024,11 @@ class GetGatewayInfoResponse(_message.Message):
         tool_format: _builtins.str = ...,
         reasoning_format: _builtins.str = ...,
         dead_letters: _builtins.int = ...,
+        special_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "reasoning_format", b"reasoning_format", "refused_orders", b"refused_orders", "template_contract", b"template_contract", "template_findings", b"template_findings", "template_sha256", b"template_sha256", "tool_format", b"tool_format", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "gateway_id", b"gateway_id", "live_sessions", b"live_sessions", "max_context_tokens", b"max_context_tokens", "model", b"model", "reasoning_format", b"reasoning_format", "refused_orders", b"refused_orders", "special_text", b"special_text", "template_contract", b"template_contract", "template_findings", b"template_findings", "template_sha256", b"template_sha256", "tool_format", b"tool_format", "undelivered_sessions", b"undelivered_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,6 +79,7 @@ class GatewayService:
                 max_context_tokens=self._max_context_tokens,
                 tool_format=self._format.tools,
                 reasoning_format=self._format.reasoning_name,
+                special_text=config.special_text,
             ),
             config.max_choices,
         )
