@@ -6,7 +6,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.runtime.errors import InvalidFieldError, from_rpc_error
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2, types_pb2
 from tests.collector.collectors import TIMEOUT_S, ingest_all, stub_at, subscribing
 from tests.collector.damage import damaged_store

@@ -20,8 +20,9 @@ from rollmesh.collector.subscriptions import Subscriptions
 from rollmesh.runtime.arrays import pack_logprobs
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.database import Database
-from rollmesh.runtime.errors import InvalidFieldError, from_rpc_error
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.serving import ServerConfig
+from rollmesh.runtime.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
 from tests.collector.collectors import (
     GROUP,

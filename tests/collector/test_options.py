@@ -17,8 +17,8 @@ from rollmesh.runtime.errors import (
     InvalidFieldError,
     RollmeshError,
     SessionUnknownError,
-    from_rpc_error,
 )
+from rollmesh.runtime.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 from tests.collector.collectors import (
     GROUP,

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.runtime.errors import RollmeshError, from_rpc_error
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 

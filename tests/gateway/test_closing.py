@@ -11,7 +11,8 @@ import pytest
 from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.wire import read_choices
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import RollmeshError, SessionClosedError, from_rpc_error
+from rollmesh.runtime.errors import RollmeshError, SessionClosedError
+from rollmesh.runtime.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 

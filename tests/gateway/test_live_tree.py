@@ -21,7 +21,7 @@ from rollmesh.gateway import journal
 from rollmesh.gateway.fidelity import ExportMode
 from rollmesh.gateway.record import write_record
 from rollmesh.gateway.session import Session
-from rollmesh.runtime.errors import from_rpc_error
+from rollmesh.runtime.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 

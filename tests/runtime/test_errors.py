@@ -10,7 +10,6 @@ from grpc_status import rpc_status
 
 from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.errors import (
-    DOMAIN,
     EnginesBusyError,
     InvalidFieldError,
     InvalidSamplingError,
@@ -18,9 +17,9 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     SessionClosedError,
     StoreFullError,
-    to_status,
 )
 from rollmesh.runtime.interceptors import Context
+from rollmesh.runtime.statuses import DOMAIN, to_status
 from tests.runtime.services import KINDS, Script, ScriptedService, ask, begin, failing, served
 
 

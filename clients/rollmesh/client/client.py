@@ -396,7 +396,6 @@ class Client(AbstractAsyncContextManager["Client"]):
         return gateway_pb2_grpc.GatewayServiceStub(self._channel(self.addresses.gateway))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = open_channel(address)
-        return channel
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]

@@ -5,13 +5,8 @@ from dataclasses import dataclass
 import grpc
 import orjson
 
-from rollmesh.runtime.errors import (
-    MAX_MESSAGE_BYTES,
-    InvalidFieldError,
-    RemoteError,
-    RollmeshError,
-    cut_text,
-)
+from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
+from rollmesh.runtime.statuses import MAX_MESSAGE_BYTES, cut_text
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),

@@ -83,7 +83,8 @@ class GatewayServiceServicer(object):
 
     def CreateSession(self, request, context):
         """Opens a session. A repeat with the same request_id gives the same session while that is open,
-        and an error once it is closed, as long as the close is remembered: for 10,000 sessions.
+        and an error once it is closed, as long as the close is remembered: `remembered_closes` of the
+        gateway's settings.
         Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
         the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
         """

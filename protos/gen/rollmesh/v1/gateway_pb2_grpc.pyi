@@ -35,7 +35,8 @@ class GatewayServiceStub:
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     CreateSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CreateSessionRequest, _gateway_pb2.CreateSessionResponse]
     """Opens a session. A repeat with the same request_id gives the same session while that is open,
-    and an error once it is closed, as long as the close is remembered: for 10,000 sessions.
+    and an error once it is closed, as long as the close is remembered: `remembered_closes` of the
+    gateway's settings.
     Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
     the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
@@ -84,7 +85,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CreateSessionRequest, _gateway_pb2.CreateSessionResponse]  # type: ignore[assignment]
     """Opens a session. A repeat with the same request_id gives the same session while that is open,
-    and an error once it is closed, as long as the close is remembered: for 10,000 sessions.
+    and an error once it is closed, as long as the close is remembered: `remembered_closes` of the
+    gateway's settings.
     Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
     the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
@@ -136,7 +138,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CreateSessionResponse, _abc.Awaitable[_gateway_pb2.CreateSessionResponse]]:
         """Opens a session. A repeat with the same request_id gives the same session while that is open,
-        and an error once it is closed, as long as the close is remembered: for 10,000 sessions.
+        and an error once it is closed, as long as the close is remembered: `remembered_closes` of the
+        gateway's settings.
         Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
         the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
         """

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from rollmesh.runtime.errors import DeadlineError, RemoteError, RollmeshError, from_rpc_error
+from rollmesh.runtime.errors import DeadlineError, RemoteError, RollmeshError
 from rollmesh.runtime.logs import current_request_id
+from rollmesh.runtime.statuses import from_rpc_error
 
 WINDOW_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.lookahead_bytes", 1024 * 1024),

@@ -1,0 +1,106 @@
+"""The one table each way between typed errors and gRPC status.
+
+On the wire an error is a status with one `google.rpc.ErrorInfo` (domain `rollmesh`) and, where a
+delay is known, one `google.rpc.RetryInfo`.
+"""
+
+import contextlib
+from typing import TypeVar
+
+import grpc
+from google.protobuf import duration_pb2, message as protobuf_message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
+
+DOMAIN = "rollmesh"
+_DETAILS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE_BYTES = 1500
+"""Of a message, and of the metadata together: peers drop trailers above 8 KiB."""
+
+
+def _all_classes(root: type[RollmeshError]) -> dict[str, type[RollmeshError]]:
+    found = {root.reason: root}
+    for child in root.__subclasses__():
+        found |= _all_classes(child)
+    return found
+
+
+_CLASSES = _all_classes(RollmeshError)
+
+
+def status_code_of(error: RollmeshError) -> grpc.StatusCode:
+    """Returns the code that a client sees."""
+    return error.status_code if isinstance(error, RemoteError) else error.code
+
+
+def cut_text(text: str, most_bytes: int) -> str:
+    """Returns the beginning of a text: at most so many bytes of UTF-8; surrogates become `?`."""
+    return text[:most_bytes].encode(errors="replace")[:most_bytes].decode(errors="ignore")
+
+
+def to_status(error: RollmeshError) -> status_pb2.Status:
+    """Returns the wire form of an error."""
+    status = status_pb2.Status(
+        code=code_pb2.Code.Value(status_code_of(error).name),
+        message=cut_text(error.message, MAX_MESSAGE_BYTES),
+    )
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    left = MAX_MESSAGE_BYTES
+    for key, value in error.metadata.items():
+        text = info.metadata[key] = cut_text(value, max(left, 0))
+        left -= len(key) + len(text.encode())
+    status.details.add().Pack(info)
+    if error.retry_delay_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_delay_ms)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+_Detail = TypeVar("_Detail", error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo)
+
+
+def _detail(status: status_pb2.Status, empty: _Detail) -> _Detail | None:
+    for packed in status.details:
+        with contextlib.suppress(protobuf_message.DecodeError):  # a detail that is none
+            if packed.Unpack(empty):
+                return empty
+    return None
+
+
+def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
+    """Returns the typed error behind a failed call; `RemoteError` where the peer gave no reason."""
+    if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
+        return RemoteError(str(error), grpc.StatusCode.UNKNOWN)
+    code, message = error.code(), error.details() or ""
+    status = _status_of(error)
+    info = _detail(status, error_details_pb2.ErrorInfo()) if status else None
+    if status is None or info is None or info.domain != DOMAIN:
+        return RemoteError(message, code or grpc.StatusCode.UNKNOWN)
+    retry = _detail(status, error_details_pb2.RetryInfo())
+    found = _CLASSES.get(info.reason, RollmeshError)
+    result = found.__new__(found)
+    RollmeshError.__init__(
+        result,
+        status.message,
+        retry_delay_ms=retry.retry_delay.ToMilliseconds() if retry else None,
+    )
+    result.metadata = dict(info.metadata)
+    if found is RollmeshError:
+        result.reason = info.reason  # type: ignore[misc]
+    if isinstance(result, InvalidFieldError):
+        result.field = info.metadata.get("field", "")
+    if isinstance(result, RemoteError):
+        result.status_code = code or grpc.StatusCode.UNKNOWN
+    return result
+
+
+def _status_of(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return status_pb2.Status.FromString(value)
+            except protobuf_message.DecodeError:
+                return None
+    return None
