@@ -8,10 +8,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from rollmesh.gateway import journal
+from rollmesh.gateway.fidelity import Fidelity
 from rollmesh.gateway.gateway import Gateway
+from rollmesh.gateway.session import Answered
 from rollmesh.gateway.wire import read_choices
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import RollmeshError, SessionClosedError
+from rollmesh.runtime.errors import RollmeshError, SessionClosedError, StoreFullError
 from rollmesh.runtime.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
@@ -38,12 +41,15 @@ def close_request(session_id: str, key: str = "") -> gateway_pb2.CloseSessionReq
     )
 
 
-async def chat(gateway: Gateway, session_id: str) -> None:
-    """One chat, as the servicer makes it."""
+async def chat(gateway: Gateway, session_id: str, retry_count: int = 0) -> int:
+    """One chat, as the servicer makes it; returns the node of its turn."""
     session = gateway.session(session_id)
-    (request,) = read_choices(chat_request(session_id), session, 1)
-    async for _ in gateway.chat(session, request):
-        pass
+    asked = chat_request(session_id)
+    asked.retry_count = retry_count
+    (request,) = read_choices(asked, session, 1)
+    (answered,) = [event async for event in gateway.chat(session, request)]
+    assert isinstance(answered, Answered)
+    return answered.node.node_id
 
 
 async def opened(mesh: LiveMesh) -> str:
@@ -89,6 +95,23 @@ async def test_a_session_that_is_used_while_others_are_closed_as_idle_is_not_idl
     (other,) = (one for one in mesh.gateway.unused_since(now_ms) if one is not first)
     other.used_ms = now_ms + 1
     assert list(idle) == []
+
+
+async def test_an_answer_is_replayed_though_the_journal_cannot_note_the_replay(
+    mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StoreFullError("the disk is full")
+
+    session_id = await opened(mesh)
+    async with asyncio.timeout(TIMEOUT_S):
+        first = await chat(mesh.gateway, session_id)
+        monkeypatch.setattr(journal, "update_reasons", full)
+        assert await chat(mesh.gateway, session_id, retry_count=1) == first
+        monkeypatch.undo()
+        assert await chat(mesh.gateway, session_id, retry_count=1) == first
+    node = mesh.gateway.session(session_id).tree.nodes[first]
+    assert Fidelity.RETRY_REPLAY in node.reasons
 
 
 async def test_chats_that_race_with_the_close_all_end(mesh: LiveMesh) -> None:

@@ -351,12 +351,19 @@ class Gateway:
             await end_turns(session, error)
 
     async def _mark_replayed(self, session: Session, node: Node) -> None:
-        """Records that a turn was answered more than once from one sample."""
+        """Records that a turn was answered more than once from one sample.
+
+        The answer is committed and goes out all the same where that cannot be stored: it informs.
+        """
         if Fidelity.RETRY_REPLAY in node.reasons:
             return
         node.reasons |= {Fidelity.RETRY_REPLAY}
         session_id = session.spec.session_id
-        await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
+        try:
+            await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
+        except RollmeshError as error:
+            node.reasons -= {Fidelity.RETRY_REPLAY}  # the next replay tries again
+            _log.warning("replay not recorded", extra=fields(session=session_id, error=str(error)))
 
     async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
         """Owns one turn: whatever happens becomes its end."""
