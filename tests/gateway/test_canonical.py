@@ -21,12 +21,13 @@ def test_a_fingerprint_tells_requests_apart_by_each_of_its_parts() -> None:
 
 def test_tools_of_megabytes_are_kept_up_to_a_bound() -> None:
     function = '{"type": "function", "function": {"name": "f", "description": "%s"}}'
+
+    def names(at: int) -> set[str]:
+        return set(tool_schemas(f"[{function % (str(at) * 1_000_000)}]".encode()))
+
     tracemalloc.start()
     try:
-        for at in range(40):
-            tools = f"[{function % (str(at) * 1_000_000)}]".encode()
-            assert tool_schemas(tools).keys() == {"f"}
-        del tools
+        assert all(names(at) == {"f"} for at in range(40))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -70,14 +70,15 @@ def test_a_message_without_a_role_is_named_where_it_stands() -> None:
 
 def test_a_conversation_of_megabytes_is_read_and_not_kept() -> None:
     reader = MessageReader()
+
+    def is_read(text: str) -> bool:
+        user = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=text)
+        (found,), _ = reader.read(request([user]))
+        return found.content == text
+
     tracemalloc.start()
     try:
-        for at in range(4):
-            text = str(at) * 5_000_000
-            user = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=text)
-            (found,), _ = reader.read(request([user]))
-            assert found.content == text
-        del text, user, found
+        assert all(is_read(str(at) * 5_000_000) for at in range(4))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -287,7 +287,8 @@ def test_the_hundredth_turn_is_compared_at_the_cost_of_the_tenth(
     name: str, form: int, *, renders_all: bool
 ) -> None:
     family = families.load(name)
-    template, tokenizer = Counting(family.template), Counting(family.tokenizer)
+    template: Any = Counting(family.template)
+    tokenizer: Any = Counting(family.tokenizer)
     played = Played(name, FRAMES[0], rewrite=False)
     played.continuation = Continuation(template, tokenizer)
     step = replace(PLAIN, form=form, answer=replace(PLAIN.answer, reasoning="Hm."))

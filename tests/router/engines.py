@@ -34,7 +34,7 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         """Set while it answers; cleared, updates get no answer."""
         self.hangs.set()
 
-    async def Generate(self, request: Any, context: Any) -> Any:
+    async def Generate(self, request: Any, context: Any) -> Answers:
         assert self.answers is not None
         async for answer in self.answers(request):
             yield answer
