@@ -33,6 +33,7 @@ What is not sure is never AUXILIARY: that is not trained.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from rollmesh.gateway.fidelity import Finish, Lineage
 from rollmesh.gateway.messages import Unit
@@ -46,10 +47,25 @@ _LEAST_QUOTED_CHARS = 8
 def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Lineage]:
     """Returns the lineage of the branches that end in `nodes`, by node id."""
     ways = _Ways(tree)
-    heads = [node for node in tree.nodes.values() if _is_head(node)]
-    if not heads:
-        return {}
-    return {node.node_id: ways.lineage(node.path()) for node in nodes}
+    found = ways.all_of(tree)
+    return {node.node_id: ways.lineage(found[node.node_id]) for node in nodes}
+
+
+class _Way(NamedTuple):
+    """A path, as far as its lineage depends on it."""
+
+    head: Node
+    """Its first node."""
+    said: Lineage | None
+    """What the last request on it that says so calls itself."""
+    first: Node | None
+    """Where it leaves the main path; None where it does not."""
+    last: Node | None
+    """Where it leaves, last of all, the way that its conversation goes on."""
+    shared: bool
+    """Whether it took a turn on the main path."""
+    begun: Node | None
+    """Its first turn that is not on the main path."""
 
 
 class _Ways:
@@ -68,28 +84,44 @@ class _Ways:
         heads = [node for node in tree.nodes.values() if _is_head(node)]
         self._chosen: dict[int, Node] = {}
         self._main = self._main_of(heads) if heads else None
+        self._known: dict[tuple[int, int], Lineage] = {}
         self._trunk: list[Node] = []
         reached = self._main
         while reached is not None:
             self._trunk.append(reached)
             reached = self._next(reached) if reached.children else None
 
-    def lineage(self, path: list[Node]) -> Lineage:
+    def all_of(self, tree: Tree) -> dict[int, _Way]:
+        """Returns the paths of all nodes, by the ids of their last ones."""
+        found: dict[int, _Way] = {}
+        for node in tree.nodes.values():
+            assert node.parent is not None
+            before = found.get(node.parent.node_id, _Way(node, None, None, None, False, None))  # noqa: FBT003
+            said = before.said if node.said is None else node.said
+            way = before._replace(said=said)
+            if not self._is_first(node):
+                way = way._replace(first=way.first or node, last=node)
+            if node.sample is not None and way.first is None:
+                way = way._replace(shared=True)
+            elif node.sample is not None and way.begun is None:
+                way = way._replace(begun=node)
+            found[node.node_id] = way
+        return found
+
+    def lineage(self, way: _Way) -> Lineage:
         """Returns the lineage of the branch that ends with a path."""
         main = self._main
         assert main is not None
-        said = next((node.said for node in reversed(path) if node.said is not None), None)
-        if said not in {None, Lineage.MAIN}:
-            assert said is not None
-            return said
-        turnings = [at for at, node in enumerate(path) if not self._is_first(node)]
-        if not turnings:
+        if way.said is not None and way.said is not Lineage.MAIN:
+            return way.said
+        if way.first is None or way.last is None:
             return Lineage.MAIN
-        first, last = path[turnings[0]], path[turnings[-1]]
-        shared = any(node.sample is not None for node in path[: turnings[0]])
-        if path[0] is main and (shared or first.sample is not None):
-            return Lineage.BRANCH if last.sample is None else Lineage.SIBLING
-        return self._beside(path, path[turnings[0] :], main)
+        if way.head is main and (way.shared or way.first.sample is not None):
+            return Lineage.BRANCH if way.last.sample is None else Lineage.SIBLING
+        key = way.head.node_id, 0 if way.begun is None else way.begun.node_id
+        if key not in self._known:
+            self._known[key] = self._beside(way.head, way.begun, main)
+        return self._known[key]
 
     def _main_of(self, heads: list[Node]) -> Node:
         asked = [(head, _first_asked(head)) for head in heads]
@@ -133,28 +165,27 @@ class _Ways:
             return node is self._main
         return node.parent is not None and self._next(node.parent) is node
 
-    def _beside(self, path: list[Node], below: list[Node], main: Node) -> Lineage:
+    def _beside(self, head: Node, first: Node | None, main: Node) -> Lineage:
         """Returns the lineage of a conversation that shares no sampled turn with the main one.
 
         Args:
-            path: Its nodes.
-            below: Those of them that it does not share.
+            head: Its first node.
+            first: Its first turn, where it has taken one.
             main: The first node of the main conversation.
         """
-        first = next((node for node in below if node.sample is not None), None)
         one_turn = first is not None and self._turns[first.node_id] == 1
-        same_system = _system(path[0]) == _system(main)
-        same_frame = path[0].frame.key == main.frame.key
+        same_system = _system(head) == _system(main)
+        same_frame = head.frame.key == main.frame.key
         if one_turn and first is not None and _is_probe(first):
             return Lineage.AUXILIARY
-        toolless = bool(main.frame.tools_json) and not path[0].frame.tools_json
+        toolless = bool(main.frame.tools_json) and not head.frame.tools_json
         if one_turn and toolless and not same_system:
             return Lineage.AUXILIARY
         if same_frame and same_system and first is not None and _follows(first, self._trunk):
             return Lineage.COMPACTION
-        if not same_system or (not same_frame and bool(path[0].frame.tools_json)):
+        if not same_system or (not same_frame and bool(head.frame.tools_json)):
             return Lineage.SUB_AGENT
-        return Lineage.BRANCH if path[0] is main else Lineage.ROOT
+        return Lineage.BRANCH if head is main else Lineage.ROOT
 
 
 def _is_probe(node: Node) -> bool:
