@@ -5,16 +5,16 @@ import pytest
 
 from rollmesh.gateway.answer import Answer
 from rollmesh.gateway.generation import Generation, checked_sample
-from rollmesh.gateway.sampled import Sampled, no_tops
 from rollmesh.gateway.text import IncrementalDecoder
 from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.tree import Sample
+from rollmesh.runtime.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2, types_pb2
 
 
-def generation(
-    tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]], chunks: int = 1
-) -> Generation:
+def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]]) -> Sample:
+    """What becomes of an answer that an engine gives in one message."""
     answer = Answer(
         IncrementalDecoder(tokenizer, ()),
         (),
@@ -23,44 +23,42 @@ def generation(
         new_call_id=lambda: "id",
         one_call=False,
     )
-    return Generation(
-        answer,
-        "engine-0",
-        runs=[
-            Sampled(
-                np.arange(tokens, dtype=np.uint32), np.zeros(tokens, np.float32), no_tops(tokens)
-            )
-        ]
-        * chunks,
-        finish=engine_pb2.GenerateFinish(
-            reason=types_pb2.FINISH_REASON_STOP,
-            version_spans=[
-                types_pb2.VersionSpan(policy_version=version, start=start, end=end)
-                for version, start, end in spans
-            ],
-        ),
+    generation = Generation(answer, "engine-0")
+    generation.take(
+        engine_pb2.GenerateResponse(
+            token_ids_u32le=pack_ids(np.arange(tokens, dtype=np.uint32)),
+            logprobs_f32le=pack_logprobs(np.zeros(tokens, np.float32)),
+            finish=engine_pb2.GenerateFinish(
+                reason=types_pb2.FINISH_REASON_STOP,
+                version_spans=[
+                    types_pb2.VersionSpan(policy_version=version, start=start, end=end)
+                    for version, start, end in spans
+                ],
+            ),
+        )
     )
+    return checked_sample(generation, prompt_tokens=1)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "spans", "chunks", "said"),
+    ("tokens", "spans", "said"),
     [
-        pytest.param(0, [], 0, "without a token", id="no chunk"),
-        pytest.param(0, [], 1, "without a token", id="an empty chunk"),
-        pytest.param(4, [], 1, "version spans", id="no span"),
-        pytest.param(4, [(0, 0, 3), (1, 2, 4)], 1, "version spans", id="overlap"),
-        pytest.param(4, [(0, 0, 1), (1, 2, 4)], 1, "version spans", id="gap"),
-        pytest.param(4, [(0, 2, 4), (0, 0, 2)], 1, "version spans", id="order"),
-        pytest.param(4, [(0, 0, 3)], 1, "version spans", id="short"),
+        pytest.param(0, [], "without a token", id="no token"),
+        pytest.param(4, [], "version spans", id="no span"),
+        pytest.param(4, [(0, 0, 3), (1, 2, 4)], "version spans", id="overlap"),
+        pytest.param(4, [(0, 0, 1), (1, 2, 4)], "version spans", id="gap"),
+        pytest.param(4, [(0, 2, 4), (0, 0, 2)], "version spans", id="order"),
+        pytest.param(4, [(0, 0, 3)], "version spans", id="short"),
+        pytest.param(4, [(-1, 0, 4)], "version spans", id="negative"),
     ],
 )
 def test_what_could_not_be_stored_is_no_turn(
-    tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]], chunks: int, said: str
+    tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]], said: str
 ) -> None:
     with pytest.raises(RollmeshError, match=said):
-        checked_sample(generation(tokenizer, tokens, spans, chunks), prompt_tokens=1)
+        sample(tokenizer, tokens, spans)
 
 
-def test_spans_one_after_the_other_are_kept(tokenizer: Tokenizer) -> None:
-    sample = checked_sample(generation(tokenizer, 4, [(0, 0, 3), (1, 3, 4)]), prompt_tokens=1)
-    assert sample.spans == ((0, 0, 3), (1, 3, 4))
+def test_spans_one_after_the_other_are_kept_and_empty_ones_are_not(tokenizer: Tokenizer) -> None:
+    given = [(0, 0, 3), (1, 3, 3), (2, 3, 4)]
+    assert sample(tokenizer, 4, given).spans == ((0, 0, 3), (2, 3, 4))
