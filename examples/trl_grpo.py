@@ -30,7 +30,8 @@ from trl import GRPOConfig, GRPOTrainer
 from examples.demo.agent import ask
 from examples.demo.audit import Audit
 from examples.demo.mesh import running_mesh
-from examples.demo.policy import CONTEXT_TOKENS, make_policy
+from examples.demo.policy import CONTEXT_TOKENS
+from examples.demo.run import write_policy
 from examples.demo.tasks import Task, make_tasks, reward
 from rollmesh.client import MeshAddresses, Session
 from rollmesh.integrations.sessions import Limits
@@ -86,6 +87,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path("var/trl"))
+    parser.add_argument("--policy", type=Path, help="folder of the first policy; else it is made")
     options = parser.parse_args()
     started = time.monotonic()
     torch.set_num_threads(2)
@@ -93,7 +95,7 @@ def main() -> int:
     folder: Path = options.folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    make_policy(folder / "policy", seed=options.seed)
+    write_policy(folder / "policy", options.seed, options.policy)
     with mesh(folder) as addresses:
         report = train(folder, addresses, seed=options.seed, steps=options.steps)
     result = {

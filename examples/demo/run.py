@@ -149,16 +149,25 @@ def run_alone(train: "Train[_Ran]", description: str | None, folder: str) -> _Ra
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tool-seconds", type=float, default=0.0)
     parser.add_argument("--folder", type=Path, default=Path(folder))
+    parser.add_argument("--policy", type=Path, help="folder of the first policy; else it is made")
     options = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     work: Path = options.folder.absolute()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    make_policy(work / "policy", seed=options.seed)
+    write_policy(work / "policy", options.seed, options.policy)
     plan = Plan(seed=options.seed, steps=options.steps, tool_s=options.tool_seconds)
     run = asyncio.run(in_a_mesh(train, work, work / "policy", plan))
     print(json.dumps(run.result()))
     return run
+
+
+def write_policy(path: Path, seed: int, given: Path | None) -> None:
+    """Writes the policy that training begins with: a copy of a given one, else a new one."""
+    if given is None:
+        make_policy(path, seed=seed)
+    else:
+        shutil.copytree(given, path)
 
 
 async def in_a_mesh(train: "Train[_Ran]", work: Path, model: Path, plan: Plan) -> _Ran:
