@@ -25,6 +25,7 @@ _DRAIN_S = 30.0
 _DRAIN_SILENCE_S = 1.0
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
+    ("grpc.http2.bdp_probe", 0),  # it would widen the window of a slow reader without a bound
     # What is too large is for the server to say; a group that a trainer asked for is never.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
