@@ -20,10 +20,10 @@ from benchmarks.delivery_journal import new_tree, write_closed
 from benchmarks.delivery_rows import Shape, sessions
 from benchmarks.memory import peak_mb
 from rollmesh.batches import ragged, rows_of, to_torch
-from rollmesh.client.delivery import Subscription
-from rollmesh.client.trajectories import Delivery
-from rollmesh.gateway import closed, journal
-from rollmesh.gateway.outbox import Outbox
+from rollmesh.client.deliveries.subscription import Subscription
+from rollmesh.client.sessions.trajectories import Delivery
+from rollmesh.gateway.storage import closed, journal
+from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.memory import keep_freed_memory
 from rollmesh.v1 import types_pb2

@@ -4,14 +4,14 @@ import sqlite3
 
 import numpy as np
 
-from rollmesh.gateway import closed, journal
-from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.fidelity import Finish
-from rollmesh.gateway.journal import AnswerRecord, SessionSpec
-from rollmesh.gateway.messages import Message
-from rollmesh.gateway.record import record_bytes, trajectory_ends
-from rollmesh.gateway.session import Session
-from rollmesh.gateway.tree import Sample, Tree, VersionSpan
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Message
+from rollmesh.gateway.conversation.reasons import Finish
+from rollmesh.gateway.conversation.tree import Sample, Tree, VersionSpan
+from rollmesh.gateway.export.record import record_bytes, trajectory_ends
+from rollmesh.gateway.sessions.session import Session
+from rollmesh.gateway.storage import closed, journal
+from rollmesh.gateway.storage.journal import AnswerRecord, SessionSpec
 from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs
 from rollmesh.v1 import gateway_pb2, types_pb2
 

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from benchmarks.workload import reply_text, tool_list, user_text, vocabulary
 from examples.demo.chatml import END, make_tokenizer
+from rollmesh.cli.up.plan import plan_mesh, read_mesh
+from rollmesh.cli.up.supervisor import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
-from rollmesh.runtime.mesh import plan_mesh, read_mesh
-from rollmesh.runtime.supervisor import free_ports
 from rollmesh.v1 import gateway_pb2
 
 _PEERS = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin"
@@ -155,7 +155,7 @@ def make_model(folder: Path) -> Model:
 @asynccontextmanager
 async def running_mesh(folder: Path) -> AsyncIterator[Mesh]:
     """Runs router, engine, collector, gateway and sidecar."""
-    command = ("-m", "rollmesh.runtime.cli", "up", f"--config={folder / 'mesh.toml'}")
+    command = ("-m", "rollmesh.cli", "up", f"--config={folder / 'mesh.toml'}")
     async with run_process(folder / "up.log", sys.executable, *command) as process:
         text = await read_line(process, "UP ", folder)
         addresses = MeshAddresses.from_json(text)

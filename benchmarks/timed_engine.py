@@ -13,7 +13,7 @@ from contextlib import aclosing
 
 from rollmesh.engine.backend import GenerateInput, Output
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scripted_backend import ScriptedBackend
+from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
 from rollmesh.runtime.process import run_service
 

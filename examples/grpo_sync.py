@@ -24,7 +24,8 @@ from examples.demo.run import (
     run_alone,
     shared_client,
 )
-from rollmesh.client import Client, Delivery, MeshAddresses, Subscription, rollout
+from rollmesh.client import Client, Delivery, MeshAddresses, Subscription
+from rollmesh.client.rollouts.rollout import rollout
 
 
 async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep) -> Run:

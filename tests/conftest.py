@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rollmesh.gateway.continuation import Continuation
-from rollmesh.gateway.template import load_template
-from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.jinja import load_template
+from rollmesh.chat.tokenizer import Tokenizer
 from tests.meshes import Mesh, scripted_mesh
 from tests.models import make_model_dir, make_tokenizer_dir
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session
-from rollmesh.gateway.tokenizer import Tokenizer
 from tests.processes import ServiceProcess, running
 
 

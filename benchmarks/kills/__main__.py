@@ -19,10 +19,10 @@ from pathlib import Path
 from benchmarks.kills.audit import Audit
 from benchmarks.kills.lanes import BOUNDARIES, Lane
 from examples.demo.chatml import make_tokenizer
+from rollmesh.cli.up.plan import plan_mesh, read_mesh
+from rollmesh.cli.up.supervisor import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.mesh import plan_mesh, read_mesh
-from rollmesh.runtime.supervisor import free_ports
 
 _KILLS = 500
 _AT_ONCE = 2  # processes that are down at the same time

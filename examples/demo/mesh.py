@@ -34,7 +34,7 @@ async def running_mesh(folder: Path, model: Path, context: int) -> AsyncIterator
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "rollmesh.runtime.cli",
+            "rollmesh.cli",
             "up",
             f"--config={config}",
             f"--start-timeout={_START_TIMEOUT_S}",

@@ -20,9 +20,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from examples.demo.chatml import CHAT_TEMPLATE, END, make_tokenizer
 from examples.demo.prefix import hidden_states, shared_length
 from examples.demo.tasks import OPERATIONS, SYSTEM_PROMPT, TOOLS, Task, make_tasks
-from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.messages import Message, ToolCall
-from rollmesh.gateway.template import ChatTemplate
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Message, ToolCall
+from rollmesh.chat.templates.jinja import ChatTemplate
 
 CONTEXT_TOKENS = 512
 _VOCABULARY = 900

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from rollmesh.client import Session
+from tests.paths import ROOT
 from tests.processes import run_to_end
 
-_ROOT = Path(__file__).parents[2]
-ENVIRONMENT = _ROOT / ".venv-agents"
+ENVIRONMENT = ROOT / ".venv-agents"
 _SCRIPTS = Path(__file__).parent / "scripts"
 _AGENT_S = 100.0
 

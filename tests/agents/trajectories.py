@@ -3,8 +3,8 @@
 import asyncio
 
 from examples.demo.audit import Audit
+from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, Session, SessionResult
-from rollmesh.gateway.tokenizer import Tokenizer
 from tests.meshes import Mesh
 
 

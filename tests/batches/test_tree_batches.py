@@ -15,12 +15,12 @@ from rollmesh.batches import (
     rows_of,
     to_torch,
 )
+from rollmesh.chat.messages import Message
 from rollmesh.client import Delivery, SessionResult
-from rollmesh.gateway.fidelity import ExportMode
-from rollmesh.gateway.journal import SessionSpec
-from rollmesh.gateway.messages import Message
-from rollmesh.gateway.record import write_record
-from rollmesh.gateway.session import Session
+from rollmesh.gateway.conversation.reasons import ExportMode
+from rollmesh.gateway.export.record import write_record
+from rollmesh.gateway.sessions.session import Session
+from rollmesh.gateway.storage.journal import SessionSpec
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.batches.records import linear, session

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, Retries, Rewards, Session, rollout
-from rollmesh.client.delivery import Subscription
+from rollmesh.client import Client, Retries, Rewards, Session
+from rollmesh.client.deliveries.subscription import Subscription
+from rollmesh.client.rollouts.rollout import rollout
 from rollmesh.client.runners.commands import CommandRunner
 from rollmesh.client.runners.remote import RemoteRunner
 from rollmesh.runtime.errors import InvalidFieldError

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.store import Store
+from rollmesh.collector.storage.store import Store
 from tests.collector.collectors import stub_at
 from tests.collector.redis_server import redis_server
 from tests.collector.stores import redis_store, sqlite_store

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rollmesh.collector.redis_client import connected
+from rollmesh.collector.storage.redis.client import connected
 from tests.collector.redis_server import redis_server
 
 Damage: TypeAlias = Callable[[str, bytes], Awaitable[None]]

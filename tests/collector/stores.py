@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmesh.collector.filters import judge
-from rollmesh.collector.redis_client import connected
-from rollmesh.collector.redis_store import RedisStore
-from rollmesh.collector.sqlite_store import open_store
-from rollmesh.collector.store import Arrival, Loaded, Retention, Settlement, Store, Unit
+from rollmesh.collector.delivery.filters import judge
+from rollmesh.collector.storage.redis.client import connected
+from rollmesh.collector.storage.redis.store import RedisStore
+from rollmesh.collector.storage.sqlite.store import open_store
+from rollmesh.collector.storage.store import Arrival, Loaded, Retention, Settlement, Store, Unit
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 from tests.collector.records import record
 

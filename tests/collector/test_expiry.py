@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.collector.store import Store
+from rollmesh.collector.storage.store import Store
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import TIMEOUT_S, ingest_all, stub_at, subscribing
 from tests.collector.damage import damaged_store

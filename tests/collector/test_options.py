@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from rollmesh.client.client import Client
-from rollmesh.client.delivery import SubscribeOptions, Subscription
-from rollmesh.client.sessions import MeshAddresses
+from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
+from rollmesh.client.sessions.session import MeshAddresses
 from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import (
     ConsumerMovedError,

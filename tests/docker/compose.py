@@ -9,11 +9,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rollmesh.client import MeshAddresses
+from tests.paths import ROOT
 
-_FOLDER = Path(__file__).parents[2]
 _PORTS = {"router": 7100, "gateway": 7200, "collector": 7300, "sidecar": 8000, "engine": 7400}
 _SERVICES = frozenset(_PORTS)
 _HEALTHY_S = 900.0
@@ -52,7 +51,7 @@ class Project:
         done = subprocess.run(
             [*self.command, "--project-name", self.name, *arguments],
             check=False,
-            cwd=_FOLDER,
+            cwd=ROOT,
             env={**os.environ, **self.settings},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -9,11 +9,12 @@ from itertools import count
 
 import pytest
 
-from rollmesh.collector.tools import TOOLS as COLLECTOR_TOOLS
-from rollmesh.gateway.tools import DEAD_LETTERS
-from rollmesh.router.tools import FORGET
-from rollmesh.runtime.mesh import SERVICES, plan_mesh, read_mesh
-from tests.docs.pages import PAGES, ROOT, Block, blocks
+from rollmesh.cli.up.plan import SERVICES, plan_mesh, read_mesh
+from rollmesh.collector.commands import TOOLS as COLLECTOR_TOOLS
+from rollmesh.gateway.commands import DEAD_LETTERS
+from rollmesh.router.commands import FORGET
+from tests.docs.pages import PAGES, Block, blocks
+from tests.paths import ROOT
 
 LANGUAGES = {"python", "toml", "sh", "json", "text"}
 """What a block may be. `text` is shown and not run."""
@@ -58,11 +59,11 @@ def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
         case ["make", *targets]:
             assert {target for target in targets if "=" not in target} <= _TARGETS, where
         case ["rollmesh", "--version"]:
-            assert "--version" in helps("rollmesh.runtime.cli")
+            assert "--version" in helps("rollmesh.cli")
         case ["rollmesh", "up", *rest]:
-            check_flags(rest, helps("rollmesh.runtime.up"))
+            check_flags(rest, helps("rollmesh.cli.up"))
         case ["rollmesh", "template", "check", *rest]:
-            check_flags(rest, helps("rollmesh.gateway.template_check"))
+            check_flags(rest, helps("rollmesh.chat.check"))
         case ["rollmesh", service, tool, *rest] if tool in _TOOLS.get(service, ()):
             check_flags(rest, helps(f"rollmesh.{service}", tool))
         case ["rollmesh", service, *flags] if service in SERVICES:

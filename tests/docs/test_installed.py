@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollmesh.client import Client, MeshAddresses
-from tests.docs.pages import ROOT
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.timeout(300)
 ENVIRONMENT = ROOT / ".venv-wheel"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tests.processes import run_to_end
 
-_ROOT = Path(__file__).parents[2]
 _STEPS = 10  # of 30
 _RISE = 0.1
 _PROGRAM_S = 1500.0
@@ -25,7 +25,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "import sys, pathlib; from examples.demo.policy import make_policy; "
         "make_policy(pathlib.Path(sys.argv[1]), seed=0)"
     )
-    subprocess.run([sys.executable, "-c", program, path], cwd=_ROOT, check=True, timeout=_PROGRAM_S)
+    subprocess.run([sys.executable, "-c", program, path], cwd=ROOT, check=True, timeout=_PROGRAM_S)
     return path
 
 
@@ -35,7 +35,7 @@ async def _run(example: str, folder: Path, policy: Path) -> tuple[dict[str, floa
     command += ["--folder", folder, "--policy", policy]
     settings = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     output, said = await run_to_end(
-        sys.executable, *command, cwd=_ROOT, env=settings, limit_s=_PROGRAM_S
+        sys.executable, *command, cwd=ROOT, env=settings, limit_s=_PROGRAM_S
     )
     return json.loads(output.splitlines()[-1]), said
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollmesh.client.membership import Membership
+from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import ReplicaIdInUseError
 from rollmesh.v1 import router_pb2

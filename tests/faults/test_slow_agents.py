@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, Session, SessionResult
-from rollmesh.gateway.tokenizer import Tokenizer
 from rollmesh.runtime.channels import open_channel
 from rollmesh.sidecar import app
 from rollmesh.sidecar.config import SidecarConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector import subscriptions
+from rollmesh.collector.streams import subscriptions
 from rollmesh.v1 import collector_pb2, types_pb2
 from tests.collector.collectors import TIMEOUT_S, Stream, stub_at, subscribing
 from tests.collector.records import record, trajectory

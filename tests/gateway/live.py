@@ -10,17 +10,17 @@ from typing import Any
 
 import grpc
 
+from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.service import CollectorService
 from rollmesh.engine.backend import Chunk, GenerateInput, Output
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scripted_backend import ScriptedBackend, ScriptedConfig
+from rollmesh.engine.scripted import ScriptedBackend, ScriptedConfig
 from rollmesh.engine.service import EngineService
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.gateway import Gateway
 from rollmesh.gateway.service import GatewayService
-from rollmesh.gateway.tokenizer import Tokenizer
+from rollmesh.gateway.sessions.registry import Gateway
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.service import RouterService
 from rollmesh.runtime.channels import open_channel

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Session
-from rollmesh.gateway import closed, journal
+from rollmesh.gateway.storage import closed, journal
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_refused

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmesh.gateway.canonical import make_frame
-from rollmesh.gateway.export import Trajectory, export_tree
-from rollmesh.gateway.fidelity import Fidelity, Finish, Lineage
-from rollmesh.gateway.messages import Message, ToolCall, units_of
-from rollmesh.gateway.tree import Node, Sample, Tree, VersionSpan
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Message, ToolCall, units_of
+from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
+from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
+from rollmesh.gateway.export.trajectories import Trajectory, export_tree
 
 END = 1
 BARE = make_frame(b"", b"")

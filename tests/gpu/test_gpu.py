@@ -21,8 +21,8 @@ from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.docker.compose import docker_problem
 from tests.engine.test_conformance import Engine
-from tests.engine.test_transfer import free_port
-from tests.engine.test_vllm import torch_logprobs
+from tests.engine.vllm.test_backend import torch_logprobs
+from tests.engine.vllm.test_transfer import free_port
 from tests.processes import running
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from rollmesh.client.membership import Membership
+from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.errors import InvalidWeightsError
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2

@@ -7,9 +7,9 @@ import pytest
 
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
-from rollmesh.router.kept import KeptWeights
 from rollmesh.router.leases import Engine, LeaseTable
 from rollmesh.router.members import Members
+from rollmesh.router.weights.kept import KeptWeights
 from rollmesh.runtime.errors import StartingError, StoreFullError
 from rollmesh.v1 import engine_pb2, router_pb2
 

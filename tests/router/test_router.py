@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from rollmesh.client import Client, MeshAddresses, WeightsPushError
-from rollmesh.client.leases import LeaseClient
-from rollmesh.client.membership import Membership
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import (
     EnginesBusyError,

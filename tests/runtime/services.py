@@ -15,6 +15,7 @@ from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.interceptors import Context
 from rollmesh.runtime.process import run_service
 from rollmesh.runtime.serving import Bound, ServerConfig, serve
+from tests.paths import ROOT
 from tests.processes import ServiceProcess
 
 Script: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
@@ -163,7 +164,7 @@ async def started(
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
             start_new_session=True,
-            cwd=Path(__file__).parents[2],
+            cwd=ROOT,
         )
     result = ServiceProcess(process, log)
     try:

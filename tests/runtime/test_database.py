@@ -22,6 +22,7 @@ from rollmesh.runtime.errors import (
     StoreInUseError,
     StoreLostError,
 )
+from tests.paths import ROOT
 from tests.runtime.writer import SCHEMA, VERSION, inserting
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,9 +82,7 @@ async def waiting_together(
 async def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, acknowledged: int) -> None:
     path = tmp_path / "store.sqlite"
     command = [sys.executable, "-m", "tests.runtime.writer", str(path), str(acknowledged)]
-    child = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
-    )
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     output, _ = await child.communicate()
     assert child.returncode == -signal.SIGKILL
     printed = {int(line) for line in output.splitlines()}

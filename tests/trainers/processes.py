@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.paths import ROOT
 from tests.processes import run_to_end
 
-_ROOT = Path(__file__).parents[2]
-ENVIRONMENT = _ROOT / ".venv-trainers"
+ENVIRONMENT = ROOT / ".venv-trainers"
 _SCRIPTS = Path(__file__).parent / "scripts"
 _SERVICES = ("services/engine", "services/router", "services/gateway", "services/collector")
 _SOURCES = ("protos/gen", "services/runtime", "clients", ".", *_SERVICES)
@@ -31,14 +31,14 @@ async def run_with(python: str | Path, script: str, folder: Path, /, **arguments
     settings = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
-        "PYTHONPATH": os.pathsep.join(str(_ROOT / source) for source in _SOURCES),
+        "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in _SOURCES),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TMPDIR": str(folder),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        "VERL_USE_EXTERNAL_MODULES": "rollmesh.integrations.verl_weights",
+        "VERL_USE_EXTERNAL_MODULES": "rollmesh.integrations.verl.weights",
     }
     command = (python, _SCRIPTS / f"{script}.py", json.dumps(arguments))
     output, _ = await run_to_end(*command, cwd=folder, env=settings, limit_s=_SCRIPT_S)

@@ -11,7 +11,7 @@ from rollmesh.batches.errors import MissingLogprobsError, MissingRewardError
 from rollmesh.batches.heads import TreeHeads, tree_heads_of
 from rollmesh.batches.rows import Handling, LeftOut, sessions_of
 from rollmesh.client import Delivery, SessionResult, TrajectoryTree
-from rollmesh.client.trees import path_mask
+from rollmesh.client.sessions.trees import path_mask
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.v1 import types_pb2
 

@@ -1,19 +1,19 @@
 """The SDK for trainers and agent runners."""
 
 from rollmesh.client.client import Client
-from rollmesh.client.delivery import SubscribeOptions, Subscription
-from rollmesh.client.groups import GroupOutcome, SampleOutcome
-from rollmesh.client.rewards import Rewards
-from rollmesh.client.rollout import Rollout, rollout, rollout_groups
+from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
+from rollmesh.client.rollouts.groups import GroupOutcome, SampleOutcome
+from rollmesh.client.rollouts.rollout import Rollout, rollout, rollout_groups
+from rollmesh.client.rollouts.scoring import Episode, RewardFunction
+from rollmesh.client.rollouts.settings import Limits, Retries, RolloutSettings
+from rollmesh.client.rollouts.summary import RolloutSummary
 from rollmesh.client.runners import AgentRunner, register_runner
-from rollmesh.client.scoring import Episode, RewardFunction
-from rollmesh.client.sessions import MeshAddresses, Session
-from rollmesh.client.settings import Limits, Retries, RolloutSettings
-from rollmesh.client.summary import RolloutSummary
-from rollmesh.client.trajectories import Delivery, SessionResult, Trajectory
-from rollmesh.client.transcripts import Transcript, TranscriptTurn
-from rollmesh.client.trees import TrajectoryTree
-from rollmesh.client.weights import Transfer, WeightsPushError
+from rollmesh.client.sessions.rewards import Rewards
+from rollmesh.client.sessions.session import MeshAddresses, Session
+from rollmesh.client.sessions.trajectories import Delivery, SessionResult, Trajectory
+from rollmesh.client.sessions.transcripts import Transcript, TranscriptTurn
+from rollmesh.client.sessions.trees import TrajectoryTree
+from rollmesh.client.weights.push import Transfer, WeightsPushError
 
 __all__ = [
     "AgentRunner",

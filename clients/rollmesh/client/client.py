@@ -10,14 +10,14 @@ from typing import Any, Literal
 import grpc
 
 from rollmesh.client.arguments import ExportForm, export_mode, filled, outcome_of, read_sampling
-from rollmesh.client.delivery import SubscribeOptions, Subscription
-from rollmesh.client.groups import Outcome
+from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
 from rollmesh.client.retries import retried
-from rollmesh.client.sessions import MeshAddresses, Session
-from rollmesh.client.supervision import shielded
-from rollmesh.client.trajectories import SessionResult
-from rollmesh.client.transcripts import Transcript
-from rollmesh.client.weights import (
+from rollmesh.client.rollouts.groups import Outcome
+from rollmesh.client.rollouts.supervision import shielded
+from rollmesh.client.sessions.session import MeshAddresses, Session
+from rollmesh.client.sessions.trajectories import SessionResult
+from rollmesh.client.sessions.transcripts import Transcript
+from rollmesh.client.weights.push import (
     Transfer,
     forget_weights,
     init_transfers,

@@ -7,15 +7,20 @@ from types import TracebackType
 from typing import Any
 
 from rollmesh.client import client as async_client
-from rollmesh.client.delivery import Subscription as AsyncSubscription
-from rollmesh.client.groups import GroupOutcome
+from rollmesh.client.deliveries.subscription import Subscription as AsyncSubscription
 from rollmesh.client.loop_thread import LoopThread
-from rollmesh.client.rollout import Rollout as AsyncRollout, Samples, rollout, rollout_groups
-from rollmesh.client.sessions import MeshAddresses, Session
-from rollmesh.client.summary import RolloutSummary
-from rollmesh.client.trajectories import Delivery, SessionResult
-from rollmesh.client.transcripts import Transcript
-from rollmesh.client.weights import Transfer
+from rollmesh.client.rollouts.groups import GroupOutcome
+from rollmesh.client.rollouts.rollout import (
+    Rollout as AsyncRollout,
+    Samples,
+    rollout,
+    rollout_groups,
+)
+from rollmesh.client.rollouts.summary import RolloutSummary
+from rollmesh.client.sessions.session import MeshAddresses, Session
+from rollmesh.client.sessions.trajectories import Delivery, SessionResult
+from rollmesh.client.sessions.transcripts import Transcript
+from rollmesh.client.weights.push import Transfer
 from rollmesh.v1 import collector_pb2, gateway_pb2, router_pb2
 
 
@@ -115,7 +120,7 @@ class Client(AbstractContextManager["Client"]):
         return self._thread.run(self._inner.transcript(session))
 
     def rollout(self, samples: Samples, **settings: Any) -> RolloutSummary:
-        """Runs every sample n times; see `rollmesh.client.rollout`."""
+        """Runs every sample n times; see `rollmesh.client.rollouts.rollout`."""
         return self._thread.run(rollout(self._inner, samples, **settings))
 
     @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rollmesh.client.sync import Client
-from rollmesh.client.weights import Transfer
+from rollmesh.client.weights.push import Transfer
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import router_pb2
 

@@ -21,19 +21,19 @@ from rollmesh.runtime.logs import fields, set_request_id
 from rollmesh.runtime.memory import FreedMemory
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import ModelUnknownError, PathUnknownError, to_http
-from rollmesh.sidecar.lineages import said_lineage
 from rollmesh.sidecar.metrics import measured
-from rollmesh.sidecar.requests import (
+from rollmesh.sidecar.openai_chat.lineages import said_lineage
+from rollmesh.sidecar.openai_chat.requests import (
     parse_body,
     read_model,
     read_request,
     read_shown,
     wants_usage,
 )
-from rollmesh.sidecar.responses import ChunkWriter, whole_answer
-from rollmesh.sidecar.sampled import Shown
+from rollmesh.sidecar.openai_chat.responses import ChunkWriter, whole_answer
+from rollmesh.sidecar.openai_chat.sampled import Shown
+from rollmesh.sidecar.openai_chat.streams import StreamReply
 from rollmesh.sidecar.sessions import named_session
-from rollmesh.sidecar.streams import StreamReply
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.protocol import bounded
+from rollmesh.sidecar.http_protocol import bounded
 
 
 class HttpServer(uvicorn.Server):

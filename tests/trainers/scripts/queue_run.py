@@ -10,9 +10,9 @@ import transfer_queue as tq
 
 from rollmesh.batches import pack, pack_trees, pad, ragged, rows_of, to_tensordict
 from rollmesh.client import SessionResult
-from rollmesh.integrations.prompts import Settings
-from rollmesh.integrations.queue_writer import PromptStatus, TransferQueueWriter, queue_rows
-from rollmesh.integrations.verl import load_runner
+from rollmesh.integrations.verl.manager import load_runner
+from rollmesh.integrations.verl.prompts import Settings
+from rollmesh.integrations.verl.queue import PromptStatus, TransferQueueWriter, queue_rows
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory, tree_session
 from tests.trainers.queues import buffer, described

@@ -9,7 +9,7 @@ from typing import Any
 import transfer_queue as tq
 
 from rollmesh.batches import rows_of
-from rollmesh.integrations.queue_writer import TransferQueueWriter, queue_rows
+from rollmesh.integrations.verl.queue import TransferQueueWriter, queue_rows
 from tests.batches.records import linear, session
 from tests.trainers.transfer_queue_server import running_queue
 

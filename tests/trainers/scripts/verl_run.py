@@ -25,7 +25,7 @@ from rollmesh.client import Session
 from tests.trainers.queues import buffer, described
 from tests.trainers.transfer_queue_server import running_queue
 
-_MANAGER = "rollmesh.integrations.verl.AgentLoopManager"
+_MANAGER = "rollmesh.integrations.verl.manager.AgentLoopManager"
 
 
 _REWARDS = itertools.count()

@@ -7,7 +7,7 @@ Here are the functions known by name; beside it what runs agents elsewhere: as a
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
-from rollmesh.client.sessions import Session
+from rollmesh.client.sessions.session import Session
 from rollmesh.runtime.errors import InvalidFieldError
 
 AgentRunner: TypeAlias = Callable[[Any, Session], Awaitable[Any]]

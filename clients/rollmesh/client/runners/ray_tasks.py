@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollmesh.client.sessions import Session
+from rollmesh.client.sessions.session import Session
 from rollmesh.runtime.errors import InvalidFieldError
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx2
 
-from rollmesh.client.sessions import Session
-from rollmesh.client.supervision import shielded
+from rollmesh.client.rollouts.supervision import shielded
+from rollmesh.client.sessions.session import Session
 from rollmesh.runtime.errors import InvalidFieldError
 
 _ERROR_CHARS = 2_000

@@ -3,9 +3,9 @@
 import os
 import sys
 
+from rollmesh.collector.commands import TOOLS, run_tool
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.service import CollectorService
-from rollmesh.collector.tools import TOOLS, run_tool
 from rollmesh.runtime.process import run_service
 
 if __name__ == "__main__":

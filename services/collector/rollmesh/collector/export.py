@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollmesh.collector import records
+from rollmesh.collector.delivery import records
 from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs, unpack_mask
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.enums import name_of

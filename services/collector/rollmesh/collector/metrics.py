@@ -4,8 +4,8 @@ from contextlib import suppress
 
 from prometheus_client import Counter, Gauge
 
-from rollmesh.collector.delivery import Consumer
-from rollmesh.collector.filters import Verdict
+from rollmesh.collector.delivery.consumer import Consumer
+from rollmesh.collector.delivery.filters import Verdict
 from rollmesh.runtime.enums import name_of
 from rollmesh.v1 import collector_pb2 as pb
 

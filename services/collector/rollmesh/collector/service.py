@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 import grpc
 
 from rollmesh.collector.config import CollectorConfig
-from rollmesh.collector.scorers import open_scorers
-from rollmesh.collector.scoring import Scoring
+from rollmesh.collector.scoring.scorers import open_scorers
+from rollmesh.collector.scoring.scoring import Scoring
 from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.collector.sqlite_store import open_store
-from rollmesh.collector.store import Retention, Store
-from rollmesh.collector.subscriptions import Subscriptions
-from rollmesh.collector.upkeep import keep_up
+from rollmesh.collector.storage.sqlite.store import open_store
+from rollmesh.collector.storage.store import Retention, Store
+from rollmesh.collector.streams.maintenance import keep_up
+from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime.config import ConfigError
 from rollmesh.v1 import collector_pb2_grpc
 
@@ -92,8 +92,8 @@ class CollectorService:
 @asynccontextmanager
 async def _redis_store(url: str, retention: Retention) -> AsyncIterator[Store]:
     try:  # the SQLite store does without
-        from rollmesh.collector.redis_client import connected  # noqa: PLC0415
-        from rollmesh.collector.redis_store import RedisStore  # noqa: PLC0415
+        from rollmesh.collector.storage.redis.client import connected  # noqa: PLC0415
+        from rollmesh.collector.storage.redis.store import RedisStore  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             "store: a Redis needs the redis package: pip install 'rollmesh[collector]'"

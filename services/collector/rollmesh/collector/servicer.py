@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from rollmesh.collector import metrics
-from rollmesh.collector.delivery import Consumer
-from rollmesh.collector.scoring import Scoring, wants_score
-from rollmesh.collector.store import Arrival, Store
-from rollmesh.collector.subscriptions import Subscriptions
-from rollmesh.collector.validation import (
+from rollmesh.collector.checks import (
     MAX_SESSIONS,
     check_count,
     check_page_size,
     check_position,
     check_sessions,
 )
+from rollmesh.collector.delivery.consumer import Consumer
+from rollmesh.collector.scoring.scoring import Scoring, wants_score
+from rollmesh.collector.storage.store import Arrival, Store
+from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime import clock, faults
 from rollmesh.runtime.errors import (
     ConsumerUnknownError,

@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 
-from rollmesh.client.membership import Membership
 from rollmesh.engine import metrics
 from rollmesh.engine.backend import Backend
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scripted_backend import ScriptedBackend, ScriptedConfig
+from rollmesh.engine.scripted import ScriptedBackend, ScriptedConfig
 from rollmesh.engine.servicer import EngineServicer
+from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import engine_pb2_grpc, router_pb2
@@ -139,9 +139,9 @@ def make_backend(config: EngineConfig) -> Backend:
     if config.backend != "vllm":
         raise ConfigError(f"backend: there is no {config.backend!r}; give vllm or scripted")
     # Only here: importing vLLM takes seconds, and the scripted backend does without it.
-    from rollmesh.engine.vllm_backend import VllmBackend  # noqa: PLC0415
-    from rollmesh.engine.vllm_options import read_options  # noqa: PLC0415
-    from rollmesh.engine.vllm_start import VllmConfig  # noqa: PLC0415
+    from rollmesh.engine.vllm.backend import VllmBackend  # noqa: PLC0415
+    from rollmesh.engine.vllm.options import read_options  # noqa: PLC0415
+    from rollmesh.engine.vllm.start import VllmConfig  # noqa: PLC0415
 
     return VllmBackend(
         VllmConfig(

@@ -20,9 +20,9 @@ from rollmesh.engine.backend import (
     Transfer,
     check_prompt,
 )
-from rollmesh.engine.constraint import read_constraint
-from rollmesh.engine.sampling import MAX_TOP_LOGPROBS, read_sampling
-from rollmesh.engine.transfer import read_init, read_transfer
+from rollmesh.engine.requests.constraint import read_constraint
+from rollmesh.engine.requests.sampling import MAX_TOP_LOGPROBS, read_sampling
+from rollmesh.engine.requests.transfer import read_init, read_transfer
 from rollmesh.runtime import faults
 from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids
 from rollmesh.runtime.channels import drained_on_refusal

@@ -3,11 +3,11 @@
 import os
 import sys
 
+from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.tokenizer import ModelFilesError
+from rollmesh.gateway.commands import DEAD_LETTERS, run_dead_letters
 from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.ends import TemplateRefusedError
 from rollmesh.gateway.service import GatewayService
-from rollmesh.gateway.tokenizer import ModelFilesError
-from rollmesh.gateway.tools import DEAD_LETTERS, run_dead_letters
 from rollmesh.runtime.process import run_service
 
 

@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge
 
-from rollmesh.gateway.tree import Node
+from rollmesh.gateway.conversation.tree import Node
 
 TURNS = Counter(
     "rollmesh_gateway_turns_total",

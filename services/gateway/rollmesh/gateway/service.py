@@ -5,31 +5,34 @@ import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import grpc
 
-from rollmesh.client.leases import LeaseClient
-from rollmesh.client.membership import Membership
-from rollmesh.gateway import journal, metrics
+from rollmesh.chat.parsing.detection import choose, known_parsers
+from rollmesh.chat.parsing.formats import UNKNOWN, VLLM
+from rollmesh.chat.parsing.vllm.client import VllmParser
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.loading import load_model, vocabulary_of
+from rollmesh.chat.templates.profile import MOVING
+from rollmesh.chat.templates.special_text import SETTINGS, SpecialText
+from rollmesh.chat.tokenizer import ModelFilesError, read_json
+from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.continuation import Continuation
-from rollmesh.gateway.contract import MOVING
-from rollmesh.gateway.dead_letters import DeadLetters
-from rollmesh.gateway.detection import choose, known_parsers
-from rollmesh.gateway.engines import EngineClients
-from rollmesh.gateway.fairness import FairExecutor
-from rollmesh.gateway.formats import UNKNOWN, VLLM
-from rollmesh.gateway.gateway import Gateway
-from rollmesh.gateway.idle import close_idle
-from rollmesh.gateway.model_files import load_model, vocabulary_of
-from rollmesh.gateway.outbox import Outbox
-from rollmesh.gateway.preparing import Workers
 from rollmesh.gateway.servicer import GatewayServicer
-from rollmesh.gateway.session import SessionLimits
-from rollmesh.gateway.special_text import SETTINGS, SpecialText
-from rollmesh.gateway.tokenizer import ModelFilesError, read_json
-from rollmesh.gateway.turns import TurnRunner
-from rollmesh.gateway.vllm_parser import VllmParser
+from rollmesh.gateway.sessions.idle import close_idle
+from rollmesh.gateway.sessions.registry import Gateway
+from rollmesh.gateway.sessions.session import SessionLimits
+from rollmesh.gateway.storage import journal
+from rollmesh.gateway.storage.dead_letters import DeadLetters
+from rollmesh.gateway.storage.outbox import Outbox
+from rollmesh.gateway.turns.engines import EngineClients
+from rollmesh.gateway.turns.fairness import FairExecutor
+from rollmesh.gateway.turns.prepare import Workers
+from rollmesh.gateway.turns.prompt import new_tree
+from rollmesh.gateway.turns.turns import TurnRunner
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.config import ConfigError, check_one_of
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import StoreError
@@ -105,7 +108,7 @@ class GatewayService:
             outbox = Outbox(
                 database,
                 config.collector,
-                new_tree=self._continuation.new_tree,
+                new_tree=partial(new_tree, self._continuation),
                 max_undelivered=config.max_undelivered_sessions,
                 remembered=config.remembered_closes,
             )
@@ -113,7 +116,7 @@ class GatewayService:
             runner = self._runner(stack, leases, database)
             async with asyncio.TaskGroup() as tasks:
                 gateway = Gateway(
-                    new_tree=self._continuation.new_tree,
+                    new_tree=partial(new_tree, self._continuation),
                     database=database,
                     runner=runner,
                     outbox=outbox,
@@ -123,7 +126,7 @@ class GatewayService:
                 gateway.forgotten = leases.forget
                 await gateway.restore()
                 dead_letters = DeadLetters(
-                    database, outbox, self._continuation.new_tree, gateway.reopen
+                    database, outbox, partial(new_tree, self._continuation), gateway.reopen
                 )
                 self._servicer.begin(gateway, dead_letters)
                 metrics.OPEN_SESSIONS.set_function(lambda: gateway.live_sessions)
@@ -245,6 +248,7 @@ class GatewayService:
             self._format.tools.removeprefix(VLLM),
             self._config.model_path,
             timeout_ms=self._config.tool_parser_timeout_ms,
+            on_failure=lambda reason: metrics.PARSER_FAILURES.labels(reason).inc(),
         )
         stack.push_async_callback(parser.close)
         return parser

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
-from rollmesh.gateway.choices import merged
-from rollmesh.gateway.dead_letters import DeadLetters
-from rollmesh.gateway.gateway import Gateway
-from rollmesh.gateway.session import PromptIds, Session, TurnRequest
-from rollmesh.gateway.wire import read_choices, write_event, write_nodes
+from rollmesh.gateway.protocol.wire import read_choices, write_event, write_nodes
+from rollmesh.gateway.sessions.registry import Gateway
+from rollmesh.gateway.sessions.session import PromptIds, Session, TurnRequest
+from rollmesh.gateway.storage.dead_letters import DeadLetters
+from rollmesh.gateway.turns.choices import merged
 from rollmesh.runtime.errors import InvalidFieldError, StartingError
 from rollmesh.runtime.interceptors import Context
 from rollmesh.runtime.memory import FreedMemory

@@ -3,9 +3,9 @@
 import os
 import sys
 
+from rollmesh.router.commands import FORGET, forget_weights
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.service import RouterService
-from rollmesh.router.tools import FORGET, forget_weights
 from rollmesh.runtime.process import run_service
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from typing import IO
 
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.engine_calls import call_engine
-from rollmesh.router.kept import KeptWeights, check_folder, kept_models, sync, typed_errors
 from rollmesh.router.leases import Engine, LeaseTable, Target
 from rollmesh.router.members import Members
-from rollmesh.router.updates import Updates
+from rollmesh.router.weights.engine_calls import call_engine
+from rollmesh.router.weights.kept import KeptWeights, check_folder, kept_models, sync, typed_errors
+from rollmesh.router.weights.updates import Updates
 from rollmesh.runtime import faults
 from rollmesh.runtime.errors import (
     DeadlineError,

@@ -27,10 +27,11 @@ from rollmesh.runtime.config import ConfigError, check_least
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.interceptors import RpcInterceptor
 from rollmesh.runtime.logs import fields
-from rollmesh.runtime.mesh import GRACE_MS
 from rollmesh.runtime.metrics import metrics_endpoint
 
 _log = logging.getLogger(__name__)
+GRACE_MS = 10_000
+"""Time that running calls get to finish on a stop by default, milliseconds."""
 _LAST_WORD_S = 0.2
 _MOST_PORT = 65_535
 _LEAST = {

@@ -1,0 +1,77 @@
+"""The `rollmesh` command: starts a service, a mesh on this machine, or a tool.
+
+It imports nothing but the standard library, so that it works, and says what is missing, wherever
+any part of rollmesh is installed.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib import metadata, util
+
+_USAGE = """usage: rollmesh up [--config mesh.toml]
+       rollmesh SERVICE [flags]        router, engine, collector, gateway or sidecar
+       rollmesh SERVICE --help         lists the service's flags
+       rollmesh router forget-weights [--model NAME]
+       rollmesh collector drop|export|inspect|replay [flags]
+       rollmesh gateway dead-letters list|retry|drop [flags]
+       rollmesh template check MODEL   shows what a gateway finds about a chat template
+       rollmesh --version
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    module: str
+    extra: str
+    """Extra of the distribution that installs what it imports."""
+    imports: tuple[str, ...]
+    """Packages of that extra that it cannot do without."""
+
+
+_SERVER = ("grpc_health", "grpc_reflection", "prometheus_client", "uvloop")
+_GATEWAY = (*_SERVER, "tokenizers", "jinja2")
+_COMMANDS = {
+    ("router",): _Command("rollmesh.router", "router", _SERVER),
+    ("engine",): _Command("rollmesh.engine", "engine", (*_SERVER, "safetensors")),
+    ("collector",): _Command("rollmesh.collector", "collector", (*_SERVER, "redis")),
+    ("gateway",): _Command("rollmesh.gateway", "gateway", _GATEWAY),
+    ("sidecar",): _Command("rollmesh.sidecar", "sidecar", (*_SERVER, "starlette", "orjson")),
+    ("template", "check"): _Command("rollmesh.chat.check", "gateway", _GATEWAY),
+    ("up",): _Command(
+        "rollmesh.cli.up",
+        "mesh",
+        (*_GATEWAY, "safetensors", "redis", "starlette", "orjson"),
+    ),
+}
+"""Each command runs as `python -m` of its module."""
+
+
+def main() -> int:
+    """Becomes the command that the arguments name; returns only where it cannot."""
+    arguments = sys.argv[1:]
+    for words, command in _COMMANDS.items():
+        if tuple(arguments[: len(words)]) == words:
+            return _run(" ".join(words), command, arguments[len(words) :])
+    if arguments == ["--version"]:
+        print(f"rollmesh {metadata.version('rollmesh')}")
+        return 0
+    asked = arguments in (["--help"], ["-h"])
+    print(_USAGE, end="", file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+def _run(name: str, command: _Command, arguments: list[str]) -> int:
+    missing = [package for package in command.imports if util.find_spec(package) is None]
+    if not missing:
+        os.execv(sys.executable, [sys.executable, "-m", command.module, *arguments])  # noqa: S606
+    print(
+        f"rollmesh {name}: {', '.join(missing)} not installed; "
+        f"run: pip install 'rollmesh[{command.extra}]'",
+        file=sys.stderr,
+    )
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

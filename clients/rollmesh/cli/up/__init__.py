@@ -1,0 +1,1 @@
+"""`rollmesh up`: a whole mesh on this machine, planned and supervised."""

@@ -1,0 +1,54 @@
+"""`rollmesh up`: a whole mesh on this machine, supervised."""
+
+import argparse
+import asyncio
+import os
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from rollmesh.cli.up.plan import plan_mesh, read_mesh, visible_gpus
+from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.logs import configure_logging
+from rollmesh.runtime.serving import stop_signals
+
+
+def main() -> int:
+    """Returns the exit code: 0 after a stop, 1 where the mesh cannot start, 2 for a bad setting."""
+    parser = argparse.ArgumentParser(prog="rollmesh up", description=__doc__)
+    parser.add_argument("--config", type=Path, help="TOML file that describes the mesh")
+    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
+    options = parser.parse_args()
+    configure_logging("up", "info")
+    try:
+        tables = read_mesh(options.config)
+        with closing(free_ports()) as ports:
+            specs = plan_mesh(tables, ports.__next__)
+        environments = {
+            spec.name: {**os.environ, **visible_gpus(spec, os.environ)} for spec in specs
+        }
+    except ConfigError as error:
+        print(f"rollmesh up: {error}", file=sys.stderr)
+        return 2
+    log_dir = Path(tables.get("mesh", {}).get("data_dir", "var/mesh")) / "logs"
+    supervisor = Supervisor(specs, environments, log_dir, options.start_timeout)
+    failure = asyncio.run(_supervise(supervisor))
+    if failure:
+        print(f"rollmesh up: {failure}", file=sys.stderr)
+    return 1 if failure else 0
+
+
+async def _supervise(supervisor: Supervisor) -> str:
+    """Returns why the mesh could not start; empty after a stop."""
+    failure = ""
+    with stop_signals() as stop:
+        try:
+            await supervisor.run(stop)
+        except* StartError as errors:
+            failure = str(errors.exceptions[0])
+    return failure
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Subscriptions to a collector: deliveries, and their acknowledgement."""

@@ -1,0 +1,286 @@
+"""Reads sessions or groups from a collector, with credits and acknowledgement."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from numbers import Integral
+from types import TracebackType
+from typing import Literal
+
+import grpc
+
+from rollmesh.client.arguments import chosen, filled
+from rollmesh.client.sessions.trajectories import Delivery, SessionResult
+from rollmesh.runtime.channels import open_channel, read_stream
+from rollmesh.runtime.errors import (
+    ConsumerMovedError,
+    InvalidFieldError,
+    RollmeshError,
+    ShuttingDownError,
+)
+from rollmesh.runtime.logs import fields
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc
+
+_log = logging.getLogger(__name__)
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
+_MAX_CREDITS = 65_536
+_MAX_ACKNOWLEDGED = 4096
+"""Of one message."""
+_UNITS = {
+    "session": collector_pb2.DELIVERY_UNIT_SESSION,
+    "group": collector_pb2.DELIVERY_UNIT_GROUP,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubscribeOptions:
+    """What a subscription may ask for beside its unit; see docs/delivery.md."""
+
+    start: collector_pb2.Position | None = None
+    """Where a new name begins; None: at the oldest session."""
+    groups: collector_pb2.GroupPolicy | None = None
+    """When a group is whole; None: with all its samples."""
+    filter: collector_pb2.DeliveryFilter | None = None
+    """What is kept back; None: nothing."""
+    policy_version: int | None = None
+    """The version trained now; `Subscription.report_version` tells the next ones."""
+
+
+class Subscription(AbstractAsyncContextManager["Subscription"]):
+    """A named consumer's stream of deliveries; survives restarts of the collector.
+
+    What was handed out and not acknowledged is not handed out again by this object, also when the
+    collector sends it again after a restart; another process that takes the name over gets it.
+    """
+
+    def __init__(
+        self,
+        collector: str,
+        *,
+        consumer: str,
+        unit: Literal["session", "group"],
+        credits: int = 8,  # noqa: A002 - the protocol's word
+        lease_ms: int = 600_000,
+        options: SubscribeOptions | None = None,
+    ) -> None:
+        """Names the consumer.
+
+        Args:
+            collector: host:port.
+            consumer: Name; a known one goes on where it stopped.
+            unit: What one delivery holds.
+            credits: Most deliveries that may wait in this process; 0: none comes unless `grant`
+                asked for it.
+            lease_ms: Time to acknowledge, milliseconds.
+            options: Where to begin, when groups are whole, what is kept back.
+
+        Raises:
+            InvalidFieldError: Names the argument that is wrong.
+        """
+        self._collector = collector
+        options = options or SubscribeOptions()
+        _check_credits("credits", credits, least=0)
+        self._hello = filled(
+            collector_pb2.SubscribeHello,
+            consumer=consumer,
+            unit=chosen("unit", unit, _UNITS),
+            lease_ms=lease_ms,
+            start=options.start,
+            groups=options.groups,
+            filter=options.filter,
+            policy_version=options.policy_version,
+        )
+        self._credits = credits
+        self._by_hand = credits == 0
+        # No more deliveries than credits: whoever takes one allows the next. The limit is not the
+        # queue's own, because `grant` raises it.
+        self._ready: asyncio.Queue[Delivery | RollmeshError] = asyncio.Queue()
+        self._held: set[str] = set()
+        # A credit for each delivery that was taken, an acknowledgement for each caller that waits
+        # for one, a few bytes for each version that was reported: what the trainer has done while
+        # the collector did not read. A new stream begins with an empty one.
+        self._outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None] = asyncio.Queue()
+        self._acknowledging: dict[str, asyncio.Future[None]] = {}
+        self._refusal: RollmeshError | None = None
+        self._retry_s = _FIRST_RETRY_S
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Subscription":
+        """Begins to read; returns at once."""
+        await self._group.__aenter__()
+        self._task = self._group.create_task(self._stay())
+        # Whatever ends the task, nobody waits for what it would have brought.
+        self._task.add_done_callback(lambda _: self._refuse(_ended()))
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends the stream; what is not acknowledged will be delivered to the next one."""
+        if self._task is not None:
+            self._task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    def __aiter__(self) -> AsyncIterator[Delivery]:
+        """Iterates over deliveries, for ever."""
+        return self
+
+    async def __anext__(self) -> Delivery:
+        """Waits for the next delivery and lets the collector send another.
+
+        Raises:
+            ShuttingDownError: The subscription has ended.
+            RollmeshError: The collector refuses the subscription.
+        """
+        item = await self._ready.get()
+        if isinstance(item, RollmeshError):
+            self._ready.put_nowait(item)  # so it is for whoever asks next
+            raise item
+        if self._by_hand:
+            self._credits -= 1
+        else:
+            self._grant(1)
+        return item
+
+    def grant(self, count: int) -> None:
+        """Asks for more deliveries, on top of the `credits`.
+
+        With none of those every delivery is judged by the version that was reported last before
+        it was asked for: nothing grows stale while it waits here.
+
+        Raises:
+            InvalidFieldError: It is not 1 to 65,536.
+        """
+        _check_credits("count", count, least=1)
+        self._credits += count
+        self._grant(count)
+
+    async def acknowledge(self, *deliveries: Delivery) -> None:
+        """Says that deliveries are safe here; returns once the collector has that on disk.
+
+        Raises:
+            ShuttingDownError: The subscription has ended; the deliveries will come again.
+            RollmeshError: The collector refuses the subscription.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        waiting: list[asyncio.Future[None]] = []
+        for delivery in deliveries:
+            future = self._acknowledging.get(delivery.delivery_id)
+            if future is None or future.done():  # done: whoever waited was cancelled
+                future = asyncio.get_running_loop().create_future()
+                self._acknowledging[delivery.delivery_id] = future
+            waiting.append(future)
+        self._send_acknowledgements([delivery.delivery_id for delivery in deliveries])
+        await asyncio.gather(*waiting)
+
+    def report_version(self, policy_version: int) -> None:
+        """Says which policy version is trained from now on: the filter's lag counts from it.
+
+        Raises:
+            InvalidFieldError: It is no version.
+        """
+        message = filled(collector_pb2.ReportPolicyVersion, policy_version=policy_version)
+        self._hello.policy_version = policy_version  # for the next stream
+        self._outgoing.put_nowait(collector_pb2.SubscribeRequest(version=message))
+
+    def _send_acknowledgements(self, ids: list[str]) -> None:
+        for at in range(0, len(ids), _MAX_ACKNOWLEDGED):
+            part = ids[at : at + _MAX_ACKNOWLEDGED]
+            message = collector_pb2.AcknowledgeDeliveries(delivery_ids=part)
+            self._outgoing.put_nowait(collector_pb2.SubscribeRequest(acknowledge=message))
+
+    def _grant(self, credits_: int) -> None:
+        grant = collector_pb2.GrantCredits(credits=credits_)
+        self._outgoing.put_nowait(collector_pb2.SubscribeRequest(grant=grant))
+
+    async def _stay(self) -> None:
+        async with open_channel(self._collector) as channel:
+            while True:
+                try:
+                    await self._hold_stream(channel)
+                except InvalidFieldError as error:
+                    self._refuse(error)
+                    return
+                except ConsumerMovedError:
+                    self._forget_waiting()
+                except RollmeshError as error:
+                    _log.info("collector away", extra=fields(error=str(error)))
+                await asyncio.sleep(self._retry_s)
+                self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
+
+    def _forget_waiting(self) -> None:
+        """Drops what nobody took yet: from its new place the collector sends it, or does not."""
+        while not self._ready.empty():
+            item = self._ready.get_nowait()
+            if isinstance(item, Delivery):
+                self._held.discard(item.delivery_id)
+
+    def _refuse(self, error: RollmeshError) -> None:
+        """Lets all who wait, now and later, get an error; the first one counts."""
+        if self._refusal is not None:
+            return
+        self._refusal = error
+        self._ready.put_nowait(error)
+        for future in self._acknowledging.values():
+            if not future.done():
+                future.set_exception(error)
+
+    async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
+        self._outgoing = asyncio.Queue()
+        stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        if self._acknowledging:  # sent before the stream broke, perhaps in vain
+            self._send_acknowledgements(list(self._acknowledging))
+        if (wanted := self._credits - self._ready.qsize()) > 0:
+            self._grant(wanted)
+        call = stub.Subscribe(self._requests(self._outgoing))
+        try:
+            async with aclosing(read_stream(call)) as responses:
+                async for response in responses:
+                    self._retry_s = _FIRST_RETRY_S
+                    if response.HasField("delivery"):
+                        self._take(response.delivery)
+                    else:
+                        self._settle(response.acknowledged)
+        finally:
+            self._outgoing.put_nowait(None)  # lets the call's own task end
+
+    def _take(self, proto: collector_pb2.Delivery) -> None:
+        if proto.delivery_id in self._held:  # sent again after a restart: it is here already
+            self._grant(1)
+            return
+        self._held.add(proto.delivery_id)
+        sessions = tuple(map(SessionResult.from_proto, proto.sessions))
+        delivery = Delivery(
+            proto.delivery_id, proto.attempt, sessions, tuple(proto.removed), proto.partial
+        )
+        self._ready.put_nowait(delivery)
+
+    def _settle(self, acknowledged: collector_pb2.Acknowledged) -> None:
+        for delivery_id in acknowledged.delivery_ids:
+            self._held.discard(delivery_id)
+            future = self._acknowledging.pop(delivery_id, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    async def _requests(
+        self, outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None]
+    ) -> AsyncIterator[collector_pb2.SubscribeRequest]:
+        yield collector_pb2.SubscribeRequest(hello=self._hello)
+        while (message := await outgoing.get()) is not None:
+            yield message
+
+
+def _ended() -> RollmeshError:
+    return ShuttingDownError("the subscription has ended; open another")
+
+
+def _check_credits(field: str, count: object, *, least: int) -> None:
+    if not isinstance(count, Integral) or not least <= int(count) <= _MAX_CREDITS:
+        raise InvalidFieldError(field, f"is {count!r}; give {least} to {_MAX_CREDITS}")

@@ -1,0 +1,1 @@
+"""Rollouts: prompts into samples, with attempts, supervision and scoring."""

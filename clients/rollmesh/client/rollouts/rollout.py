@@ -1,0 +1,196 @@
+"""Runs agents: samples times n sessions, a cap on how many at once, failures kept apart.
+
+Memory does not grow with the samples: they are taken from their iterable as places become free, a
+group is held from its first session to its last, and what is not taken from the iterator of groups
+holds the places that follow.
+"""
+
+import asyncio
+import functools
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sized
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+
+from rollmesh.client.client import Client
+from rollmesh.client.rollouts.attempts import Attempts, Place
+from rollmesh.client.rollouts.groups import GroupOutcome, GroupState, needed_of
+from rollmesh.client.rollouts.progress import Show, showing
+from rollmesh.client.rollouts.settings import RolloutSettings
+from rollmesh.client.rollouts.summary import RolloutSummary
+from rollmesh.runtime.errors import InvalidFieldError
+
+Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
+"""What runners get, one group each; taken as places become free."""
+_Keywords = ParamSpec("_Keywords")
+_Result = TypeVar("_Result")
+
+
+class Rollout(AsyncIterator[GroupOutcome]):
+    """A running rollout: iterates over its groups as they end. Made by `rollout_groups`."""
+
+    def __init__(
+        self, client: Client, samples: Samples, settings: RolloutSettings, show: Show
+    ) -> None:
+        """Takes what to run; nothing has begun."""
+        self.summary = RolloutSummary()
+        """What has come of it so far."""
+        self._samples = samples
+        self._settings = settings
+        self._show = show
+        self._attempts = Attempts(client, settings)
+        self._places = asyncio.Semaphore(settings.concurrency)
+        self._running: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Queue[GroupOutcome | None] = asyncio.Queue(settings.concurrency)
+        self._source_error: Exception | None = None
+
+    async def __anext__(self) -> GroupOutcome:
+        """Waits for the next group to end.
+
+        Raises:
+            Exception: What the samples' iterable raised, once the groups before it have ended.
+        """
+        group = await self._ended.get()
+        if group is not None:
+            return group
+        self._ended.put_nowait(None)  # for whoever asks again
+        if self._source_error is not None:
+            raise self._source_error
+        raise StopAsyncIteration
+
+    async def feed(self, tasks: asyncio.TaskGroup) -> None:
+        """Begins a place whenever one is free, until the samples end."""
+        try:
+            async for sample in _each(self._samples):
+                group, stop = self._begin(sample), asyncio.get_running_loop().create_future()
+                metadata = self._settings.metadata
+                carried = dict(metadata(sample)) if metadata else {}
+                for index in range(group.size):
+                    await self._places.acquire()
+                    place = Place(group, index, stop, carried)
+                    task = tasks.create_task(self._run(place))
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
+        except Exception as error:  # noqa: BLE001 - the edge to the user's code: the iterator raises it
+            self._source_error = error
+        while self._running:
+            await asyncio.wait(self._running)
+        await self._ended.put(None)
+
+    def cancel(self) -> None:
+        """Ends the places that run."""
+        for task in self._running:
+            task.cancel()
+
+    def _begin(self, sample: Any) -> GroupState:
+        settings = self._settings
+        group_id = settings.group_id(sample) if settings.group_id else uuid.uuid4().hex
+        if not isinstance(group_id, str) or not group_id:  # it would be no group at all
+            raise InvalidFieldError("group_id", f"gave {group_id!r:.200}; return an id as text")
+        return GroupState(group_id, sample, settings.n, needed_of(settings.needed, settings.n))
+
+    async def _run(self, place: Place) -> None:
+        try:
+            outcome = await self._attempts.run(place)
+            self.summary.add(outcome)
+            group = place.group.add(outcome)
+            if place.group.failed and not place.stop.done():
+                place.stop.set_result(None)
+            if group is not None:
+                self.summary.add_group(group)
+            self._show(self.summary)
+            if self._settings.on_sample is not None:
+                self._settings.on_sample(outcome)
+            if group is not None:
+                await self._ended.put(group)
+        finally:
+            self._places.release()
+
+
+def _with_settings(
+    make: Callable[_Keywords, RolloutSettings],
+) -> Callable[
+    [Callable[[Client, Samples, RolloutSettings], _Result]],
+    Callable[Concatenate[Client, Samples, _Keywords], _Result],
+]:
+    """Gives a function the settings as keyword arguments, types included."""
+
+    def wrap(
+        call: Callable[[Client, Samples, RolloutSettings], _Result],
+    ) -> Callable[Concatenate[Client, Samples, _Keywords], _Result]:
+        def called(
+            client: Client, samples: Samples, /, *args: _Keywords.args, **settings: _Keywords.kwargs
+        ) -> _Result:
+            return call(client, samples, make(*args, **settings))
+
+        functools.update_wrapper(called, call)
+        return called
+
+    return wrap
+
+
+@_with_settings(RolloutSettings)
+def rollout_groups(
+    client: Client, samples: Samples, settings: RolloutSettings
+) -> AbstractAsyncContextManager[Rollout]:
+    """Rolls samples out while the block runs: `async with ... as groups: async for g in groups`.
+
+    Leaving the block early ends what runs; no session stays open. The keyword arguments are those
+    of `RolloutSettings`.
+
+    Raises:
+        InvalidFieldError: A setting is wrong.
+        Exception: What `on_sample` raised.
+    """
+    return _rolling(client, samples, settings)
+
+
+@_with_settings(RolloutSettings)
+async def rollout(client: Client, samples: Samples, settings: RolloutSettings) -> RolloutSummary:
+    """Runs every sample `n` times, as one group each; waits for all.
+
+    The keyword arguments are those of `RolloutSettings`.
+
+    Returns:
+        Counts, rewards and times; a session that fails never touches its siblings.
+
+    Raises:
+        InvalidFieldError: A setting is wrong.
+        Exception: What the samples' iterable or `on_sample` raised.
+    """
+    async with _rolling(client, samples, settings) as groups:
+        async for _ in groups:
+            pass
+    return groups.summary
+
+
+@asynccontextmanager
+async def _rolling(
+    client: Client, samples: Samples, settings: RolloutSettings
+) -> AsyncIterator[Rollout]:
+    total = len(samples) * settings.n if isinstance(samples, Sized) else None
+    error: Exception | None = None
+    with showing(total, wanted=settings.progress) as show:
+        running = Rollout(client, samples, settings, show)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                feeding = tasks.create_task(running.feed(tasks))
+                try:
+                    yield running
+                except Exception as raised:  # noqa: BLE001 - raised below, not in a group
+                    error = raised
+                feeding.cancel()
+                running.cancel()
+        except ExceptionGroup as group:  # what `on_sample` raised; the block came first
+            error = error or group.exceptions[0]
+    if error is not None:
+        raise error
+
+
+async def _each(samples: Samples) -> AsyncIterator[Any]:
+    if isinstance(samples, AsyncIterable):
+        async for sample in samples:
+            yield sample
+    else:
+        for sample in samples:
+            yield sample

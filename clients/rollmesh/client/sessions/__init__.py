@@ -1,0 +1,1 @@
+"""Sessions, and what the mesh knows of them: trajectories, trees, tokens, transcripts."""

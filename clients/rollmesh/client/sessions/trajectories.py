@@ -1,0 +1,121 @@
+"""Sessions and trajectories as a trainer sees them: NumPy arrays and plain fields."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.client.sessions.tokens import reason_names, unpack_tokens
+from rollmesh.client.sessions.trees import TrajectoryTree
+from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
+from rollmesh.runtime.enums import name_of
+from rollmesh.v1 import collector_pb2, types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One root-to-leaf token sequence; all arrays have length N."""
+
+    trajectory_id: str
+    token_ids: TokenIds
+    """uint32 [N]: what the engine saw and sampled."""
+    logprobs: Logprobs
+    """float32 [N]: under the policy that sampled; 0.0 where a token was not sampled."""
+    loss_mask: Mask
+    """bool [N]: true where the token is trained in this trajectory."""
+    policy_versions: NDArray[np.int64]
+    """int64 [N]: version that sampled the token; -1 where it was not sampled."""
+    prompt_tokens: int
+    """Number of ids before the first sampled one."""
+    turns: int
+    """Number of sampled turns along the path."""
+    lineage: str
+    """How the branch came to be: MAIN, SIBLING, BRANCH, ROOT."""
+    reasons: tuple[str, ...]
+    """What is to be known; ("EXACT",) where nothing is."""
+    path: types_pb2.Trajectory = field(repr=False)
+    """What `segments` reads: a message with nothing else. A tuple of messages would be hundreds of
+    objects for each trajectory, which the garbage collector looks at again and again."""
+    reward: float | None
+    """Where it differs from the session's."""
+
+    @property
+    def segments(self) -> tuple[types_pb2.TrajectorySegment, ...]:
+        """The nodes along the path."""
+        return tuple(self.path.segments)
+
+    @classmethod
+    def from_proto(cls, proto: types_pb2.Trajectory) -> "Trajectory":
+        """Reads a trajectory.
+
+        Raises:
+            InvalidFieldError: The arrays differ in length.
+        """
+        arrays = unpack_tokens(proto)
+        path = types_pb2.Trajectory()
+        path.segments.MergeFrom(proto.segments)
+        return cls(
+            proto.trajectory_id,
+            arrays.token_ids,
+            arrays.logprobs,
+            arrays.loss_mask,
+            arrays.policy_versions,
+            proto.prompt_tokens,
+            proto.turns,
+            name_of(types_pb2.Lineage.DESCRIPTOR, proto.lineage),
+            reason_names(proto.reasons),
+            path,
+            proto.reward if proto.HasField("reward") else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionResult:
+    """One closed session."""
+
+    session_id: str
+    group_id: str
+    sample_index: int
+    outcome: str
+    """COMPLETED, FAILED or ABORTED; `UNKNOWN_99` for a number that only a newer mesh names. The
+    same holds for lineages and reasons."""
+    reward: float | None
+    turns: int
+    metadata: dict[str, str]
+    trajectories: tuple[Trajectory, ...]
+    tree: TrajectoryTree | None = None
+    """Instead of trajectories, where the session was opened with `export="tree"`."""
+    superseded: bool = False
+    """Whether another session has its place in the group: it failed and was tried again."""
+
+    @classmethod
+    def from_proto(cls, proto: types_pb2.SessionRecord) -> "SessionResult":
+        """Reads a session."""
+        return cls(
+            proto.session_id,
+            proto.group_id,
+            proto.sample_index,
+            name_of(types_pb2.SessionOutcome.DESCRIPTOR, proto.outcome),
+            proto.reward if proto.HasField("reward") else None,
+            proto.turns,
+            dict(proto.metadata),
+            tuple(map(Trajectory.from_proto, proto.trajectories)),
+            TrajectoryTree.from_proto(proto.tree) if proto.HasField("tree") else None,
+            proto.superseded,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A session or a whole group, to be acknowledged once it is safe with the trainer."""
+
+    delivery_id: str
+    """The same on every redelivery: use it to tell a repeat."""
+    attempt: int
+    """1 the first time."""
+    sessions: tuple[SessionResult, ...]
+    """One, or all of the group in order of sample_index."""
+    removed: tuple[collector_pb2.RemovedTrajectories, ...] = ()
+    """What the subscription's filter took out of the sessions."""
+    partial: bool = False
+    """Whether the group has fewer samples than were announced."""

@@ -1,0 +1,126 @@
+"""A session's conversation tree as a tree trainer sees it: each token once, packed."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.client.sessions.tokens import reason_names, unpack_tokens
+from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryTree:
+    """A whole conversation tree of M nodes and N tokens; a forest where tools changed.
+
+    The tokens of a node stand together, those of its parent before them. A token's context is its
+    own path only: `position_ids` count along it and `attention_mask` shows nothing else.
+    """
+
+    token_ids: TokenIds
+    """uint32 [N]: what the engine saw and sampled."""
+    logprobs: Logprobs
+    """float32 [N]: under the policy that sampled; 0.0 where a token was not sampled."""
+    loss_mask: Mask
+    """bool [N]: true where the token is trained."""
+    policy_versions: NDArray[np.int64]
+    """int64 [N]: version that sampled the token; -1 where it was not sampled."""
+    position_ids: NDArray[np.int64]
+    """int64 [N]: number of tokens before it on its path."""
+    node_index: NDArray[np.int64]
+    """int64 [N]: which node the token is of, 0 to M - 1."""
+    parents: NDArray[np.int64]
+    """int64 [M]: index of each node's parent, below its own; -1 for a root."""
+    turn_rewards: NDArray[np.float64]
+    """float64 [M]: reward of each node's turn alone; NaN where none was given."""
+    nodes: tuple[types_pb2.TrajectoryNode, ...]
+    """M of them: message, lineage, reasons, engine, prompt CRC."""
+    reasons: tuple[str, ...]
+    """What is to be known of the whole; ("EXACT",) where nothing is."""
+
+    @classmethod
+    def from_proto(cls, proto: types_pb2.TrajectoryTree) -> "TrajectoryTree":
+        """Reads a tree.
+
+        Raises:
+            InvalidFieldError: Arrays differ in length, or nodes do not cover them parents first.
+        """
+        arrays = unpack_tokens(proto)
+        parents = np.array(
+            [node.parent_index if node.HasField("parent_index") else -1 for node in proto.nodes],
+            np.int64,
+        )
+        bounds = np.array([0, *(node.end for node in proto.nodes)], np.int64)
+        sizes = np.diff(bounds)
+        if bounds[-1] != len(arrays.token_ids) or (sizes < 0).any():
+            raise InvalidFieldError("tree.nodes", "do not cover the tokens")
+        if (parents >= np.arange(len(parents))).any():
+            raise InvalidFieldError("tree.nodes", "has a child before its parent")
+        ends = np.zeros(len(parents) + 1, np.int64)  # of the paths; the last is that of no parent
+        for at, parent in enumerate(parents):
+            ends[at] = ends[parent] + sizes[at]
+        offsets = ends[:-1] - bounds[1:]
+        return cls(
+            *arrays,
+            position_ids=np.arange(bounds[-1]) + np.repeat(offsets, sizes),
+            node_index=np.repeat(np.arange(len(parents)), sizes),
+            parents=parents,
+            turn_rewards=np.array(
+                [node.reward if node.HasField("reward") else np.nan for node in proto.nodes],
+                np.float64,
+            ),
+            nodes=tuple(proto.nodes),
+            reasons=reason_names(proto.reasons),
+        )
+
+    def leaves(self) -> NDArray[np.int64]:
+        """Returns the nodes without children, int64 [L], oldest first."""
+        return np.setdiff1d(np.arange(len(self.parents)), self.parents)
+
+    def path(self, node: int) -> NDArray[np.int64]:
+        """Returns the tokens from the root to the end of a node.
+
+        Returns:
+            Indices into the token arrays, int64 [P], ascending: `token_ids[path]` is the sequence
+            as the engine saw it, and `position_ids[path]` is 0 to P - 1.
+        """
+        runs: list[NDArray[np.int64]] = []
+        while node >= 0:
+            runs.append(np.arange(self.nodes[node].start, self.nodes[node].end))
+            node = int(self.parents[node])
+        return np.concatenate([np.empty(0, np.int64), *runs[::-1]])
+
+    def paths(self) -> list[NDArray[np.int64]]:
+        """Returns `path` of every leaf: what `export="leaves"` gives as trajectories."""
+        return [self.path(int(leaf)) for leaf in self.leaves()]
+
+    def attention_mask(self) -> NDArray[np.bool_]:
+        """Returns which tokens each token sees: itself and those before it on its path.
+
+        Returns:
+            bool [N, N], row: the token that looks, column: what it sees. It is dense: N times N
+            bytes; kernels with block masks need only `node_index` and `parents`.
+        """
+        return path_mask(self.parents, self.node_index)
+
+
+def path_mask(parents: NDArray[np.int64], node_index: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns which tokens each token sees: itself and those before it on its path.
+
+    Args:
+        parents: int64 [M], each below its child's own index; -1 for a root.
+        node_index: int64 [N], ascending: the node of each token.
+
+    Returns:
+        bool [N, N], row: the token that looks, column: what it sees.
+    """
+    count = len(parents)
+    above = np.zeros((count, count), np.bool_)  # [M, M]: row, its ancestors and itself
+    for at, parent in enumerate(parents):
+        if parent >= 0:
+            above[at] = above[parent]
+        above[at, at] = True
+    seen = above[node_index[:, None], node_index[None, :]]
+    return np.tril(seen)  # parents stand before their children: only later tokens go

@@ -1,0 +1,1 @@
+"""Weights to the engines: pushes of tensors, files and transfers."""

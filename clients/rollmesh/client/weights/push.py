@@ -1,0 +1,190 @@
+"""Pushes weights through the router to all engines."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from rollmesh.client.arguments import chosen, filled
+from rollmesh.client.weights.tensors import file_of
+from rollmesh.runtime.channels import typed_errors
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+
+_TIMEOUT_S = 600.0
+_MODES = {
+    "keep": engine_pb2.PAUSE_MODE_KEEP,
+    "abort": engine_pb2.PAUSE_MODE_ABORT,
+    "wait": engine_pb2.PAUSE_MODE_WAIT,
+}
+
+
+class WeightsPushError(RollmeshError):
+    """An engine did not take new weights; `results` has the result of each."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "WEIGHTS_PUSH_FAILED"
+
+    def __init__(self, results: list[router_pb2.EngineResult]) -> None:
+        """Names the engines and what each said."""
+        bad = [result for result in results if result.error_reason]
+        super().__init__("; ".join(f"{bad_.engine_id}: {bad_.error_message}" for bad_ in bad))
+        self.results = results
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Weights that the trainer sends by a weight transfer backend of vLLM, while it is pushed."""
+
+    backend: str
+    """Name of the backend that the engines were started with: nccl, ipc."""
+    updates: Sequence[Any]
+    """The `update_info` of each call of vLLM's `update_weights`, in order: what JSON can say."""
+
+
+async def push_weights(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    weights: Mapping[str, Any] | Path | Transfer,
+    policy_version: int,
+    mode: str,
+    model: str,
+    *,
+    allow_partial: bool,
+) -> list[router_pb2.EngineResult]:
+    """Pushes weights the way that their kind asks for; see `Client.push_weights`."""
+    header = filled(
+        engine_pb2.UpdateWeightsHeader,
+        policy_version=policy_version,
+        pause_mode=chosen("mode", mode, _MODES),
+        model=model,
+    )
+    match weights:
+        case Transfer():
+            results = await _push_transfer(stub, weights, header)
+        case Path():
+            results = await _push_checkpoint(stub, weights, header)
+        case Mapping():
+            results = await _push_tensors(stub, weights, header)
+        case _:
+            kind = type(weights).__name__
+            raise InvalidFieldError("weights", f"is a {kind}; give tensors, a Path or a Transfer")
+    return results if allow_partial else _checked(results)
+
+
+async def _push_tensors(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    tensors: Mapping[str, Any],
+    header: engine_pb2.UpdateWeightsHeader,
+) -> list[router_pb2.EngineResult]:
+    """Streams tensors as one safetensors file; it is never in memory as a whole."""
+    header.safetensors_bytes, pieces = file_of(tensors)
+
+    async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
+        yield router_pb2.PushWeightsRequest(header=header)
+        # Copying from an accelerator takes its time: it must not hold up the event loop.
+        while piece := await asyncio.to_thread(next, pieces, b""):
+            yield router_pb2.PushWeightsRequest(safetensors_chunk=piece)
+
+    return await _push(stub, parts())
+
+
+async def _push_checkpoint(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    directory: Path,
+    header: engine_pb2.UpdateWeightsHeader,
+) -> list[router_pb2.EngineResult]:
+    """Names a directory that every engine can read."""
+    header.checkpoint_dir = str(directory.absolute())  # noqa: ASYNC240 - no disk access
+
+    async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
+        yield router_pb2.PushWeightsRequest(header=header)
+
+    return await _push(stub, parts())
+
+
+async def _push_transfer(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    transfer: Transfer,
+    header: engine_pb2.UpdateWeightsHeader,
+) -> list[router_pb2.EngineResult]:
+    """Tells every engine what the trainer sends; returns when all have it, or have failed."""
+    header.transfer.backend = transfer.backend
+    header.transfer.update_json.extend(_json(update, "updates") for update in transfer.updates)
+
+    async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
+        yield router_pb2.PushWeightsRequest(header=header)
+
+    return await _push(stub, parts())
+
+
+async def init_transfers(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    backend: str,
+    init_info: Mapping[str, Any],
+    by_engine: Mapping[str, Mapping[str, Any]],
+    model: str,
+) -> list[router_pb2.EngineResult]:
+    """Makes every engine join the trainer; see `Client.init_weight_transfer`."""
+    request = router_pb2.InitWeightTransfersRequest(
+        request=engine_pb2.InitWeightTransferRequest(
+            backend=backend, init_json=_json(dict(init_info), "init_info")
+        ),
+        engines=[
+            router_pb2.EngineTransferInit(
+                engine_id=engine_id, init_json=_json({**init_info, **own}, "by_engine")
+            )
+            for engine_id, own in by_engine.items()
+        ],
+        model=model,
+    )
+    with typed_errors():
+        response = await stub.InitWeightTransfers(request, timeout=_TIMEOUT_S)
+    return _checked(list(response.results))
+
+
+def _checked(results: list[router_pb2.EngineResult]) -> list[router_pb2.EngineResult]:
+    if any(result.error_reason for result in results):
+        raise WeightsPushError(results)
+    return results
+
+
+def _json(value: Any, field: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError(field, f"cannot be sent as JSON: {error}") from error
+
+
+async def _push(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub",
+    parts: AsyncIterator[router_pb2.PushWeightsRequest],
+) -> list[router_pb2.EngineResult]:
+    with typed_errors():
+        response = await stub.PushWeights(parts, timeout=_TIMEOUT_S)
+    return list(response.results)
+
+
+async def forget_weights(
+    stub: "router_pb2_grpc.RouterServiceAsyncStub", model: str
+) -> router_pb2.ForgetWeightsResponse:
+    """Makes the router forget what was pushed; see `Client.forget_weights`."""
+    request = router_pb2.ForgetWeightsRequest(model=model)
+    with typed_errors():
+        return await stub.ForgetWeights(request, timeout=_TIMEOUT_S)
+
+
+def weights_of(response: router_pb2.ListReplicasResponse, model: str) -> router_pb2.ModelWeights:
+    """Returns what the router says of a model's weights; an empty name means the only one.
+
+    Raises:
+        InvalidFieldError: The mesh has no such model, or several and none is named.
+    """
+    found = [one for one in response.models if model in {"", one.model}]
+    if len(found) != 1:
+        names = ", ".join(one.model for one in response.models) or "none"
+        raise InvalidFieldError("model", f"is {model!r}; name one of the mesh's ({names})")
+    return found[0]

@@ -1,0 +1,1 @@
+"""verl: an agent-loop manager, rewards, weights and the rows of its queue."""

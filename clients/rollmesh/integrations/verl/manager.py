@@ -1,0 +1,163 @@
+"""verl's agent loop manager over a mesh.
+
+verl takes the class by name and asks it for nothing but rollouts:
+
+    actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollmesh.integrations.verl.manager.AgentLoopManager
+    +rollmesh.router=HOST:PORT +rollmesh.gateway=... +rollmesh.collector=... +rollmesh.sidecar=...
+    +rollmesh.runners.my_agent=my_package.my_module:run
+
+Prompts become groups of sessions, `agent_name` names the runner, and what the collector delivers is
+put into the TransferQueue, from which verl's replay buffer takes it.
+"""
+
+import asyncio
+import concurrent.futures
+import importlib
+import threading
+from collections.abc import Mapping
+from typing import Any, cast
+
+import transfer_queue as tq
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from rollmesh.client import AgentRunner
+from rollmesh.integrations.verl.prompts import Prompt, PromptRollouts, Scorer, Settings
+from rollmesh.runtime.errors import InvalidFieldError
+
+_START_S = 60.0
+
+
+class AgentLoopManager:
+    """Rolls prompts out in a thread of its own; results go to the TransferQueue."""
+
+    def __init__(
+        self, config: Any, *, reward_loop_worker_handles: Any = None, **_handles: Any
+    ) -> None:
+        """Takes verl's whole configuration and its reward workers; its own servers are not used.
+
+        Raises:
+            InvalidFieldError: `config.rollmesh` lacks something.
+        """
+        self._config = config
+        self._settings = Settings.from_config(config.get("rollmesh"))
+        self._runners = {
+            name: load_runner(name, path) for name, path in self._settings.runners.items()
+        }
+        self._scorer: Scorer | None = None
+        if reward_loop_worker_handles:
+            self._scorer = _reward_loop(reward_loop_worker_handles)
+        self._ready: concurrent.futures.Future[PromptRollouts] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name="rollmesh-rollouts", daemon=True)
+
+    @classmethod
+    def create(cls, config: Any, **handles: Any) -> "AgentLoopManager":
+        """Makes the manager and starts it, as verl calls it.
+
+        Raises:
+            RollmeshError: The collector refuses, or the configuration is wrong.
+        """
+        manager = cls(config, **handles)
+        tq.init()
+        manager._thread.start()
+        manager._ready.result(_START_S)
+        return manager
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Begins to roll prompts out; returns at once.
+
+        Args:
+            prompts: Batch size [prompts]. Every row has `uid`, `global_steps` and what the data set
+                brought; `validate` says which partition and sampling it is for.
+
+        Raises:
+            RollmeshError: The rollouts have ended, with the reason.
+            InvalidFieldError: A row names a runner that is not configured, or its uid has a "_".
+        """
+        rows = [
+            self._prompt(row, validate=bool(row.pop("validate", False))) for row in _rows(prompts)
+        ]
+        rollouts = self._ready.result()
+        for prompt in rows:
+            rollouts.submit(prompt)
+
+    def close(self) -> None:
+        """Ends the rollouts; prompts that have not ended are failures."""
+        self._ready.result().stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        rollouts = PromptRollouts(self._settings)
+        try:
+            asyncio.run(rollouts.serve(lambda: self._ready.set_result(rollouts)))
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: the trainer gets it
+            rollouts.fail(error)
+            if not self._ready.done():
+                self._ready.set_exception(error)
+
+    def _prompt(self, row: dict[str, Any], *, validate: bool) -> Prompt:
+        config = self._config.actor_rollout_ref.rollout
+        row.setdefault("agent_name", config.agent.default_agent_loop)
+        runner = self._runners.get(row["agent_name"])
+        if runner is None:
+            raise InvalidFieldError(
+                "agent_name",
+                f"{row['agent_name']!r} is none of {sorted(self._runners)}; "
+                "add it as rollmesh.runners.NAME=package.module:function",
+            )
+        n = int(row.pop("__rollout_n__", config.val_kwargs.n if validate else config.n))
+        greedy = not row.pop("__do_sample__", True) and not validate
+        return Prompt(
+            row,
+            runner,
+            n,
+            sampling_of(config, validate=validate, greedy=greedy),
+            "val" if validate else "train",
+            self._scorer,
+        )
+
+
+def sampling_of(config: Any, *, validate: bool, greedy: bool) -> dict[str, Any]:
+    """Returns the defaults of a session's turns, as verl's own agent loops sample."""
+    source = config.val_kwargs if validate else config
+    sampling = {
+        "temperature": 0.0 if greedy else float(source.temperature),
+        "top_p": 1.0 if greedy else float(source.top_p),
+        "top_k": 0 if greedy else max(int(source.top_k), 0),  # verl's -1 is our 0: off
+        "repetition_penalty": 1.0,
+    }
+    if config.get("response_length"):
+        sampling["max_tokens"] = int(config.response_length)
+    return sampling
+
+
+def _reward_loop(workers: Any) -> Scorer:
+    """Returns verl's reward loop; verl itself is imported only where it gives us one."""
+    module = importlib.import_module("rollmesh.integrations.verl.rewards")
+    return cast("Scorer", module.RewardLoop(list(workers)).score)
+
+
+def load_runner(name: str, path: str) -> AgentRunner:
+    """Returns the function that `package.module:function` names.
+
+    Raises:
+        InvalidFieldError: There is none.
+    """
+    module, _, function = path.partition(":")
+    try:
+        return cast("AgentRunner", getattr(importlib.import_module(module), function))
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = f"{path!r} is no package.module:function: {error}"
+        raise InvalidFieldError(f"rollmesh.runners.{name}", problem) from error
+
+
+def _rows(prompts: TensorDict) -> list[dict[str, Any]]:
+    columns: Mapping[str, Any] = dict(prompts.items())
+    return [
+        {name: _value(column, at) for name, column in columns.items()} for at in range(len(prompts))
+    ]
+
+
+def _value(column: Any, at: int) -> Any:
+    if isinstance(column, NonTensorStack):
+        return column[at].data
+    return column.data if isinstance(column, NonTensorData) else column[at]

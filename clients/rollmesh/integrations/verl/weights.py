@@ -1,0 +1,86 @@
+"""A rollout of verl that is a mesh: no inference servers of verl's own, and its weights go there.
+
+verl imports this module in each of its processes and takes the rollout by name:
+
+    VERL_USE_EXTERNAL_MODULES=rollmesh.integrations.verl.weights
+    actor_rollout_ref.rollout.name=rollmesh
+    +actor_rollout_ref.rollout.engine_kwargs.rollmesh.router=HOST:PORT
+
+verl's checkpoint manager then calls what it calls for its own servers after a step: the first rank
+of the actor pushes the weights with verl's `global_steps` as their policy version.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import distributed
+from verl.workers.rollout import base, replica
+
+from rollmesh.client import Client, MeshAddresses
+from rollmesh.client.weights.push import weights_of
+from rollmesh.runtime.errors import InvalidFieldError
+
+NAME = "rollmesh"
+
+
+class MeshReplica(replica.RolloutReplica):  # type: ignore[misc]  # verl has no types
+    """What verl takes for its inference server: there is none, the mesh has the engines."""
+
+    async def launch_servers(self) -> None:
+        """Starts nothing."""
+
+
+class MeshRollout(base.BaseRollout):  # type: ignore[misc]
+    """What each rank of verl's actor gives its weights to."""
+
+    async def resume(self, tags: list[str]) -> None:
+        """Does nothing: the mesh's engines have accelerators of their own."""
+
+    async def release(self) -> None:
+        """Does nothing: the mesh's engines have accelerators of their own."""
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, Any]],
+        wire_format: str = "named_tensors",
+        *,
+        global_steps: int | None = None,
+        peft_config: Any = None,
+        **_options: Any,
+    ) -> None:
+        """Pushes the weights of a step; every rank calls it, the first one pushes.
+
+        Weights of the version that the mesh has already are not pushed again: those before the
+        first step are the model that the engines were started with.
+
+        Raises:
+            InvalidFieldError: They are an adapter or a delta, or no router is named.
+            StaleVersionError: The mesh is at a later version.
+            WeightsPushError: An engine did not take them.
+        """
+        if wire_format != "named_tensors":
+            raise InvalidFieldError("checkpoint_engine.backend", f"sends {wire_format}; give naive")
+        if peft_config is not None:
+            raise InvalidFieldError("model.lora.merge", "is off; turn it on: engines take no LoRA")
+        is_first = not distributed.is_initialized() or distributed.get_rank() == 0
+        tensors: dict[str, Any] = {}
+        for name, tensor in weights:  # every rank: shards are gathered with all of them
+            if is_first:
+                tensors[name] = tensor.detach().to("cpu", copy=True)
+        if is_first and global_steps is not None:
+            await self._push(tensors, global_steps)
+
+    async def _push(self, tensors: dict[str, Any], policy_version: int) -> None:
+        settings = (self.config.engine_kwargs or {}).get(NAME) or {}
+        if not settings.get("router"):
+            raise InvalidFieldError("rollout.engine_kwargs.rollmesh.router", "is missing; name it")
+        addresses = MeshAddresses(router=settings["router"], gateway="", collector="", sidecar="")
+        async with Client(addresses) as client:
+            present = weights_of(await client.replicas(), model="")
+            if present.target_policy_version == policy_version:
+                return
+            await client.push_weights(tensors, policy_version, mode=settings.get("mode", "keep"))
+
+
+base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{MeshRollout.__name__}"  # noqa: SLF001
+replica.RolloutReplicaRegistry.register(NAME, lambda: MeshReplica)

@@ -1,0 +1,1 @@
+"""OpenAI's chat completions: requests, answers and streams; knows nothing of HTTP servers."""

@@ -1,0 +1,79 @@
+"""The sampling parameters of a chat-completions body."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.openai_chat.values import flag, integer, number
+from rollmesh.v1 import types_pb2
+
+_FLOATS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-9, 100.0),
+}
+_INTEGERS = ("top_k", "min_tokens", "seed")
+_OFF = {"top_k": 0, "seed": None}  # what vLLM takes -1 for
+_MAX_ALLOWED, _MAX_BIASES, _MOST_BIAS = 4096, 1024, 100.0
+_MAX_STOP_TOKENS = 64
+
+
+def read_sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
+    """Returns the sampling parameters of a body; what is absent is the session's.
+
+    Raises:
+        InvalidFieldError: Names the parameter and what is wrong.
+    """
+    result = types_pb2.SamplingParams()
+    for name, limits in _FLOATS.items():
+        if body.get(name) is not None:
+            setattr(result, name, number(body[name], name, *limits))
+    for name in _INTEGERS:
+        value = body.get(name)
+        if value == -1:
+            value = _OFF.get(name, value)
+        if value is not None:
+            setattr(result, name, integer(value, name, None if name == "seed" else 0))
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name) is not None:
+            result.max_tokens = integer(body[name], name, 1)
+    if flag(body, "ignore_eos"):
+        result.ignore_eos = True
+    result.stop_token_ids.extend(_stop_token_ids(body.get("stop_token_ids")))
+    result.allowed_token_ids.extend(_allowed(body.get("allowed_token_ids")))
+    for token_id, bias in _biases(body.get("logit_bias")):
+        result.logit_bias[token_id] = bias
+    return result
+
+
+def _allowed(ids: Any) -> list[int]:
+    if ids is None:
+        return []
+    if not isinstance(ids, list) or not 0 < len(ids) <= _MAX_ALLOWED:
+        raise InvalidFieldError("allowed_token_ids", f"give 1 to {_MAX_ALLOWED} token ids")
+    return [integer(value, f"allowed_token_ids[{at}]", 0) for at, value in enumerate(ids)]
+
+
+def _biases(biases: Any) -> Iterator[tuple[int, float]]:
+    """Yields the ids and their biases; one beyond the range is its end, as in vLLM."""
+    if biases is None:
+        return
+    if not isinstance(biases, dict) or len(biases) > _MAX_BIASES:
+        raise InvalidFieldError("logit_bias", f"give an object of at most {_MAX_BIASES} token ids")
+    for key, bias in biases.items():
+        if not key.isdecimal() or int(key) >= 2**31:
+            raise InvalidFieldError("logit_bias", f"{key!r} is no token id")
+        value = number(bias, f"logit_bias.{key}", -math.inf, math.inf)
+        yield int(key), min(max(value, -_MOST_BIAS), _MOST_BIAS)
+
+
+def _stop_token_ids(ids: Any) -> list[int]:
+    if ids is None:
+        return []
+    if not isinstance(ids, list) or len(ids) > _MAX_STOP_TOKENS:
+        raise InvalidFieldError("stop_token_ids", f"give at most {_MAX_STOP_TOKENS} token ids")
+    return [integer(value, f"stop_token_ids[{at}]", 0) for at, value in enumerate(ids)]

@@ -1,0 +1,1 @@
+"""Decisions of delivery: consumers, groups, filters, rewards and records; plain state, no I/O."""

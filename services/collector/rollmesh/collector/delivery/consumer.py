@@ -1,0 +1,201 @@
+"""Who gets what: what one collector holds for a consumer, without I/O.
+
+The store knows what is not settled; the consumer holds as much of it as its streams can take.
+Invariants: a unit is here at most once, ready or leased; a stream never holds more than it was
+granted; what a stream held is ready again when it ends or its lease runs out. A stream has
+*stalled* when its message is on its way for as long as a lease: its consumer does not read, and
+nothing waits for it.
+"""
+
+import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rollmesh.collector.storage.store import Page, Unit
+from rollmesh.v1 import collector_pb2 as pb
+
+_MOST_FETCHED = 64
+
+
+@dataclass(slots=True)
+class Lease:
+    """A unit that was sent and not acknowledged."""
+
+    unit: Unit
+    stream_id: int
+    expires_ms: int
+
+
+@dataclass(slots=True)
+class Consumer:
+    """All streams of one consumer name."""
+
+    name: str
+    kind: int
+    lease_ms: int = 600_000
+    filter: pb.DeliveryFilter = field(default_factory=pb.DeliveryFilter)
+    """What is kept from it."""
+    version: int | None = None
+    """The policy version it trains now."""
+    more: bool = True
+    """Whether the store may have units that are not here."""
+    cursor: int = 0
+    """Where the store's next page begins."""
+    _ready: list[Unit] = field(default_factory=list)
+    _queued: set[str] = field(default_factory=set)
+    _leased: dict[str, Lease] = field(default_factory=dict)
+    _credits: dict[int, int] = field(default_factory=dict)
+    _late: dict[str, int] = field(default_factory=dict)
+    """By unit: the open stream that let its lease run out last."""
+    _settled: set[str] = field(default_factory=set)
+    """What was settled while a page was on its way; it may be in that page."""
+    _sending: dict[int, int] = field(default_factory=dict)
+    """By stream: since when a message is on its way."""
+    _stalled: set[int] = field(default_factory=set)
+    _next_stream: int = 1
+
+    def __repr__(self) -> str:
+        """Says where it stands: "trainer: 3 ready, 2 leased, 1 streams"."""
+        return (
+            f"{self.name}: {len(self._ready)} ready, {len(self._leased)} leased, "
+            f"{len(self._credits)} streams"
+        )
+
+    @property
+    def ready(self) -> int:
+        """Units that wait for a stream with credits."""
+        return len(self._ready)
+
+    @property
+    def leased(self) -> int:
+        """Units sent and not acknowledged."""
+        return len(self._leased)
+
+    @property
+    def streams(self) -> int:
+        """Open streams."""
+        return len(self._credits)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether there are streams, and none of them takes anything."""
+        return bool(self._credits) and self._credits.keys() <= self._stalled
+
+    def wanted(self) -> int:
+        """Returns how many units to fetch: what the streams may take beyond what is here.
+
+        However many credits there are, less than twice `_MOST_FETCHED` units are here and ready,
+        those aside that came back from streams.
+        """
+        self._settled.clear()
+        if not self.more or len(self._ready) >= _MOST_FETCHED:
+            return 0
+        return max(min(sum(self._credits.values()) - len(self._ready), _MOST_FETCHED), 0)
+
+    def add_page(self, page: Page) -> None:
+        """Takes a page of the store's."""
+        self.cursor = page.cursor
+        self.more = self.more or page.more
+        for unit in page.units:
+            if unit.unit_id not in self._settled:
+                self.add(unit)
+
+    def reset(self) -> None:
+        """Forgets all units: the store gives them again. Streams and their credits stay."""
+        self._ready.clear()
+        self._queued.clear()
+        self._leased.clear()
+        self._late.clear()
+        self.cursor, self.more = 0, True
+
+    def add(self, unit: Unit) -> None:
+        """Takes a unit; one that is known is ignored."""
+        if unit.unit_id not in self._queued and unit.unit_id not in self._leased:
+            self._queued.add(unit.unit_id)
+            heapq.heappush(self._ready, unit)
+
+    def open_stream(self) -> int:
+        """Begins a stream without credits; returns its id."""
+        stream_id, self._next_stream = self._next_stream, self._next_stream + 1
+        self._credits[stream_id] = 0
+        return stream_id
+
+    def close_stream(self, stream_id: int) -> None:
+        """Ends a stream; what it held is ready again."""
+        self._credits.pop(stream_id, None)
+        self._sending.pop(stream_id, None)
+        self._stalled.discard(stream_id)
+        for lease in [lease for lease in self._leased.values() if lease.stream_id == stream_id]:
+            self._return(lease)
+        self._late = {id_: late for id_, late in self._late.items() if late != stream_id}
+
+    def grant(self, stream_id: int, credits_: int) -> None:
+        """Allows a stream more deliveries."""
+        self._credits[stream_id] += credits_
+
+    @contextmanager
+    def sending(self, stream_id: int, now_ms: int) -> Iterator[None]:
+        """Says that a message is on its way to a stream, as long as its consumer takes to read."""
+        self._sending[stream_id] = now_ms
+        try:
+            yield
+        finally:
+            self._sending.pop(stream_id, None)
+            self._stalled.discard(stream_id)
+
+    def take(self, stream_id: int, now_ms: int) -> Unit | None:
+        """Leases the oldest ready unit to a stream; None without credits or units.
+
+        A unit whose lease the stream let run out goes to another one that can take it.
+        """
+        if not self._credits.get(stream_id):
+            return None
+        busy = {stream_id, *self._stalled}
+        others = any(credits_ for id_, credits_ in self._credits.items() if id_ not in busy)
+        passed: list[Unit] = []
+        while others and self._ready and self._late.get(self._ready[0].unit_id) == stream_id:
+            passed.append(heapq.heappop(self._ready))
+        unit = heapq.heappop(self._ready) if self._ready else None
+        for late in passed:
+            heapq.heappush(self._ready, late)
+        if unit is None:
+            return None
+        self._queued.discard(unit.unit_id)
+        self._credits[stream_id] -= 1
+        self._leased[unit.unit_id] = Lease(unit, stream_id, now_ms + self.lease_ms)
+        return unit
+
+    def settle(self, unit_id: str) -> None:
+        """Says that a unit is done, wherever it is; unknown ones are ignored."""
+        self._settled.add(unit_id)
+        if self._leased.pop(unit_id, None) is None and unit_id in self._queued:
+            self._queued.discard(unit_id)
+            self._ready = [unit for unit in self._ready if unit.unit_id != unit_id]
+            heapq.heapify(self._ready)
+        self._late.pop(unit_id, None)
+
+    def refund(self, stream_id: int) -> None:
+        """Gives a stream the credit back that a unit took which it was not sent."""
+        if stream_id in self._credits:
+            self._credits[stream_id] += 1
+
+    def expire(self, now_ms: int) -> bool:
+        """Takes back what is past its lease; says whether more can be taken than before."""
+        late = [lease for lease in self._leased.values() if lease.expires_ms <= now_ms]
+        for lease in late:
+            self._late[lease.unit.unit_id] = lease.stream_id
+            self._return(lease)
+        before, self._stalled = self._stalled, self._slow(now_ms)
+        return bool(late or self._stalled - before)
+
+    def next_expiry_ms(self) -> int | None:
+        """Returns when the next lease runs out; None where nothing is leased."""
+        return min((lease.expires_ms for lease in self._leased.values()), default=None)
+
+    def _slow(self, now_ms: int) -> set[int]:
+        return {id_ for id_, at_ms in self._sending.items() if at_ms + self.lease_ms <= now_ms}
+
+    def _return(self, lease: Lease) -> None:
+        del self._leased[lease.unit.unit_id]
+        self.add(lease.unit)

@@ -1,0 +1,1 @@
+"""Scorers: functions and services that give rewards to stored sessions."""

@@ -1,0 +1,121 @@
+"""Gives stored sessions their rewards before they are delivered, by a scorer, or not at all."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from rollmesh.collector import metrics
+from rollmesh.collector.scoring.scorers import Scorer
+from rollmesh.collector.storage.store import RETRY_MS, Store
+from rollmesh.collector.streams.subscriptions import Subscriptions
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    RollmeshError,
+    SessionDamagedError,
+    SessionUnknownError,
+    StoreAwayError,
+    StoreError,
+    StoreFullError,
+)
+from rollmesh.runtime.logs import fields
+from rollmesh.v1 import types_pb2
+
+_log = logging.getLogger(__name__)
+_MOST_WAITING = 100_000
+_REQUEST_ID = "scorer"
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
+
+
+def wants_score(record: types_pb2.SessionRecord) -> bool:
+    """Says whether a scorer is asked: there is no reward, and none was announced."""
+    return not record.HasField("reward") and not record.HasField("reward_timeout_ms")
+
+
+class Scoring:
+    """The sessions that wait for a scorer; they are in the store."""
+
+    def __init__(self, store: Store, subscriptions: Subscriptions, tries: int) -> None:
+        """Takes the store, who is told, and how often a session is tried."""
+        self._store = store
+        self._subscriptions = subscriptions
+        self._tries = tries
+        self._waiting: asyncio.Queue[str] = asyncio.Queue(_MOST_WAITING)
+
+    def check_room(self, count: int) -> None:
+        """Refuses sessions that would wait too long.
+
+        Raises:
+            StoreFullError: The scorer is behind.
+        """
+        if self._waiting.qsize() + count > _MOST_WAITING:
+            raise StoreFullError("the scorer is behind; try again", retry_delay_ms=RETRY_MS)
+
+    def add(self, session_id: str) -> None:
+        """Takes a session that was stored; without room it goes out when its wait is over."""
+        if not self._waiting.full():
+            self._waiting.put_nowait(session_id)
+
+    async def run(self, scorers: Sequence[Scorer]) -> None:
+        """Scores for ever; cancelled when the collector stops."""
+        for session_id in await self._store.waiting(_MOST_WAITING):
+            self.add(session_id)
+        async with asyncio.TaskGroup() as group:
+            for scorer in scorers:
+                group.create_task(self._work(scorer))
+
+    async def _work(self, scorer: Scorer) -> None:
+        while True:
+            session_id = await self._waiting.get()
+            try:
+                await self._score(scorer, session_id)
+            except (SessionUnknownError, SessionDamagedError):  # removed since, or in the log
+                continue
+            except Exception as error:  # noqa: BLE001 - one session must not end the others' scores
+                _log.error("not scored", exc_info=error, extra=fields(session_id=session_id))
+
+    async def _score(self, scorer: Scorer, session_id: str) -> None:
+        record = await self._lasting_session(session_id)
+        if not wants_score(record):
+            return
+        for attempt in range(1, self._tries + 1):
+            try:
+                rewards = await scorer.score(record)
+                await self._set(session_id, rewards)
+            except InvalidFieldError as error:  # the same again would end the same way
+                self._failed(session_id, error)
+                break
+            except RollmeshError as error:
+                self._failed(session_id, error)
+                if attempt < self._tries:
+                    await asyncio.sleep(min(_FIRST_RETRY_S * 2 ** (attempt - 1), _LAST_RETRY_S))
+            else:
+                metrics.SCORES.labels("scored").inc()
+                return
+        metrics.SCORES.labels("given_up").inc()
+        await self._set(session_id, types_pb2.SessionRewards())
+
+    def _failed(self, session_id: str, error: RollmeshError) -> None:
+        metrics.SCORES.labels("failed").inc()
+        _log.warning(
+            "not scored", extra=fields(session_id=session_id, reason=error.reason, error=str(error))
+        )
+
+    async def _lasting_session(self, session_id: str) -> types_pb2.SessionRecord:
+        while True:
+            try:
+                return await self._store.session(session_id, arrays=True)
+            except (StoreAwayError, StoreFullError, StoreError):
+                await asyncio.sleep(_LAST_RETRY_S)
+
+    async def _set(self, session_id: str, rewards: types_pb2.SessionRewards) -> None:
+        """Stores rewards, trying until the store takes them."""
+        while True:
+            try:
+                now_ms = clock.steady_unix_ms()
+                await self._store.set_rewards(session_id, rewards, _REQUEST_ID, now_ms)
+            except (StoreAwayError, StoreFullError, StoreError):
+                await asyncio.sleep(_LAST_RETRY_S)
+            else:
+                self._subscriptions.announce()
+                return

@@ -1,0 +1,251 @@
+"""Sessions into Redis, and from there into the logs.
+
+A session is stored and ready by one script, and its groups are decided about with the next trips,
+however many there are. Each may be repeated: whoever finds a session that is not `done` finishes
+it. An ingest that breaks off in between was not acknowledged, and its repeat goes on from there.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rollmesh.collector.delivery.records import read_head, split
+from rollmesh.collector.delivery.rewards import apply_rewards
+from rollmesh.collector.storage.redis import groups as redis_groups, scripts
+from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, Value, text
+from rollmesh.collector.storage.redis.groups import Log, Pair, Seen
+from rollmesh.collector.storage.store import (
+    GROUP_LOG,
+    RETRY_MS,
+    Arrival,
+    counts_of,
+    group_key_of,
+    own_log,
+)
+from rollmesh.runtime.errors import GroupSizeError, SessionUnknownError, StoreFullError
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+_DUE_BATCH = 200
+_BACKFILL_BATCH = 200
+_SURPLUS = int(pb.FILTER_REASON_SURPLUS)
+
+
+async def ingest(
+    client: RedisClient, arrivals: Sequence[Arrival], now_ms: int, max_bytes: int
+) -> list[bool]:
+    """Stores sessions; says of each whether it is a repeat."""
+    consumers = await client.run("HGETALL", client.key("consumers"))
+    deadlines: list[Value] = []
+    for log in redis_groups.logs_of(consumers):
+        if log.hello.groups.HasField("deadline_ms"):
+            deadlines += [log.name, log.hello.groups.deadline_ms]
+    calls = [
+        Script(scripts.INGEST, now_ms, [*_stored(one, now_ms), max_bytes, *deadlines])
+        for one in arrivals
+    ]
+    keys = {one.record.session_id: group_key_of(one.record) for one in arrivals}
+    found, seen = await _run_and_look(client, calls, keys.values())
+    answers = list(map(text, found))
+    ready = {
+        record.session_id: keys[record.session_id]
+        for (record, _), answer in zip(arrivals, answers, strict=True)
+        if answer in ("new", "undone")
+    }
+    await _finish(client, ready, seen, now_ms)
+    for (record, _), answer in zip(arrivals, answers, strict=True):
+        if answer == "full":
+            raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+        if answer.startswith("size"):
+            raise GroupSizeError(
+                "group_size",
+                f"is {record.group_size}, and group {group_key_of(record)!r} has {answer[5:]}; "
+                "give all its sessions one",
+            )
+    return [answer not in ("new", "held") for answer in answers]
+
+
+def _stored(arrival: Arrival, now_ms: int) -> list[Value]:
+    """Returns what is stored of a session: arguments of the script."""
+    record, due_ms = arrival.record, arrival.due_ms(now_ms)
+    head, arrays = split(record)
+    size = max(record.group_size, 1) if record.group_id else 1
+    return [
+        record.session_id,
+        head,
+        b"".join(arrays),
+        group_key_of(record),
+        record.sample_index,
+        "" if record.superseded else size,
+        "" if due_ms is None else due_ms,
+        len(record.trajectories),
+    ]
+
+
+async def set_rewards(
+    client: RedisClient,
+    session_id: str,
+    rewards: types_pb2.SessionRewards,
+    request_id: str,
+    now_ms: int,
+) -> bool:
+    """Gives a session rewards, and with them its place in the logs; says whether it is a repeat."""
+    while True:
+        (before, key), known = await client.run_all(
+            [
+                ("HMGET", client.key("session", session_id), "head", "key"),
+                ("SISMEMBER", client.key("rewards", session_id), request_id),
+            ]
+        )
+        if before is None:
+            raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+        head = read_head(session_id, before)
+        if not known:
+            apply_rewards(head, rewards)
+        arguments = [session_id, head.SerializeToString(), request_id, before]
+        call = Script(scripts.REWARD, now_ms, arguments)
+        ((said, waited),), seen = await _run_and_look(client, [call], [text(key)])
+        answer = text(said)
+        if answer != "changed":  # by another request, in between
+            break
+    if waited:
+        await _finish(client, {session_id: text(key)}, seen, now_ms)
+    return answer == "repeat"
+
+
+async def tick(client: RedisClient, now_ms: int) -> bool:
+    """Decides what waited for a time; says whether anything was due."""
+    until = ("-inf", now_ms, "LIMIT", 0, _DUE_BATCH)
+    found, due = await client.run_all(
+        [("ZRANGEBYSCORE", client.key(kind), *until) for kind in ("due", "deadlines")]
+    )
+    late = list(map(text, found))
+    keys = await client.run_all([("HGET", client.key("session", id_), "key") for id_ in late])
+    ready = {id_: text(key) for id_, key in zip(late, keys, strict=True) if key is not None}
+    if ready:
+        calls = [Script(scripts.READY, now_ms, pair) for pair in ready.items()]
+        _, seen = await _run_and_look(client, calls, ready.values())
+        await _finish(client, ready, seen, now_ms, "reward_timeouts")
+    if due:
+        await _decide_due(client, list(map(text, due)), now_ms)
+    return bool(late or due)
+
+
+async def _decide_due(client: RedisClient, due: Sequence[str], now_ms: int) -> None:
+    """Decides about groups whose deadline is over in a log."""
+    names = [(name, key) for name, _, key in (entry.partition("\0") for entry in due)]
+    _, seen = await _run_and_look(client, [], [key for _, key in names])
+    logs = {log.name: log for log in seen.logs}
+    known = [name in logs and key in seen.groups for name, key in names]
+    pairs = [Pair(logs[name], key) for (name, key), is_ in zip(names, known, strict=True) if is_]
+    decided = iter(await redis_groups.decide_all(client, pairs, seen.groups, now_ms))
+    deadlines = client.key("deadlines")
+    commands: list[Command] = []
+    for entry, is_known in zip(due, known, strict=True):
+        one = next(decided) if is_known else None
+        if one is None or one.whole:
+            commands.append(("ZREM", deadlines, entry))
+        elif one.call is None:  # all its sessions wait for rewards
+            commands.append(("ZADD", deadlines, "XX", now_ms + RETRY_MS, entry))
+        else:
+            commands.append(one.call)
+    await client.run_at_once(commands)
+
+
+async def backfill(
+    client: RedisClient, hello: pb.SubscribeHello, start_seq: int, now_ms: int
+) -> None:
+    """Makes the log of a consumer with a group policy of its own from what is stored.
+
+    Args:
+        client: Redis.
+        hello: The consumer's.
+        start_seq: Groups whole by `GROUP_LOG` up to here count as settled.
+        now_ms: The time.
+    """
+    log = Log(own_log(hello.consumer), hello, (hello.consumer,))
+    stored = list(map(text, await client.run("ZRANGE", client.key("groups"), 0, -1)))
+    for at in range(0, len(stored), _BACKFILL_BATCH):
+        await _backfill(client, log, stored[at : at + _BACKFILL_BATCH], start_seq, now_ms)
+
+
+async def _backfill(
+    client: RedisClient, log: Log, stored: Sequence[str], start_seq: int, now_ms: int
+) -> None:
+    places: list[Command] = [
+        ("ZSCORE", client.key("units", name), key)
+        for key in stored
+        for name in (log.name, GROUP_LOG)
+    ]
+    scores, seen = await _run_and_look(client, places, stored)
+    groups = {
+        key: seen.groups[key]
+        for key, own in zip(stored, scores[::2], strict=True)
+        if own is None and key in seen.groups
+    }
+    settled = {
+        key: log.hello.consumer
+        for key, seq in zip(stored, scores[1::2], strict=True)
+        if seq and int(float(seq)) <= start_seq
+    }
+    pairs = [Pair(log, key) for key in groups]
+    calls: list[Command] = []
+    if log.hello.groups.HasField("deadline_ms"):
+        for key, group in groups.items():
+            due_ms = group.first_ms + log.hello.groups.deadline_ms
+            calls.append(("ZADD", client.key("deadlines"), due_ms, f"{log.name}\0{key}"))
+    decided = await redis_groups.decide_all(client, pairs, groups, now_ms, settled)
+    await client.run_at_once([*calls, *(one.call for one in decided if one.call)])
+
+
+async def add_filtered(
+    client: RedisClient, owner: str, entries: Iterable[pb.FilteredEntry]
+) -> None:
+    """Lists and counts what was kept from a consumer, or from the readers of a log."""
+    await client.run_at_once(
+        [Script(scripts.FILTERED, entry.unix_ms, listed(owner, entry)) for entry in entries]
+    )
+
+
+def listed(owner: str, entry: pb.FilteredEntry) -> list[Value]:
+    """Returns the arguments by which scripts list and count an entry of a consumer or log."""
+    arguments: list[Value] = [owner, entry.SerializeToString()]
+    for reason, (units, trajectories) in counts_of(entry).items():
+        arguments += [f"{reason}:u", units, f"{reason}:t", trajectories]
+    return arguments
+
+
+async def _run_and_look(
+    client: RedisClient, commands: Sequence[Command], keys: Iterable[str]
+) -> tuple[list[Any], Seen]:
+    """Runs commands and looks at groups right behind them; returns the answers and what is seen."""
+    asked = list(dict.fromkeys(keys))
+    found = await client.run_at_once([*commands, *redis_groups.looks(client, asked)])
+    return found[: len(commands)], redis_groups.seen(found[len(commands) :], asked)
+
+
+async def _finish(
+    client: RedisClient, ready: Mapping[str, str], seen: Seen, now_ms: int, counted_as: str = ""
+) -> None:
+    """Makes units of the groups that are whole by sessions that are ready; may be repeated.
+
+    Args:
+        client: Redis.
+        ready: The sessions, and the group of each.
+        seen: Logs and groups, after they were ready.
+        now_ms: The time.
+        counted_as: Name of the sum that counts those that waited until now.
+    """
+    if not ready:
+        return
+    keys = [key for key in dict.fromkeys(ready.values()) if key in seen.groups]
+    pairs = [Pair(log, key) for key in keys for log in seen.logs]
+    decided = await redis_groups.decide_all(client, pairs, seen.groups, now_ms)
+    names = [log.name for log in seen.logs]
+    done = [
+        Script(
+            scripts.DONE,
+            now_ms,
+            [id_, key, counted_as, _SURPLUS, redis_groups.surplus(key, id_, now_ms), *names],
+        )
+        for id_, key in ready.items()
+    ]
+    await client.run_at_once([*(one.call for one in decided if one.call), *done])

@@ -1,0 +1,165 @@
+"""Logs in Redis: their places, and which collector holds what of them for a consumer."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rollmesh.collector.storage.redis.client import RedisClient, Value, pairs, text
+from rollmesh.collector.storage.store import Unit, own_log
+from rollmesh.runtime.errors import InvalidFieldError, StoreError
+from rollmesh.v1 import collector_pb2 as pb
+
+_BATCH = 1000
+"""Units in one trip."""
+
+
+async def make_group(client: RedisClient, name: str, log: str, start: int) -> None:
+    """Makes a consumer known to a log, which is made where it is missing."""
+    try:
+        await client.run(
+            "XGROUP CREATE", client.key("log", log), name, stream_id(start), "MKSTREAM"
+        )
+    except StoreError as error:
+        if "BUSYGROUP" not in error.message:  # else another collector was first
+            raise
+
+
+async def leave_own_log(client: RedisClient, name: str) -> None:
+    """Removes the log that a consumer had for itself."""
+    log = own_log(name)
+    for kind in ("log", "units", "parts"):
+        await client.run("DEL", client.key(kind, log))
+
+
+async def renumber(client: RedisClient, name: str, log: str) -> None:
+    """Gives what is settled its places in the log that is read from now on."""
+    settled = client.key("settled", name)
+    ids = list(map(text, await client.run("ZRANGE", settled, 0, -1)))
+    for part in _parts(ids):
+        asked = [("ZSCORE", client.key("units", log), unit_id) for unit_id in part]
+        places: list[Value] = []
+        for unit_id, seq in zip(part, await client.run_all(asked), strict=True):
+            places += [-1 if seq is None else seq, unit_id]
+        await client.run("ZADD", settled, *places)
+
+
+async def unsettle(client: RedisClient, name: str, first: int) -> None:
+    """Forgets what a consumer settled at or after a place."""
+    settled = client.key("settled", name)
+    ids = list(map(text, await client.run("ZRANGEBYSCORE", settled, first, "+inf")))
+    for part in _parts(ids):
+        await client.run("HDEL", client.key("settled_ms", name), *part)
+    await client.run("ZREMRANGEBYSCORE", settled, first, "+inf")
+
+
+def _parts(ids: Sequence[str]) -> list[Sequence[str]]:
+    return [ids[at : at + _BATCH] for at in range(0, len(ids), _BATCH)]
+
+
+async def open_between(
+    client: RedisClient, consumer: str, log: str, after: int, before: int | None
+) -> int:
+    """Counts units of a log between two places that the consumer has not settled."""
+    bounds = (f"({after}", "+inf" if before is None else f"({before}")
+    units = await client.run("ZCOUNT", client.key("units", log), *bounds)
+    settled = await client.run("ZCOUNT", client.key("settled", consumer), *bounds)
+    return int(units - settled)
+
+
+async def first_seq(client: RedisClient, log: str, position: pb.Position) -> int:
+    """Returns the place of the first unit at or after a position."""
+    last_ms = int(await client.run("GET", client.key("last_ms")) or 0)
+    last_n = int(await client.run("GET", client.key("last_n")) or 0)
+    end = last_ms * 1024 + last_n + 1
+    match position.WhichOneof("place"):
+        case "end" if position.end == pb.LOG_END_EARLIEST:
+            return 1
+        case "end" if position.end == pb.LOG_END_LATEST:
+            return end
+        case "unix_ms":
+            return min(max(position.unix_ms * 1024, 1), end)
+        case "delivery_id":
+            seq = await client.run("ZSCORE", client.key("units", log), position.delivery_id)
+            if seq is not None:
+                return int(float(seq))
+            raise InvalidFieldError(
+                "position.delivery_id", f"unit {position.delivery_id!r} is not stored"
+            )
+    raise InvalidFieldError("position", "is not set; give an end, a time or a delivery id")
+
+
+async def take_over(client: RedisClient, consumer: str, log: str, me: str, limit: int) -> list[Any]:
+    """Claims what collectors hold that live no more."""
+    entries: list[Any] = []
+    owners = await client.run("XINFO CONSUMERS", client.key("log", log), consumer)
+    for owner in owners:
+        fields = pairs(owner)
+        name = fields["name"]
+        if name == me or not int(fields["pending"]) or len(entries) >= limit:
+            continue
+        if not await client.run("EXISTS", client.key("alive", name)):
+            entries += await claim(client, consumer, log, name, me, limit - len(entries))
+    return entries
+
+
+async def claim(
+    client: RedisClient, consumer: str, log: str, owner: str, to: str, limit: int
+) -> list[Any]:
+    """Gives what one collector holds to another; returns the entries."""
+    key = client.key("log", log)
+    pending = await client.run("XPENDING", key, consumer, "-", "+", limit, owner)
+    ids = [one[0] for one in pending]
+    if not ids:
+        return []
+    claimed = await client.run("XCLAIM", key, consumer, to, 0, *ids)
+    return [entry for entry in claimed if entry and entry[1] is not None]
+
+
+async def unhold(client: RedisClient, consumer: str, log: str) -> None:
+    """Takes all that is held from its holders: the seek says what comes."""
+    key = client.key("log", log)
+    while pending := await client.run("XPENDING", key, consumer, "-", "+", 1000):
+        ids = [one[0] for one in pending]
+        await client.run("XACK", key, consumer, *ids)
+
+
+async def moves(client: RedisClient) -> dict[str, int]:
+    """Returns how often each consumer was moved."""
+    found = pairs(await client.run("HGETALL", client.key("moves")))
+    return {name: int(count) for name, count in found.items()}
+
+
+async def start_of(client: RedisClient, consumer: str) -> int:
+    """Returns the place up to which nothing comes."""
+    found = await client.run("HGET", client.key("consumer", consumer), "start")
+    return int(found or 0)
+
+
+def owner_of(consumer: str) -> str:
+    """Returns whose entries a consumer's own are; a log's are shared by its readers."""
+    return f"c:{consumer}"
+
+
+def stream_id(seq: int) -> str:
+    """Returns a place as Redis writes it."""
+    return f"{seq // 1024}-{seq % 1024}"
+
+
+def seq_of(at: Any) -> int:
+    """Returns a place as units have it."""
+    ms, _, n = text(at).partition("-")
+    return int(ms) * 1024 + int(n)
+
+
+def unit_of(at: Any, values: Any) -> Unit:
+    """Returns a unit from its entry."""
+    found = pairs(values)
+    members = tuple(json.loads(found["members"]))
+    return Unit(seq_of(at), found["id"], members, bool(found["partial"]))
+
+
+def scored(found: Sequence[Any]) -> list[tuple[str, int]]:
+    """Returns members and their scores."""
+    return [
+        (text(name), int(float(score))) for name, score in zip(found[::2], found[1::2], strict=True)
+    ]

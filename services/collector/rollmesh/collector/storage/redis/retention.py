@@ -1,0 +1,140 @@
+"""What leaves Redis: groups of sessions that every consumer has settled."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rollmesh.collector.storage.redis import scripts
+from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, text
+from rollmesh.collector.storage.redis.groups import hellos_of
+from rollmesh.collector.storage.redis.logs import scored, start_of
+from rollmesh.collector.storage.store import GROUP_LOG, SESSION_LOG, Retention, log_of
+from rollmesh.v1 import collector_pb2 as pb
+
+_BATCH = 500
+_REMOVED = 64
+"""Groups that are removed at once: others wait for it."""
+_REMEMBERED_MS = 30 * 24 * 3600 * 1000
+
+
+class _Group(NamedTuple):
+    """A group as it is stored."""
+
+    key: str
+    session_ids: list[str]
+    ready: bool
+    """Whether all its sessions are in the logs."""
+    grouped: bool
+    """Whether it is one: superseded sessions are in none."""
+
+    def units(self, log: str) -> list[str]:
+        """Returns its units in a log, as far as it has become some."""
+        if log == SESSION_LOG:
+            return self.session_ids
+        return [self.key] if self.grouped else []
+
+
+async def retain(
+    client: RedisClient, cursor: int, now_ms: int, retention: Retention
+) -> tuple[int, int]:
+    """Looks at the next sessions, the oldest first; removes what may go.
+
+    Returns:
+        Where to go on, 0 to begin anew, and how many sessions were removed.
+    """
+    used = int(await client.run("HGET", client.key("totals"), "bytes") or 0)
+    full = used > retention.near_full * retention.max_bytes
+    settled_before = now_ms if full else now_ms - retention.settled_ms
+    rows = scored(
+        await client.run(
+            "ZRANGEBYSCORE",
+            client.key("sessions"),
+            f"({cursor}",
+            "+inf",
+            *("WITHSCORES", "LIMIT", 0, _BATCH),
+        )
+    )
+    known = hellos_of(await client.run("HGETALL", client.key("consumers")))
+    hellos = [hello for hello in known if hello is not None]
+    if len(hellos) < len(known):
+        return 0, 0  # who knows what a consumer without options still wants
+    asked = [("HGET", client.key("session", session_id), "key") for session_id, _ in rows]
+    keys = dict.fromkeys(text(key) for key in await client.run_all(asked) if key is not None)
+    removed = 0
+    if hellos:
+        over = await _over(client, hellos, list(keys), settled_before)
+        for at in range(0, len(over), _REMOVED):
+            removed += await _remove(client, hellos, over[at : at + _REMOVED], now_ms)
+    await client.run("ZREMRANGEBYSCORE", client.key("removed"), "-inf", now_ms - _REMEMBERED_MS)
+    return (rows[-1][1] if len(rows) == _BATCH else 0), removed
+
+
+async def _over(
+    client: RedisClient, hellos: Sequence[pb.SubscribeHello], keys: Sequence[str], before_ms: int
+) -> list[_Group]:
+    """Returns the groups of which every consumer has settled all, long enough ago."""
+    groups = [group for group in await _groups(client, keys) if group.ready]
+    starts = [await start_of(client, hello.consumer) for hello in hellos]
+    asked: list[Command] = []
+    for group in groups:
+        for hello in hellos:
+            log, settled_ms = log_of(hello), client.key("settled_ms", hello.consumer)
+            for unit_id in group.units(log):
+                asked += [
+                    ("ZSCORE", client.key("units", log), unit_id),
+                    ("HGET", settled_ms, unit_id),
+                ]
+    found = iter(await client.run_all(asked))
+    over: list[_Group] = []
+    for group in groups:
+        gone = [
+            _is_over(next(found), next(found), start, before_ms)
+            for hello, start in zip(hellos, starts, strict=True)
+            for _ in group.units(log_of(hello))
+        ]
+        if all(gone):
+            over.append(group)
+    return over
+
+
+def _is_over(seq: Any, settled_ms: Any, start: int, before_ms: int) -> bool:
+    """Says whether a consumer that begins behind `start` is done with a unit."""
+    if settled_ms is None:
+        return seq is not None and int(float(seq)) <= start
+    return int(settled_ms) <= before_ms
+
+
+async def _groups(client: RedisClient, keys: Sequence[str]) -> list[_Group]:
+    asked: list[Command] = []
+    for key in keys:
+        asked += [
+            ("ZRANGE", client.key("all", key), 0, -1),
+            ("ZCARD", client.key("members", key)),
+            ("EXISTS", client.key("group", key)),
+        ]
+    found = await client.run_all(asked)
+    return [
+        _Group(key, list(map(text, ids)), ready == len(ids), bool(grouped))
+        for key, ids, ready, grouped in zip(keys, found[::3], found[1::3], found[2::3], strict=True)
+    ]
+
+
+async def _remove(
+    client: RedisClient,
+    hellos: Sequence[pb.SubscribeHello],
+    groups: Sequence[_Group],
+    now_ms: int,
+) -> int:
+    """Removes groups with all that the logs say of them; returns how many sessions they had."""
+    names = [hello.consumer for hello in hellos]
+    logs = {GROUP_LOG, *map(log_of, hellos)} - {SESSION_LOG}
+    removals = [
+        Script(scripts.REMOVE, now_ms, [group.key, len(group.session_ids)]) for group in groups
+    ]
+    removed = await client.run_at_once(removals)
+    gone = [group for group, count in zip(groups, removed, strict=True) if count]
+    units = [(SESSION_LOG, id_) for group in gone for id_ in group.session_ids]
+    units += [(log, group.key) for group in gone for log in logs]
+    await client.run_at_once(
+        [Script(scripts.FORGET_UNIT, now_ms, [*unit, *names]) for unit in units]
+    )
+    return sum(removed)

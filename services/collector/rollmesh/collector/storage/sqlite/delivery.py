@@ -1,0 +1,366 @@
+"""Consumers in SQLite: pages, loads, settlements, seeks; plain functions over a connection."""
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rollmesh.collector.delivery.records import damaged, join, keep, read_head
+from rollmesh.collector.storage.sqlite.array_files import ArrayFiles, ArraysLostError, Place
+from rollmesh.collector.storage.sqlite.ingest import add_filtered, backfill, total
+from rollmesh.collector.storage.store import (
+    GROUP_LOG,
+    LOAD_BYTES,
+    SESSION_LOG,
+    Judge,
+    Loaded,
+    Page,
+    Settlement,
+    Sought,
+    Standing,
+    Unit,
+    filtered_counts,
+    log_of,
+    own_log,
+    read_entry,
+    read_hello,
+    set_aside,
+)
+from rollmesh.runtime.errors import (
+    ConsumerUnknownError,
+    InvalidFieldError,
+    SessionDamagedError,
+)
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+_SCAN = 2000
+"""Most units looked at for one page."""
+_OPEN = (
+    "SELECT count(*) FROM units u WHERE u.log = ?1 AND u.seq > ?2 AND u.seq < ?4 AND NOT EXISTS"
+    " (SELECT 1 FROM progress p WHERE p.consumer = ?3 AND p.unit_id = u.unit_id"
+    " AND p.settled_ms IS NOT NULL)"
+)
+_NO_END = 2**62
+
+
+class Known(NamedTuple):
+    """A consumer's row."""
+
+    log: str
+    start_seq: int
+    """What is up to here does not come."""
+    floor: int
+    """Everything up to here is settled."""
+    settled: int
+    acknowledged: int
+    seen_ms: int
+
+
+def known(db: sqlite3.Connection, name: str) -> Known:
+    """Returns what is known of a consumer."""
+    row = db.execute(
+        "SELECT log, start_seq, floor, settled, acknowledged, seen_ms FROM consumers"
+        " WHERE name = ?",
+        (name,),
+    ).fetchone()
+    if row is None:
+        raise ConsumerUnknownError(f"consumer: {name!r} is not known; subscribe first")
+    return Known(*row)
+
+
+def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int) -> None:
+    """Makes a consumer known; a changed group policy gives it another log."""
+    name, log, data = hello.consumer, log_of(hello), hello.SerializeToString()
+    row = db.execute("SELECT hello, log, floor FROM consumers WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        shared = GROUP_LOG if hello.unit == pb.DELIVERY_UNIT_GROUP else log
+        start = _first_seq(db, shared, hello.start) - 1 if hello.HasField("start") else 0
+        db.execute(
+            "INSERT INTO consumers (name, log, hello, start_seq, floor, settled, seen_ms)"
+            " VALUES (?, ?, ?, ?, ?, 0, ?)",
+            (name, log, data, start, start, now_ms),
+        )
+        before = None
+    else:
+        before = read_hello(name, row[0])
+        if (row[1] == SESSION_LOG) != (log == SESSION_LOG):
+            raise InvalidFieldError(
+                "unit", f"consumer {name!r} takes the other unit; a name keeps its unit"
+            )
+        # settled units of one log are settled in the other; what was scanned there was not here
+        start = known(db, name).start_seq
+        floor = row[2] if row[1] == log else start
+        db.execute(
+            "UPDATE consumers SET hello = ?, log = ?, floor = ?, seen_ms = ? WHERE name = ?",
+            (data, log, floor, now_ms, name),
+        )
+    if before is not None and before.groups == hello.groups:
+        return
+    if log == own_log(name):
+        backfill(db, hello, start, now_ms)
+    else:
+        _leave_own_log(db, name)
+    _count_open(db, name)
+
+
+def fetch(db: sqlite3.Connection, name: str, after: int, limit: int) -> Page:
+    """Returns a page of what is not settled; moves the floor behind what all is settled."""
+    consumer = known(db, name)
+    begin = cursor = max(after, consumer.floor)
+    rows = db.execute(
+        "SELECT u.seq, u.unit_id, u.members, u.partial, p.settled_ms FROM units u"
+        " LEFT JOIN progress p ON p.consumer = ? AND p.unit_id = u.unit_id"
+        " WHERE u.log = ? AND u.seq > ? ORDER BY u.seq LIMIT ?",
+        (name, consumer.log, begin, _SCAN),
+    ).fetchall()
+    units: list[Unit] = []
+    floor = begin
+    for seq, unit_id, members, partial, settled_ms in rows:
+        if settled_ms is None:
+            if len(units) == limit:
+                break
+            units.append(Unit(seq, unit_id, tuple(json.loads(members)), bool(partial)))
+        elif not units:
+            floor = seq
+        cursor = seq
+    if begin == consumer.floor and floor > begin:
+        db.execute("UPDATE consumers SET floor = ? WHERE name = ?", (floor, name))
+    more = len(rows) == _SCAN or (bool(rows) and cursor < rows[-1][0])
+    return Page(units, cursor, more)
+
+
+def load_some(
+    db: sqlite3.Connection,
+    files: ArrayFiles,
+    name: str,
+    units: Sequence[Unit],
+    judge: Judge,
+    now_ms: int,
+) -> list[Loaded | None]:
+    """Counts attempts to deliver the first of the units, up to `LOAD_BYTES`."""
+    found: list[Loaded | None] = []
+    size = 0
+    for unit in units:
+        try:
+            loaded = load(db, files, name, unit, judge, now_ms)
+        except SessionDamagedError as error:
+            loaded = set_aside(error)
+        found.append(loaded)
+        size += loaded.response.ByteSize() if loaded else 0
+        if size >= LOAD_BYTES:
+            break
+    return found
+
+
+def load(
+    db: sqlite3.Connection, files: ArrayFiles, name: str, unit: Unit, judge: Judge, now_ms: int
+) -> Loaded | None:
+    """Counts an attempt, unless the judge drops the unit; lists what it takes out of it.
+
+    Raises:
+        SessionDamagedError: A session of it is; then nothing is counted.
+    """
+    found: list[tuple[types_pb2.SessionRecord, int]] = []
+    for session_id in unit.members or (unit.unit_id,):
+        row = db.execute(
+            "SELECT head, n FROM sessions WHERE session_id = ?", (session_id,)
+        ).fetchone()
+        if row is None:
+            return None  # removed: settled while it waited here
+        found.append((read_head(session_id, row[0]), row[1]))
+    verdict = judge([head for head, _ in found])
+    response = pb.SubscribeResponse()
+    if not verdict.delivers:
+        return Loaded(0, verdict, response)
+    for (head, n), places in zip(found, verdict.kept, strict=True):
+        row = db.execute("SELECT arrays, file, at, size FROM sessions WHERE n = ?", (n,)).fetchone()
+        session = response.delivery.sessions.add()
+        session.CopyFrom(head)
+        keep(join(session, arrays_of(head.session_id, row, files)), places)
+    db.execute(
+        "INSERT INTO progress VALUES (?, ?, ?, 1, NULL)"
+        " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = attempts + 1",
+        (name, unit.unit_id, unit.seq),
+    )
+    (attempt,) = db.execute(
+        "SELECT attempts FROM progress WHERE consumer = ? AND unit_id = ?", (name, unit.unit_id)
+    ).fetchone()
+    if attempt == 1 and verdict.removed:
+        entry = pb.FilteredEntry(delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed)
+        add_filtered(db, _owner(name), entry)
+    return Loaded(attempt, verdict, response)
+
+
+def arrays_of(session_id: str, row: tuple[Any, ...], files: ArrayFiles) -> bytes:
+    """Returns a session's arrays by its columns arrays, file, at and size.
+
+    Raises:
+        SessionDamagedError: They are lost.
+        StoreError: They cannot be read now.
+    """
+    arrays: bytes | None = row[0]
+    try:
+        return files.read(Place(*row[1:])) if arrays is None else arrays
+    except ArraysLostError as error:
+        raise damaged(session_id, str(error)) from error
+
+
+def settle(
+    db: sqlite3.Connection, name: str, settlements: Sequence[Settlement], now_ms: int
+) -> list[str]:
+    """Keeps what is done; returns the ids of what was open until now."""
+    log, done, acknowledged = known(db, name).log, [], 0
+    for settlement in settlements:
+        if settlement.reason:
+            changed = db.execute(
+                "INSERT INTO progress SELECT ?1, unit_id, seq, 0, ?2 FROM units WHERE log = ?3"
+                " AND unit_id = ?4 ON CONFLICT (consumer, unit_id) DO UPDATE SET settled_ms = ?2"
+                " WHERE settled_ms IS NULL",
+                (name, now_ms, log, settlement.unit_id),
+            )
+        else:
+            changed = db.execute(
+                "UPDATE progress SET settled_ms = ? WHERE consumer = ? AND unit_id = ?"
+                " AND settled_ms IS NULL",
+                (now_ms, name, settlement.unit_id),
+            )
+        if not changed.rowcount:
+            continue
+        done.append(settlement.unit_id)
+        acknowledged += not settlement.reason
+        if settlement.reason:
+            entry = pb.FilteredEntry(
+                delivery_id=settlement.unit_id,
+                reason=settlement.reason,
+                unix_ms=now_ms,
+                removed=settlement.removed,
+            )
+            add_filtered(db, _owner(name), entry)
+    db.execute(
+        "UPDATE consumers SET settled = settled + ?, acknowledged = acknowledged + ?"
+        " WHERE name = ?",
+        (len(done), acknowledged, name),
+    )
+    return done
+
+
+def seek(db: sqlite3.Connection, name: str, position: pb.Position) -> Sought:
+    """Moves a consumer; what it had settled from there on comes again."""
+    consumer = known(db, name)
+    first = _first_seq(db, consumer.log, position)
+    (again,) = db.execute(
+        "SELECT count(*) FROM units u JOIN progress p ON p.consumer = ?1"
+        " AND p.unit_id = u.unit_id AND p.settled_ms IS NOT NULL"
+        " WHERE u.log = ?2 AND u.seq >= ?3",
+        (name, consumer.log, first),
+    ).fetchone()
+    again += db.execute(  # skipped by an earlier start or seek: nothing was kept of them
+        _OPEN, (consumer.log, first - 1, name, consumer.start_seq + 1)
+    ).fetchone()[0]
+    (skipped,) = db.execute(_OPEN, (consumer.log, consumer.start_seq, name, first)).fetchone()
+    db.execute(
+        "DELETE FROM progress WHERE consumer = ? AND (seq >= ? OR settled_ms IS NULL)",
+        (name, first),
+    )
+    db.execute("UPDATE consumers SET start_seq = ?1, floor = ?1 WHERE name = ?2", (first - 1, name))
+    _count_open(db, name)
+    return Sought(again, skipped)
+
+
+def drop_consumer(db: sqlite3.Connection, name: str) -> bool:
+    """Forgets a consumer with all that was kept for it."""
+    dropped = db.execute("DELETE FROM consumers WHERE name = ?", (name,)).rowcount
+    db.execute("DELETE FROM progress WHERE consumer = ?", (name,))
+    _leave_own_log(db, name)
+    for owner in (_owner(name), own_log(name)):
+        db.execute("DELETE FROM filtered WHERE owner = ?", (owner,))
+        db.execute("DELETE FROM filtered_counts WHERE owner = ?", (owner,))
+    return bool(dropped)
+
+
+def touch(db: sqlite3.Connection, names: Sequence[str], now_ms: int) -> None:
+    """Keeps that consumers have streams now."""
+    rows = [(now_ms, name) for name in names]
+    db.executemany("UPDATE consumers SET seen_ms = ? WHERE name = ?", rows)
+
+
+def expire(db: sqlite3.Connection, before_ms: int) -> list[str]:
+    """Forgets the consumers that had no stream since; returns their names."""
+    rows = db.execute("SELECT name FROM consumers WHERE seen_ms < ?", (before_ms,)).fetchall()
+    names = [name for (name,) in rows]
+    for name in names:
+        drop_consumer(db, name)
+    return names
+
+
+def standing(db: sqlite3.Connection, name: str) -> Standing:
+    """Returns where a consumer stands."""
+    consumer = known(db, name)
+    rows = db.execute(
+        "SELECT reason, sum(units), sum(trajectories) FROM filtered_counts"
+        " WHERE owner IN (?, ?) GROUP BY reason",
+        (_owner(name), consumer.log),
+    )
+    counts = {reason: (units, trajectories) for reason, units, trajectories in rows}
+    left = total(db, f"log:{consumer.log}") - consumer.settled
+    return Standing(consumer.acknowledged, left, filtered_counts(counts), consumer.seen_ms)
+
+
+def filtered(
+    db: sqlite3.Connection, name: str, page_size: int, after: int
+) -> tuple[list[pb.FilteredEntry], str]:
+    """Returns a page of what was kept from a consumer, and the token of the next."""
+    rows = db.execute(
+        "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?, ?) AND n > ? ORDER BY n LIMIT ?",
+        (_owner(name), known(db, name).log, after, page_size),
+    ).fetchall()
+    token = str(rows[-1][0]) if len(rows) == page_size else ""
+    return [read_entry(unit_id, entry) for _, unit_id, entry in rows], token
+
+
+def _owner(name: str) -> str:
+    """Returns whose entries a consumer's own are; a log's are shared by its readers."""
+    return f"c:{name}"
+
+
+def _first_seq(db: sqlite3.Connection, log: str, position: pb.Position) -> int:
+    """Returns the place of the first unit at or after a position."""
+    row = db.execute("SELECT max(seq) FROM units").fetchone()
+    end = (row[0] or 0) + 1
+    match position.WhichOneof("place"):
+        case "end" if position.end == pb.LOG_END_EARLIEST:
+            return 1
+        case "end" if position.end == pb.LOG_END_LATEST:
+            return end
+        case "unix_ms":
+            row = db.execute(
+                "SELECT min(seq) FROM units WHERE log = ? AND made_ms >= ?",
+                (log, position.unix_ms),
+            ).fetchone()
+            return int(row[0] or end)
+        case "delivery_id":
+            row = db.execute(
+                "SELECT seq FROM units WHERE log = ? AND unit_id = ?",
+                (log, position.delivery_id),
+            ).fetchone()
+            if row:
+                return int(row[0])
+            raise InvalidFieldError(
+                "position.delivery_id", f"unit {position.delivery_id!r} is not stored"
+            )
+    raise InvalidFieldError("position", "is not set; give an end, a time or a delivery id")
+
+
+def _leave_own_log(db: sqlite3.Connection, name: str) -> None:
+    log = own_log(name)
+    db.execute("DELETE FROM group_deadlines WHERE log = ?", (log,))
+    db.execute("DELETE FROM units WHERE log = ?", (log,))
+    db.execute("DELETE FROM totals WHERE name = ?", (f"log:{log}",))
+
+
+def _count_open(db: sqlite3.Connection, name: str) -> None:
+    """Counts anew what is settled; on a new log or place alone, because it looks at all units."""
+    consumer = known(db, name)
+    (left,) = db.execute(_OPEN, (consumer.log, consumer.start_seq, name, _NO_END)).fetchone()
+    settled = total(db, f"log:{consumer.log}") - left
+    db.execute("UPDATE consumers SET settled = ? WHERE name = ?", (settled, name))

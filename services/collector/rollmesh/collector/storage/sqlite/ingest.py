@@ -1,0 +1,389 @@
+"""Sessions into SQLite, and from there into the logs: plain functions over a connection."""
+
+import json
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rollmesh.collector.delivery import filters
+from rollmesh.collector.delivery.groups import Member, State, decide
+from rollmesh.collector.delivery.records import read_head
+from rollmesh.collector.delivery.rewards import apply_rewards
+from rollmesh.collector.storage.sqlite.array_files import Place
+from rollmesh.collector.storage.store import (
+    GROUP,
+    GROUP_LOG,
+    RETRY_MS,
+    SESSION_LOG,
+    Arrival,
+    counts_of,
+    group_key_of,
+    log_of,
+    own_log,
+    read_hello,
+)
+from rollmesh.runtime.errors import (
+    GroupSizeError,
+    SessionDamagedError,
+    SessionUnknownError,
+    StoreFullError,
+)
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+_DEFAULT = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
+_DUE_BATCH = 200
+_FILE_BYTES = "file_bytes"
+
+
+class _Log(NamedTuple):
+    """A log of groups and the options by which it is made."""
+
+    name: str
+    hello: pb.SubscribeHello
+
+
+class Packed(NamedTuple):
+    """A session as it is stored."""
+
+    arrival: Arrival
+    """Its record has no arrays any more."""
+    head: bytes
+    arrays: bytes | None
+    """None: they are in a file."""
+    place: Place | None = None
+
+
+def ingest(
+    db: sqlite3.Connection, sessions: Sequence[Packed], now_ms: int, max_bytes: int
+) -> list[bool]:
+    """Stores the sessions of a call; says of each whether it is a repeat."""
+    places = [packed.place for packed in sessions if packed.place]
+    if places:
+        size = sum(place.size for place in places)
+        db.execute("INSERT INTO files VALUES (?, ?)", (places[0].file, size))
+        add_total(db, _FILE_BYTES, size)
+    repeats = [_ingest_one(db, packed, now_ms, max_bytes) for packed in sessions]
+    forget_unnamed(db, {place.file for place in places})
+    return repeats
+
+
+def _ingest_one(db: sqlite3.Connection, packed: Packed, now_ms: int, max_bytes: int) -> bool:
+    record, due_ms = packed.arrival.record, packed.arrival.due_ms(now_ms)
+    known = db.execute(
+        "SELECT 1 FROM sessions WHERE session_id = ?1"
+        " UNION ALL SELECT 1 FROM removed WHERE id = ?1",
+        (record.session_id,),
+    )
+    if known.fetchone():
+        return True
+    if stored_bytes(db) + len(packed.head) + len(packed.arrays or b"") > max_bytes:
+        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+    key = group_key_of(record)
+    size = max(record.group_size, 1) if record.group_id else 1  # a session without one is whole
+    if not record.superseded:
+        _enter_group(db, key, size, now_ms)
+    db.execute(
+        "INSERT INTO sessions (session_id, group_key, sample_index, due_ms, trajectories, head,"
+        " arrays, file, at, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            record.session_id,
+            key,
+            record.sample_index,
+            due_ms,
+            len(record.trajectories),
+            packed.head,
+            packed.arrays,
+            *(packed.place or (None, None, None)),
+        ),
+    )
+    add_total(db, "sessions", 1)
+    add_total(db, "trajectories", len(record.trajectories))
+    if due_ms is None:
+        _make_ready(db, record.session_id, key, now_ms)
+    return False
+
+
+def set_rewards(
+    db: sqlite3.Connection,
+    session_id: str,
+    rewards: types_pb2.SessionRewards,
+    request_id: str,
+    now_ms: int,
+) -> bool:
+    """Gives a session rewards, and with them its place in the logs; says whether it is a repeat."""
+    row = db.execute(
+        "SELECT head, due_ms, group_key FROM sessions WHERE session_id = ?", (session_id,)
+    ).fetchone()
+    if row is None:
+        raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+    added = db.execute(
+        "INSERT OR IGNORE INTO reward_requests VALUES (?, ?)", (session_id, request_id)
+    )
+    if not added.rowcount:
+        return True
+    head = read_head(session_id, row[0])
+    apply_rewards(head, rewards)
+    db.execute(
+        "UPDATE sessions SET head = ? WHERE session_id = ?", (head.SerializeToString(), session_id)
+    )
+    if row[1] is not None:
+        _make_ready(db, session_id, row[2], now_ms)
+    return False
+
+
+def tick(db: sqlite3.Connection, now_ms: int) -> bool:
+    """Decides what waited for a time; says whether anything was due."""
+    late = db.execute(
+        "SELECT session_id, group_key FROM sessions WHERE due_ms <= ? LIMIT ?", (now_ms, _DUE_BATCH)
+    ).fetchall()
+    for session_id, key in late:
+        _make_ready(db, session_id, key, now_ms)
+    add_total(db, "reward_timeouts", len(late))
+    due = db.execute(
+        "SELECT log, group_key FROM group_deadlines WHERE due_ms <= ? LIMIT ?",
+        (now_ms, _DUE_BATCH),
+    ).fetchall()
+    logs = {log.name: log for log in _group_logs(db)} if due else {}
+    for name, key in due:
+        # Its sessions may all wait for rewards, or the options of its consumer be damaged.
+        if name not in logs or not _decide(db, logs[name], key, now_ms):
+            db.execute(
+                "UPDATE group_deadlines SET due_ms = ? WHERE log = ? AND group_key = ?",
+                (now_ms + RETRY_MS, name, key),
+            )
+    return bool(late or due)
+
+
+def backfill(db: sqlite3.Connection, hello: pb.SubscribeHello, start_seq: int, now_ms: int) -> None:
+    """Makes the log of a consumer with a group policy of its own from what is stored.
+
+    Args:
+        db: The database.
+        hello: The consumer's.
+        start_seq: Groups whole by `GROUP_LOG` up to here count as settled.
+        now_ms: The time.
+    """
+    log = _Log(own_log(hello.consumer), hello)
+    db.execute("DELETE FROM group_deadlines WHERE log = ?", (log.name,))
+    rows = db.execute(
+        "SELECT g.group_key, g.first_ms, u.seq FROM groups g LEFT JOIN units u"
+        " ON u.log = ? AND u.unit_id = g.group_key WHERE NOT EXISTS"
+        " (SELECT 1 FROM units o WHERE o.log = ? AND o.unit_id = g.group_key) ORDER BY g.n",
+        (GROUP_LOG, log.name),
+    )
+    for key, first_ms, seq in rows.fetchall():
+        _await_deadline(db, log, key, first_ms)
+        if _decide(db, log, key, now_ms) and seq is not None and seq <= start_seq:
+            db.execute(
+                "INSERT OR IGNORE INTO progress SELECT ?, unit_id, seq, 0, ? FROM units"
+                " WHERE log = ? AND unit_id = ?",
+                (hello.consumer, now_ms, log.name, key),
+            )
+
+
+def _enter_group(db: sqlite3.Connection, key: str, size: int, now_ms: int) -> None:
+    row = db.execute("SELECT size FROM groups WHERE group_key = ?", (key,)).fetchone()
+    if row is None and not group_removed(db, key):
+        db.execute(
+            "INSERT INTO groups (group_key, size, first_ms) VALUES (?, ?, ?)", (key, size, now_ms)
+        )
+        for log in _group_logs(db)[1:]:
+            _await_deadline(db, log, key, now_ms)
+    elif row is not None and row[0] != size:
+        raise GroupSizeError(
+            "group_size", f"is {size}, and group {key!r} has {row[0]}; give all its sessions one"
+        )
+
+
+def _make_ready(db: sqlite3.Connection, session_id: str, key: str, now_ms: int) -> None:
+    """Puts a session into the logs, and its group where it is whole by it."""
+    db.execute("UPDATE sessions SET ready = 1, due_ms = NULL WHERE session_id = ?", (session_id,))
+    _add_unit(db, SESSION_LOG, session_id, (), now_ms, partial=False)
+    gone = group_removed(db, key)
+    if not gone and not has_group(db, key):
+        return  # superseded: no part of any group
+    for log in _group_logs(db):
+        whole = db.execute(
+            "SELECT 1 FROM units WHERE log = ? AND unit_id = ?", (log.name, key)
+        ).fetchone()
+        if gone or whole:
+            entry = pb.FilteredEntry(
+                delivery_id=key,
+                reason=pb.FILTER_REASON_SURPLUS,
+                unix_ms=now_ms,
+                session_id=session_id,
+            )
+            add_filtered(db, log.name, entry)
+        else:
+            _decide(db, log, key, now_ms)
+
+
+def _decide(db: sqlite3.Connection, log: _Log, key: str, now_ms: int) -> bool:
+    """Makes a group a unit of a log, or drops it, if it is time; says whether it is decided."""
+    size, first_ms = db.execute(
+        "SELECT size, first_ms FROM groups WHERE group_key = ?", (key,)
+    ).fetchone()
+    rows = db.execute(
+        "SELECT session_id, sample_index, head FROM sessions WHERE group_key = ? AND ready"
+        " ORDER BY n",
+        (key,),
+    )
+    judged = log.hello.groups.HasField("samples")
+    members = [
+        Member(session_id, index, not judged or _usable(log, session_id, head))
+        for session_id, index, head in rows
+    ]
+    decision = decide(log.hello.groups, size, members, now_ms - first_ms)
+    if decision.state is State.WAIT or not members:
+        return False
+    index = {member.session_id: member.sample_index for member in members}
+    partial = len({index[id_] for id_ in decision.session_ids}) < size
+    seq = _add_unit(db, log.name, key, decision.session_ids, now_ms, partial=partial)
+    db.execute("DELETE FROM group_deadlines WHERE log = ? AND group_key = ?", (log.name, key))
+    db.execute(  # whoever settled the group under another policy
+        "UPDATE consumers SET settled = settled + 1 WHERE log = ?1 AND EXISTS"
+        " (SELECT 1 FROM progress WHERE consumer = name AND unit_id = ?2"
+        " AND settled_ms IS NOT NULL)",
+        (log.name, key),
+    )
+    if decision.state is State.DROP:
+        _drop(db, log.hello.consumer, key, seq, now_ms)
+    else:
+        _note_surplus(db, log.name, key, set(index) - set(decision.session_ids), now_ms)
+    if log.name == GROUP_LOG:
+        db.execute("UPDATE groups SET open = 0 WHERE group_key = ?", (key,))
+    return True
+
+
+def _usable(log: _Log, session_id: str, head: bytes) -> bool:
+    try:
+        return filters.usable(log.hello.filter, read_head(session_id, head))
+    except SessionDamagedError:
+        return False
+
+
+def _note_surplus(
+    db: sqlite3.Connection, log: str, key: str, session_ids: Iterable[str], now_ms: int
+) -> None:
+    """Lists the sessions that were in and that an over-sampled group goes out without."""
+    for session_id in sorted(session_ids):
+        entry = pb.FilteredEntry(
+            delivery_id=key,
+            reason=pb.FILTER_REASON_SURPLUS,
+            unix_ms=now_ms,
+            session_id=session_id,
+        )
+        add_filtered(db, log, entry)
+
+
+def _drop(db: sqlite3.Connection, consumer: str, key: str, seq: int, now_ms: int) -> None:
+    db.execute(
+        "INSERT OR REPLACE INTO progress VALUES (?, ?, ?, 0, ?)", (consumer, key, seq, now_ms)
+    )
+    db.execute("UPDATE consumers SET settled = settled + 1 WHERE name = ?", (consumer,))
+    entry = pb.FilteredEntry(
+        delivery_id=key, reason=pb.FILTER_REASON_INCOMPLETE_GROUP, unix_ms=now_ms
+    )
+    add_filtered(db, own_log(consumer), entry)
+
+
+def _group_logs(db: sqlite3.Connection) -> list[_Log]:
+    """Returns the logs of groups; the shared one is first."""
+    logs = [_Log(GROUP_LOG, _DEFAULT)]
+    for row in db.execute("SELECT name, hello FROM consumers WHERE log NOT IN ('s', 'g')"):
+        hello = read_hello(*row)
+        if hello is not None and hello.unit == GROUP:
+            logs.append(_Log(log_of(hello), hello))
+    return logs
+
+
+def _await_deadline(db: sqlite3.Connection, log: _Log, key: str, first_ms: int) -> None:
+    if log.hello.groups.HasField("deadline_ms"):
+        db.execute(
+            "INSERT OR REPLACE INTO group_deadlines VALUES (?, ?, ?)",
+            (log.name, key, first_ms + log.hello.groups.deadline_ms),
+        )
+
+
+def _add_unit(
+    db: sqlite3.Connection,
+    log: str,
+    unit_id: str,
+    members: tuple[str, ...],
+    now_ms: int,
+    *,
+    partial: bool,
+) -> int:
+    added = db.execute(
+        "INSERT INTO units (log, unit_id, members, partial, made_ms) VALUES (?, ?, ?, ?, ?)",
+        (log, unit_id, json.dumps(members), partial, now_ms),
+    )
+    add_total(db, f"log:{log}", 1)
+    return int(added.lastrowid or 0)
+
+
+def add_filtered(db: sqlite3.Connection, owner: str, entry: pb.FilteredEntry) -> None:
+    """Lists and counts what was kept from a consumer."""
+    db.execute(
+        "INSERT INTO filtered (owner, unit_id, entry) VALUES (?, ?, ?)",
+        (owner, entry.delivery_id, entry.SerializeToString()),
+    )
+    for reason, (units, trajectories) in counts_of(entry).items():
+        db.execute(
+            "INSERT INTO filtered_counts VALUES (?1, ?2, ?3, ?4) ON CONFLICT (owner, reason)"
+            " DO UPDATE SET units = units + ?3, trajectories = trajectories + ?4",
+            (owner, reason, units, trajectories),
+        )
+
+
+def has_group(db: sqlite3.Connection, key: str) -> bool:
+    """Says whether there is a group: superseded sessions are in none."""
+    return db.execute("SELECT 1 FROM groups WHERE group_key = ?", (key,)).fetchone() is not None
+
+
+def group_removed(db: sqlite3.Connection, key: str) -> bool:
+    """Says whether a group was delivered to all and removed: what comes now is surplus."""
+    row = db.execute("SELECT 1 FROM removed WHERE id = ?", (f"{GROUP_LOG}:{key}",)).fetchone()
+    return row is not None
+
+
+def add_total(db: sqlite3.Connection, name: str, value: int) -> None:
+    """Adds to a sum."""
+    if value:
+        db.execute(
+            "INSERT INTO totals VALUES (?1, ?2)"
+            " ON CONFLICT (name) DO UPDATE SET value = value + ?2",
+            (name, value),
+        )
+
+
+def total(db: sqlite3.Connection, name: str) -> int:
+    """Returns a sum."""
+    row = db.execute("SELECT value FROM totals WHERE name = ?", (name,)).fetchone()
+    return int(row[0]) if row else 0
+
+
+def stored_bytes(db: sqlite3.Connection) -> int:
+    """Returns the bytes in use: pages that became free are used again and do not count.
+
+    A file of arrays counts whole until its last session goes.
+    """
+    pages, free, size = (
+        db.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("page_count", "freelist_count", "page_size")
+    )
+    return int((pages - free) * size) + total(db, _FILE_BYTES)
+
+
+def forget_unnamed(db: sqlite3.Connection, files: Iterable[int]) -> list[int]:
+    """Returns those of the files that hold no session's arrays; they are not known any more."""
+    unnamed: list[int] = []
+    for file in files:
+        gone = db.execute(
+            "DELETE FROM files WHERE n = ?1"
+            " AND NOT EXISTS (SELECT 1 FROM sessions WHERE file = ?1) RETURNING bytes",
+            (file,),
+        ).fetchall()
+        unnamed += [file] * len(gone)
+        add_total(db, _FILE_BYTES, -sum(size for (size,) in gone))
+    return unnamed

@@ -1,0 +1,278 @@
+"""The collector's store in a SQLite file, and in files of arrays beside it."""
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rollmesh.collector.delivery.records import join, read_head, split
+from rollmesh.collector.storage.sqlite import (
+    delivery as sqlite_delivery,
+    ingest as sqlite_ingest,
+    retention as sqlite_retention,
+)
+from rollmesh.collector.storage.sqlite.array_files import ArrayFiles
+from rollmesh.collector.storage.sqlite.ingest import Packed
+from rollmesh.collector.storage.sqlite.schema import PAGE_BYTES, SCHEMA, VERSION
+from rollmesh.collector.storage.store import (
+    GROUP_LOG,
+    Arrival,
+    Counts,
+    Judge,
+    Loaded,
+    Page,
+    Retention,
+    Settlement,
+    Sought,
+    Standing,
+    Unit,
+    read_hello,
+    read_token,
+)
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+_RETAIN_BATCHES = 20
+_FILE_BYTES = 1024 * 1024
+"""Arrays of a call from which on they get a file: below it, two more syncs cost more."""
+
+
+class SqliteStore:
+    """A `Store` for one collector; what its methods do stands there."""
+
+    def __init__(self, database: Database, files: ArrayFiles, retention: Retention) -> None:
+        """Takes an open database with the schema of `sqlite_schema`, and the files it names."""
+        self._database = database
+        self._files = files
+        self._retention = retention
+        self._retained_to = 0
+
+    async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
+        """Stores sessions, all or none."""
+        packed = await asyncio.to_thread(_pack, arrivals, self._files)
+        files = {one.place.file for one in packed if one.place}
+        most = self._retention.max_bytes
+        try:
+            repeats = await self._database.run(
+                lambda db: sqlite_ingest.ingest(db, packed, now_ms, most)
+            )
+        except (StoreFullError, InvalidFieldError):
+            await asyncio.to_thread(self._files.remove, files)
+            raise
+        if all(repeats):
+            await asyncio.to_thread(self._files.remove, files)
+        return repeats
+
+    async def waiting(self, limit: int) -> list[str]:
+        """Returns the ids of sessions that wait for rewards."""
+        rows = await self._database.run(
+            lambda db: db.execute(
+                "SELECT session_id FROM sessions WHERE due_ms IS NOT NULL ORDER BY due_ms LIMIT ?",
+                (limit,),
+            ).fetchall()
+        )
+        return [session_id for (session_id,) in rows]
+
+    async def set_rewards(
+        self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
+    ) -> bool:
+        """Gives a session rewards."""
+        return await self._database.run(
+            lambda db: sqlite_ingest.set_rewards(db, session_id, rewards, request_id, now_ms)
+        )
+
+    async def tick(self, now_ms: int) -> bool:
+        """Decides what waited for a time."""
+        return await self._database.run(lambda db: sqlite_ingest.tick(db, now_ms))
+
+    async def changed(self) -> list[str]:
+        """Waits for ever: the file has one collector."""
+        await asyncio.Event().wait()
+        return []
+
+    async def lost(self) -> str:
+        """Returns when the file is removed or replaced under this collector."""
+        return await self._database.lost()
+
+    async def consumers(self) -> list[pb.SubscribeHello]:
+        """Returns the last hello of every known consumer."""
+        rows = await self._database.run(
+            lambda db: db.execute("SELECT name, hello FROM consumers ORDER BY name").fetchall()
+        )
+        return [hello for row in rows if (hello := read_hello(*row)) is not None]
+
+    async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
+        """Makes a consumer known, with its options."""
+        await self._database.run(lambda db: sqlite_delivery.open_consumer(db, hello, now_ms))
+
+    async def fetch(self, consumer: str, after: int, limit: int) -> Page:
+        """Returns what the consumer has not settled and was not fetched before."""
+        return await self._database.run(
+            lambda db: sqlite_delivery.fetch(db, consumer, after, limit)
+        )
+
+    async def release(self, consumer: str) -> None:
+        """Returns at once: only this collector holds anything."""
+
+    async def load(
+        self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
+    ) -> list[Loaded | None]:
+        """Counts attempts to deliver, where the judge does not drop the unit."""
+        return await self._database.run(
+            lambda db: sqlite_delivery.load_some(db, self._files, consumer, units, judge, now_ms)
+        )
+
+    async def settle(
+        self, consumer: str, settlements: Sequence[Settlement], now_ms: int
+    ) -> list[str]:
+        """Keeps that units are done."""
+        return await self._database.run(
+            lambda db: sqlite_delivery.settle(db, consumer, settlements, now_ms)
+        )
+
+    async def seek(self, consumer: str, position: pb.Position) -> Sought:
+        """Moves a consumer."""
+        return await self._database.run(lambda db: sqlite_delivery.seek(db, consumer, position))
+
+    async def drop_consumer(self, consumer: str) -> bool:
+        """Forgets a consumer."""
+        return await self._database.run(lambda db: sqlite_delivery.drop_consumer(db, consumer))
+
+    async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
+        """Says that consumers have streams now."""
+        await self._database.run(lambda db: sqlite_delivery.touch(db, consumers, now_ms))
+
+    async def expire_consumers(self, before_ms: int) -> list[str]:
+        """Forgets the consumers that had no stream since."""
+        return await self._database.run(lambda db: sqlite_delivery.expire(db, before_ms))
+
+    async def standing(self, consumer: str) -> Standing:
+        """Returns where a consumer stands."""
+        return await self._database.run(lambda db: sqlite_delivery.standing(db, consumer))
+
+    async def filtered(
+        self, consumer: str, page_size: int, page_token: str
+    ) -> tuple[list[pb.FilteredEntry], str]:
+        """Returns what was kept from a consumer."""
+        after = read_token(page_token)
+        return await self._database.run(
+            lambda db: sqlite_delivery.filtered(db, consumer, page_size, after)
+        )
+
+    async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
+        """Returns groups that wait for samples."""
+        after = read_token(page_token)
+        return await self._database.run(lambda db: _open_groups(db, page_size, after))
+
+    async def session(self, session_id: str, *, arrays: bool) -> types_pb2.SessionRecord:
+        """Returns one session."""
+        found = await self._database.run(lambda db: self._session(db, session_id, arrays=arrays))
+        if found is None:
+            raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+        head = read_head(session_id, found[0])
+        return join(head, found[1]) if arrays else head
+
+    async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
+        """Returns sessions in the order in which they came."""
+        return await self._database.run(
+            lambda db: db.execute(
+                "SELECT n, session_id FROM sessions WHERE n > ? ORDER BY n LIMIT ?",
+                (cursor, limit),
+            ).fetchall()
+        )
+
+    async def counts(self) -> Counts:
+        """Counts what is stored."""
+        return await self._database.run(_counts)
+
+    async def retain(self, now_ms: int) -> int:
+        """Removes what every consumer has settled and what is over, a part at a time.
+
+        A call looks at a few thousand sessions and the next one goes on: ingest is not held up.
+        """
+        removed = 0
+        for _ in range(_RETAIN_BATCHES):
+            self._retained_to, count, files = await self._database.run(
+                lambda db: sqlite_retention.retain(db, self._retained_to, now_ms, self._retention)
+            )
+            removed += count
+            await asyncio.to_thread(self._files.remove, files)
+            if not self._retained_to:
+                break
+        return removed
+
+    def _session(
+        self, db: sqlite3.Connection, session_id: str, *, arrays: bool
+    ) -> tuple[bytes, bytes] | None:
+        """Returns the head of a session, and its arrays if they are wanted."""
+        columns = "head, arrays, file, at, size" if arrays else "head, x''"
+        row = db.execute(
+            f"SELECT {columns} FROM sessions WHERE session_id = ?",  # noqa: S608
+            (session_id,),
+        ).fetchone()
+        return row and (row[0], sqlite_delivery.arrays_of(session_id, row[1:], self._files))
+
+
+@asynccontextmanager
+async def open_store(folder: Path, retention: Retention) -> AsyncIterator[SqliteStore]:
+    """Opens the store of a folder, which is made where it is missing.
+
+    Raises:
+        StoreError: It cannot be opened, or was written by another version.
+    """
+    path, files = folder / "collector.sqlite", ArrayFiles(folder / "arrays")
+    async with Database(path, SCHEMA, VERSION, PAGE_BYTES) as database:
+        await database.run(
+            lambda db: files.keep([file for (file,) in db.execute("SELECT n FROM files")])
+        )
+        yield SqliteStore(database, files, retention)
+
+
+def _pack(arrivals: Sequence[Arrival], files: ArrayFiles) -> list[Packed]:
+    """Takes sessions apart; writes their arrays where together they are large."""
+    heads, arrays = zip(*(split(arrival.record) for arrival in arrivals), strict=True)
+    parts = zip(arrivals, heads, arrays, strict=True)
+    if sum(len(piece) for pieces in arrays for piece in pieces) < _FILE_BYTES:
+        return [Packed(arrival, head, b"".join(pieces)) for arrival, head, pieces in parts]
+    places = files.write(arrays)
+    return [
+        Packed(arrival, head, None, place)
+        for (arrival, head, _), place in zip(parts, places, strict=True)
+    ]
+
+
+def _open_groups(
+    db: sqlite3.Connection, page_size: int, after: int
+) -> tuple[list[pb.OpenGroup], str]:
+    rows = db.execute(
+        "SELECT n, group_key, size, first_ms, (SELECT count(DISTINCT sample_index) FROM sessions s"
+        " WHERE s.group_key = g.group_key) FROM groups g WHERE open AND n > ? ORDER BY n LIMIT ?",
+        (after, page_size),
+    ).fetchall()
+    groups = [
+        pb.OpenGroup(group_id=key, group_size=size, samples=samples, first_unix_ms=first_ms)
+        for _, key, size, first_ms, samples in rows
+    ]
+    return groups, str(rows[-1][0]) if len(rows) == page_size else ""
+
+
+def _counts(db: sqlite3.Connection) -> Counts:
+    waiting, open_groups = (
+        db.execute(query).fetchone()[0]
+        for query in (
+            "SELECT count(*) FROM sessions WHERE due_ms IS NOT NULL",
+            "SELECT count(*) FROM groups WHERE open",
+        )
+    )
+    return Counts(
+        sessions=sqlite_ingest.total(db, "sessions"),
+        trajectories=sqlite_ingest.total(db, "trajectories"),
+        complete_groups=sqlite_ingest.total(db, f"log:{GROUP_LOG}"),
+        open_groups=open_groups,
+        waiting_for_rewards=waiting,
+        reward_timeouts=sqlite_ingest.total(db, "reward_timeouts"),
+        stored_bytes=sqlite_ingest.stored_bytes(db),
+        removed_sessions=sqlite_ingest.total(db, "removed_sessions"),
+    )

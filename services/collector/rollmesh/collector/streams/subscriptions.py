@@ -1,0 +1,393 @@
+"""The open streams: joins what consumers say, what their cores decide, and what the store keeps."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from rollmesh.collector import metrics
+from rollmesh.collector.checks import (
+    MAX_ACKNOWLEDGED,
+    check_count,
+    check_credits,
+    check_hello,
+    check_version,
+)
+from rollmesh.collector.delivery.consumer import Consumer
+from rollmesh.collector.delivery.filters import judge
+from rollmesh.collector.storage.store import Loaded, Settlement, Sought, Store, Unit
+from rollmesh.runtime import clock, faults
+from rollmesh.runtime.errors import (
+    ConsumerMovedError,
+    InvalidFieldError,
+    RollmeshError,
+    ShuttingDownError,
+)
+from rollmesh.runtime.logs import fields
+from rollmesh.runtime.tasks import contained, finish
+from rollmesh.v1 import collector_pb2 as pb
+
+_log = logging.getLogger(__name__)
+_DEFAULT_LEASE_MS = 600_000
+_MOST_TAKEN = 8
+_SETTLED = 256
+"""Acknowledgements that the store takes at once."""
+_MOST_UNTOLD = 4096
+"""Acknowledgements that may wait until the consumer reads that they are durable."""
+_Result = TypeVar("_Result")
+
+
+class _Known:
+    """A consumer and what keeps its pages in order."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.consumer = consumer
+        self.paging = asyncio.Lock()
+
+
+class Stream:
+    """One `Subscribe` call: what its reader has found for its writer."""
+
+    def __init__(self, known: _Known) -> None:
+        """Opens it at its consumer."""
+        self.known = known
+        self.consumer = known.consumer
+        self.id = known.consumer.open_stream()
+        self.wake = asyncio.Event()
+        self.taken: list[Unit] = []
+        """What it leased and is not loaded yet."""
+        self.loaded: deque[pb.SubscribeResponse] = deque()
+        """What goes out next: `LOAD_BYTES` and a unit more at most, however slowly it is read."""
+        self.acknowledged: list[str] = []
+        self.told = asyncio.Event()
+        self.ended = False
+        self.error: Exception | None = None
+
+    def end(self, error: RollmeshError | None = None) -> None:
+        """Lets the writer stop, with an error where there is one."""
+        self.error = self.error or error
+        self.ended = True
+        self.wake.set()
+        self.told.set()
+
+    def tell(self) -> pb.SubscribeResponse:
+        """Returns what the consumer is to know about its acknowledgements."""
+        ids, self.acknowledged = self.acknowledged, []
+        self.told.set()
+        return pb.SubscribeResponse(acknowledged=pb.Acknowledged(delivery_ids=ids))
+
+    async def room(self) -> None:
+        """Waits while the consumer acknowledges and does not read; then it cannot send more."""
+        while len(self.acknowledged) > _MOST_UNTOLD and not self.ended:
+            self.told.clear()
+            await self.told.wait()
+
+
+class Subscriptions:
+    """All consumers of a collector."""
+
+    def __init__(self, store: Store, tasks: asyncio.TaskGroup) -> None:
+        """Begins without consumers; `restore` takes up those of the store.
+
+        Args:
+            store: Open.
+            tasks: Owns the readers of the streams.
+        """
+        self.store = store
+        self.tasks = tasks
+        self._known: dict[str, _Known] = {}
+        self._streams: set[Stream] = set()
+
+    @property
+    def consumers(self) -> list[Consumer]:
+        """What is known here, in order of the names."""
+        return [self._known[name].consumer for name in sorted(self._known)]
+
+    async def restore(self) -> None:
+        """Takes up the consumers that the store knows."""
+        for hello in await self.store.consumers():
+            self._know(hello)
+
+    def announce(self) -> None:
+        """Says that something became whole."""
+        for known in self._known.values():
+            known.consumer.more = True
+        self._wake_all()
+
+    def end_streams(self) -> None:
+        """Ends every stream because the service stops; the consumers come back by themselves."""
+        for stream in self._streams:
+            stream.end(ShuttingDownError("the collector stops; subscribe again"))
+
+    async def finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Runs work to its end also where its call is cancelled.
+
+        What the store has committed, the consumers' state must learn.
+        """
+        return await finish(self.tasks, work)
+
+    async def stream(
+        self, requests: AsyncIterator[pb.SubscribeRequest]
+    ) -> AsyncIterator[pb.SubscribeResponse]:
+        """Serves one stream until its consumer ends it.
+
+        Raises:
+            RollmeshError: The consumer sent something wrong, or the stream must begin anew.
+        """
+        hello = check_hello(await anext(requests, None))
+        await self.finish(self.store.open_consumer(hello, clock.steady_unix_ms()))
+        stream = Stream(self._know(hello))
+        self._streams.add(stream)
+        reader = self.tasks.create_task(self._read(stream, requests))
+        reader.add_done_callback(lambda _: stream.end())  # whatever ended it
+        try:
+            while not stream.ended:
+                stream.wake.clear()
+                if stream.acknowledged:
+                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
+                        yield stream.tell()
+                response = await self._next(stream)
+                if response is not None:
+                    with stream.consumer.sending(stream.id, clock.monotonic_ms()):
+                        yield response
+                    await faults.reach("collector-after-delivery")
+                elif not stream.acknowledged and not stream.ended:
+                    await self._wait(stream)
+            if stream.acknowledged:  # the consumer may have ended its side right after them
+                yield stream.tell()
+            if stream.error is not None:
+                raise stream.error
+        finally:
+            reader.cancel()
+            self._streams.discard(stream)
+            stream.consumer.close_stream(stream.id)
+            self.tasks.create_task(
+                contained(partial(self._release, stream.known), "not given back")
+            )
+            self._wake_all()
+
+    async def seek(self, name: str, position: pb.Position) -> Sought:
+        """Moves a consumer; its streams end and begin anew.
+
+        Raises:
+            RollmeshError: It is not known, or the position is not there.
+        """
+        known = self._known.get(name) or _Known(Consumer(name, 0))
+        async with known.paging:
+            sought = await self.store.seek(name, position)
+            known.consumer.reset()
+        self._end_of(name, f"consumer {name!r} was moved; subscribe again")
+        return sought
+
+    async def moved(self, name: str) -> None:
+        """Ends the streams of a consumer that another collector moved; they begin anew."""
+        known = self._known.get(name)
+        if known is None:
+            return
+        async with known.paging:
+            await self._give_back(known.consumer)
+        self._end_of(name, f"consumer {name!r} was moved; subscribe again")
+
+    async def expire(self) -> None:
+        """Takes back what streams let run out; what none of them can take, other collectors may.
+
+        A stream that waits does the first itself. One whose consumer does not read cannot.
+
+        Raises:
+            RollmeshError: The store failed; what is here stays until it is tried again.
+        """
+        for known in list(self._known.values()):
+            consumer = known.consumer
+            if consumer.expire(clock.monotonic_ms()):
+                self._wake_all()
+            async with known.paging:
+                if consumer.stalled and consumer.ready + consumer.leased:
+                    await self.store.release(consumer.name)
+                    consumer.reset()
+
+    async def drop(self, name: str) -> bool:
+        """Forgets a consumer; says whether it was known."""
+        dropped = await self.store.drop_consumer(name)
+        self._forget(name)
+        return dropped
+
+    async def attend(self, ttl_ms: int | None) -> None:
+        """Keeps who is connected; forgets consumers that were not for so long.
+
+        Args:
+            ttl_ms: How long that may be, milliseconds; None forgets nobody.
+
+        Raises:
+            RollmeshError: The store failed.
+        """
+        now_ms = clock.steady_unix_ms()
+        connected = [name for name, one in self._known.items() if one.consumer.streams]
+        await self.store.touch(connected, now_ms)
+        if ttl_ms is None:
+            return
+        for name in await self.store.expire_consumers(now_ms - ttl_ms):
+            metrics.EXPIRED.inc()
+            _log.warning(
+                "consumer forgotten: it had no stream for too long",
+                extra=fields(consumer=name, consumer_ttl_ms=ttl_ms),
+            )
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._known.pop(name, None)
+        metrics.forget(name)
+        self._end_of(name, f"consumer {name!r} was dropped")
+
+    def _end_of(self, name: str, message: str) -> None:
+        for stream in self._streams:
+            if stream.consumer.name == name:
+                stream.end(ConsumerMovedError(message))
+
+    def _know(self, hello: pb.SubscribeHello) -> _Known:
+        """Returns a consumer with the options of its last hello."""
+        known = self._known.get(hello.consumer)
+        if known is None:
+            known = self._known[hello.consumer] = _Known(Consumer(hello.consumer, hello.unit))
+            metrics.watch(known.consumer)
+        consumer = known.consumer
+        consumer.lease_ms = hello.lease_ms or _DEFAULT_LEASE_MS
+        consumer.filter = hello.filter
+        if hello.HasField("policy_version"):
+            consumer.version = hello.policy_version
+        return known
+
+    async def _read(self, stream: Stream, requests: AsyncIterator[pb.SubscribeRequest]) -> None:
+        """Takes what a consumer sends until it ends; an error is its writer's to raise."""
+        try:
+            async for request in requests:
+                await self._take(stream, request)
+                stream.wake.set()
+                await stream.room()
+        except Exception as error:  # noqa: BLE001 - one stream's fault must not end the others
+            stream.error = error
+
+    async def _take(self, stream: Stream, request: pb.SubscribeRequest) -> None:
+        match request.WhichOneof("part"):
+            case "grant":
+                stream.consumer.grant(stream.id, check_credits(request.grant))
+            case "acknowledge":
+                ids = request.acknowledge.delivery_ids
+                check_count("acknowledge.delivery_ids", ids, MAX_ACKNOWLEDGED)
+                for at in range(0, len(ids), _SETTLED):  # others have their turn in between
+                    part = list(ids[at : at + _SETTLED])
+                    await self.finish(self._acknowledge(stream, part))
+            case "version":
+                stream.consumer.version = check_version(request.version.policy_version)
+            case _:
+                raise InvalidFieldError("part", "send grants, acknowledgements and versions")
+
+    async def _acknowledge(self, stream: Stream, delivery_ids: list[str]) -> None:
+        consumer = stream.consumer
+        settled = await self.store.settle(
+            consumer.name, [Settlement(id_) for id_ in delivery_ids], clock.steady_unix_ms()
+        )
+        await faults.reach("collector-after-acknowledgement")
+        for unit_id in settled:
+            consumer.settle(unit_id)
+        metrics.ACKNOWLEDGED.labels(consumer.name).inc(len(settled))
+        stream.acknowledged += delivery_ids  # unknown ones were acknowledged before
+
+    async def _next(self, stream: Stream) -> pb.SubscribeResponse | None:
+        """Returns what a stream gets next; None where there is nothing, or it has no credits."""
+        while not stream.ended:
+            if stream.loaded:
+                return stream.loaded.popleft()
+            await self._fetch(stream.known)
+            now = clock.monotonic_ms()
+            while len(stream.taken) < _MOST_TAKEN and (
+                unit := stream.consumer.take(stream.id, now)
+            ):
+                stream.taken.append(unit)
+            if not stream.taken:
+                return None
+            await self._load(stream)
+        return None
+
+    async def _fetch(self, known: _Known) -> None:
+        """Brings in what the streams of a consumer may take."""
+        consumer = known.consumer
+        async with known.paging:
+            if not (wanted := consumer.wanted()):
+                return
+            consumer.more = False
+            try:
+                page = await self.store.fetch(consumer.name, consumer.cursor, wanted)
+            except BaseException:
+                consumer.more = True
+                raise
+            consumer.add_page(page)
+
+    async def _load(self, stream: Stream) -> None:
+        """Loads what a stream has taken, the first of it at least."""
+        consumer = stream.consumer
+        rules = partial(judge, consumer.filter, consumer.version)
+        found = await self.store.load(consumer.name, stream.taken, rules, clock.steady_unix_ms())
+        units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
+        for unit, loaded in zip(units, found, strict=True):
+            response = await self._made(stream, unit, loaded)
+            if response is not None:
+                stream.loaded.append(response)
+
+    async def _made(
+        self, stream: Stream, unit: Unit, loaded: Loaded | None
+    ) -> pb.SubscribeResponse | None:
+        """Returns a unit as it goes out; None where the filter keeps it back or it is gone."""
+        consumer = stream.consumer
+        if loaded is None or not loaded.verdict.delivers:
+            consumer.refund(stream.id)
+        if loaded is None:
+            consumer.settle(unit.unit_id)
+            return None
+        verdict = loaded.verdict
+        if not verdict.delivers:
+            settlement = Settlement(unit.unit_id, verdict.reason, verdict.removed)
+            await self.finish(self._filter(consumer, settlement))
+            metrics.count_filtered(consumer.name, verdict)
+            return None
+        metrics.DELIVERIES.labels(consumer.name, "first" if loaded.attempt == 1 else "again").inc()
+        if loaded.attempt == 1:
+            metrics.count_filtered(consumer.name, verdict)
+        delivery = loaded.response.delivery
+        delivery.delivery_id, delivery.attempt = unit.unit_id, loaded.attempt
+        delivery.removed.extend(verdict.removed)
+        delivery.partial = unit.partial
+        return loaded.response
+
+    async def _filter(self, consumer: Consumer, settlement: Settlement) -> None:
+        await self.store.settle(consumer.name, [settlement], clock.steady_unix_ms())
+        consumer.settle(settlement.unit_id)
+
+    async def _release(self, known: _Known) -> None:
+        """Gives back what no stream waits for any more."""
+        async with known.paging:
+            if known.consumer.streams:
+                return
+            await self._give_back(known.consumer)
+
+    async def _give_back(self, consumer: Consumer) -> None:
+        """Forgets what is here for a consumer: the store gives it to whoever asks."""
+        consumer.reset()
+        with suppress(RollmeshError):  # it does so later: when another stream leaves, or we do
+            await self.store.release(consumer.name)
+
+    async def _wait(self, stream: Stream) -> None:
+        """Waits for something to do; wakes when a lease runs out."""
+        now, expiry = clock.monotonic_ms(), stream.consumer.next_expiry_ms()
+        left_s = None if expiry is None else max(expiry - now, 0) / 1000
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await stream.wake.wait()
+        if stream.consumer.expire(clock.monotonic_ms()):
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for stream in self._streams:
+            stream.wake.set()

@@ -1,0 +1,1 @@
+"""Reading of requests: sampling parameters, constraints and weight transfers, checked."""

@@ -1,0 +1,57 @@
+"""Checks a constraint as far as that needs no grammar library."""
+
+import json
+from typing import Any
+
+from rollmesh.engine.backend import Constraint, Sampling
+from rollmesh.engine.requests.schema_cost import most_optional, tag_schemas
+from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
+from rollmesh.v1 import engine_pb2
+
+# A tag is read on the event loop of vLLM's client, in time that grows faster than its depth: with
+# these limits at most about 0.1 s.
+_MAX_BYTES = 128 * 1024
+_MAX_NESTING = 64
+_MAX_OPTIONAL = 256  # 80 ms of every step for a vocabulary of 150,000 tokens
+_FIELD = "constraint.structural_tag"
+
+
+def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> Constraint | None:
+    """Returns the checked constraint of a request; None where it has none.
+
+    Raises:
+        InvalidConstraintError: It is no structural tag, or too large.
+        InvalidSamplingError: A sampling parameter contradicts it.
+    """
+    if not request.HasField("constraint"):
+        return None
+    text = request.constraint.structural_tag
+    if len(text.encode()) > _MAX_BYTES:
+        raise InvalidConstraintError(_FIELD, f"is larger than {_MAX_BYTES} bytes; send less")
+    try:
+        tag: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidConstraintError(_FIELD, f"is not JSON: {error}") from error
+    if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
+        raise InvalidConstraintError(_FIELD, "has no format; send a structural tag")
+    if _is_deeper(tag, _MAX_NESTING):
+        raise InvalidConstraintError(_FIELD, f"is nested deeper than {_MAX_NESTING} levels")
+    optional = max((most_optional(schema) for schema, _ in tag_schemas(tag)), default=0)
+    if optional > _MAX_OPTIONAL:
+        raise InvalidConstraintError(
+            _FIELD,
+            f"has a JSON schema with {optional} optional properties of one object, or of "
+            f"alternatives together; {_MAX_OPTIONAL} are served: require some, or nest them",
+        )
+    for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_sequences"):
+        if getattr(sampling, name):  # where the tag ends, no token but an end token is left
+            raise InvalidSamplingError(f"sampling.{name}", "cannot be kept under a constraint")
+    return Constraint(text, request.constraint.strict)
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return False
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in value)

@@ -1,0 +1,343 @@
+"""The model behind vLLM's `AsyncLLM`: ids in, ids and flat log-probs out, no text."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+from rollmesh.engine.backend import (
+    Chunk,
+    Constraint,
+    Finish,
+    FinishKind,
+    GenerateInput,
+    Limits,
+    Load,
+    Output,
+    PauseKind,
+    Sampling,
+    Transfer,
+    VersionSpan,
+)
+from rollmesh.engine.vllm.constraint import compilable, has_tokenizer
+from rollmesh.engine.vllm.start import VllmConfig, start_llm
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    InvalidConstraintError,
+    InvalidFieldError,
+    InvalidWeightsError,
+    RollmeshError,
+    WeightTransferError,
+)
+from rollmesh.runtime.logs import fields
+
+_log = logging.getLogger(__name__)
+_FINISHES = {"stop": FinishKind.STOP, "length": FinishKind.LENGTH, "abort": FinishKind.ABORT}
+_HEALTH_CHECK_S = 0.5
+_ANY_TEXT = '{"type": "structural_tag", "format": {"type": "any_text"}}'
+
+
+class VllmBackend:
+    """One vLLM replica."""
+
+    name = "vllm"
+
+    def __init__(self, config: VllmConfig, policy_version: int = 0) -> None:
+        """Takes the settings and the version of the weights in `model_path`."""
+        self._config = config
+        self.weight_transfer = config.weight_transfer
+        self._policy_version = policy_version
+        self._llm: Any = None
+        self._paused = False
+        self._sleeping = False
+        self._takes_constraints = has_tokenizer(config.model_path)
+        self._running: dict[str, bool] = {}
+        self._control = asyncio.Lock()
+        self.limits = Limits(0, 0)
+        self.died = asyncio.Event()
+
+    async def start(self) -> None:
+        """Loads the model, sets its version and samples one token to warm it up."""
+        self._llm = start_llm(self._config, takes_constraints=self._takes_constraints)
+        model = self._llm.vllm_config.model_config
+        eos = model.try_get_generation_config().get("eos_token_id", [])
+        self.limits = Limits(
+            model.get_vocab_size(),
+            model.max_model_len,
+            frozenset(eos if isinstance(eos, list) else [eos]),
+        )
+        await self._llm.update_weight_version(str(self._policy_version))
+        # The first constraint makes vLLM read the vocabulary, which takes seconds.
+        first = Constraint(_ANY_TEXT, strict=False) if self._takes_constraints else None
+        one = GenerateInput("warm-up", np.zeros(1, np.uint32), Sampling(max_tokens=2), 0, first)
+        async for _ in self.generate(one):
+            pass
+
+    async def stop(self) -> None:
+        """Ends vLLM's processes."""
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+
+    async def watch(self) -> None:
+        """Sets `died` when vLLM's process is gone; runs until then."""
+        while not self._llm.errored:  # noqa: ASYNC110 - vLLM offers no event
+            await asyncio.sleep(_HEALTH_CHECK_S)
+        self.died.set()
+
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
+        """Yields chunks and then the finish; closing the iterator aborts the request in vLLM.
+
+        Raises:
+            InvalidConstraintError: The constraint cannot be enforced.
+            EngineDeadError: vLLM's process died.
+        """
+        tag = await self._structural_tag(request.constraint)
+        stream = self._llm.generate(
+            {"prompt_token_ids": request.token_ids.tolist()},
+            self._parameters(request, tag),
+            request.request_id,
+        )
+        self._running[request.request_id] = True
+        try:
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    completion = output.outputs[0]
+                    for chunk in _chunks(completion, request):
+                        yield chunk
+                    if completion.finish_reason == "error":
+                        raise _failure(request)
+                    if output.finished:
+                        yield _finish(completion, output.num_cached_tokens or 0)
+        except VLLMValidationError as error:
+            raise _failure(request) from error
+        except VllmEngineDeadError as error:
+            self.died.set()
+            raise EngineDeadError("the model's process died", retry_delay_ms=5000) from error
+        finally:
+            del self._running[request.request_id]
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ends requests with what they have."""
+        await self._llm.abort([id_ for id_ in request_ids if id_ in self._running])
+
+    async def pause(self, kind: PauseKind) -> None:
+        """Stops sampling; cancelled while it waits for requests, it changes nothing."""
+        try:
+            await self._llm.pause_generation(mode=kind.name.lower(), clear_cache=False)
+        except asyncio.CancelledError:
+            if not self._paused:
+                await self._llm.resume_generation()
+            raise
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Goes on sampling."""
+        await self._llm.resume_generation()
+        self._paused = False
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Joins the trainer; vLLM samples nothing while it waits for it.
+
+        Raises:
+            WeightTransferError: It did not come about.
+            EngineDeadError: It took too long.
+        """
+        async with self._control:
+            if problem := _first(await self._transfer_call("init_transfer", init_info)):
+                raise WeightTransferError(problem)
+
+    async def update_weights(
+        self, source: Path | Transfer, policy_version: int, kind: PauseKind
+    ) -> int:
+        """Takes new weights between two steps; the KV cache of the old ones is dropped.
+
+        Raises:
+            InvalidWeightsError: They do not fit; the old ones stay in use.
+            WeightTransferError: The transfer broke off, and nothing of it was loaded.
+            EngineDeadError: They were loaded in part, or a transfer took too long.
+        """
+        async with self._control:
+            await self._check(source)
+            was_paused, started = self._paused, clock.monotonic_ms()
+            await self._llm.pause_generation(mode=kind.name.lower(), clear_cache=True)
+            try:
+                await self._load(source)
+                await self._llm.update_weight_version(str(policy_version))
+                self._policy_version = policy_version
+            except (WeightTransferError, EngineDeadError):
+                raise
+            except Exception as error:
+                # Part of the new weights may be in: no version would be true. Start afresh.
+                self.died.set()
+                raise EngineDeadError(
+                    "the weights were loaded in part; the engine is about to restart",
+                    retry_delay_ms=5000,
+                ) from error
+            finally:
+                if not was_paused and not self.died.is_set():
+                    await self._llm.resume_generation()
+            took_ms = clock.monotonic_ms() - started
+            _log.info("weights", extra=fields(policy_version=policy_version, paused_ms=took_ms))
+            return took_ms
+
+    async def _check(self, source: Path | Transfer) -> None:
+        if isinstance(source, Transfer):
+            problem = _first(await self._transfer_call("check_transfer", list(source.updates)))
+        else:
+            problem = _first(await self._on_workers("check_weights", str(source)))
+        if problem:
+            raise InvalidWeightsError("weights", problem)
+
+    async def _load(self, source: Path | Transfer) -> None:
+        if isinstance(source, Path):
+            await self._on_workers("load_checked_weights", str(source))
+            return
+        problems = await self._transfer_call("load_transfer", list(source.updates))
+        if all(problems):
+            raise WeightTransferError(_first(problems))
+        if problem := _first(problems):  # some workers have the new weights
+            raise RollmeshError(problem)
+
+    async def _transfer_call(self, method: str, argument: object) -> list[str]:
+        """Calls the workers, which wait for the trainer; a trainer that never comes ends them."""
+        try:
+            async with asyncio.timeout(self._config.weight_transfer_timeout_ms / 1000):
+                return await self._on_workers(method, argument)
+        except TimeoutError as error:
+            self.died.set()
+            raise EngineDeadError(
+                "the trainer kept a transfer waiting for longer than weight_transfer_timeout_ms; "
+                "the engine is about to restart",
+                retry_delay_ms=5000,
+            ) from error
+
+    async def _on_workers(self, method: str, argument: object) -> list[str]:
+        """Calls every worker of every data-parallel rank; vLLM's own call answers for one rank."""
+        core = self._llm.engine_core
+        ranks = await core.call_utility_all_async("collective_rpc", method, None, (argument,), {})
+        return [answer for answers in ranks for answer in answers]
+
+    async def sleep(self, level: int) -> None:
+        """Frees accelerator memory; running requests are aborted.
+
+        Raises:
+            InvalidFieldError: vLLM was started without its sleep mode.
+        """
+        if not (current_platform.is_cpu() or self._llm.vllm_config.model_config.enable_sleep_mode):
+            raise InvalidFieldError(
+                "level", "the engine cannot sleep; start it with enable_sleep_mode in [engine.vllm]"
+            )
+        await self._llm.sleep(level)
+        self._sleeping = True
+
+    async def wake_up(self) -> None:
+        """Takes the memory back."""
+        await self._llm.wake_up()
+        self._sleeping = False
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; False when running requests hold them."""
+        return bool(await self._llm.reset_prefix_cache())
+
+    def load(self) -> Load:
+        """Says what vLLM is doing; what it has not scheduled counts as waiting."""
+        held = len(self._running)
+        running = min(held, self._config.max_running)
+        return Load(self._policy_version, running, held - running, self._paused, self._sleeping)
+
+    async def _structural_tag(self, constraint: Constraint | None) -> str | None:
+        if constraint is None:
+            return None
+        if not self._takes_constraints:
+            raise InvalidConstraintError(
+                "constraint",
+                f"{self._config.model_path} has no tokenizer; start the engine from a whole model",
+            )
+        return await asyncio.to_thread(compilable, constraint)
+
+    def _parameters(self, request: GenerateInput, tag: str | None) -> SamplingParams:
+        sampling = request.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=[*sampling.stop_token_ids, *self._stop_ids(sampling)],
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            ignore_eos=sampling.ignore_eos,
+            allowed_token_ids=list(sampling.allowed_token_ids) or None,
+            logit_bias=dict(sampling.logit_bias) or None,
+            # What vLLM makes of bad_words: their text is the gateway's.
+            _bad_words_token_ids=list(map(list, sampling.bad_sequences)) or None,
+            logprobs=request.top_logprobs,
+            flat_logprobs=True,
+            detokenize=False,
+            structured_outputs=(
+                None if tag is None else StructuredOutputsParams(structural_tag=tag)
+            ),
+            output_kind=(
+                RequestOutputKind.DELTA
+                if request.max_chunk_tokens
+                else RequestOutputKind.FINAL_ONLY
+            ),
+        )
+
+    def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
+        """Returns the model's end tokens: without a tokenizer vLLM does not know them all."""
+        return frozenset() if sampling.ignore_eos else self.limits.stop_ids
+
+
+def _first(problems: list[str]) -> str:
+    return next(filter(None, problems), "")
+
+
+def _chunks(completion: Any, request: GenerateInput) -> Iterator[Chunk]:
+    ids = np.asarray(completion.token_ids, np.uint32)
+    if not len(ids):
+        return
+    # For each token a row: itself, and then the most likely ones, which may hold it again.
+    flat, row = completion.logprobs, 1 + request.top_logprobs
+    logprobs = np.asarray(flat.logprobs, np.float32).reshape(len(ids), row)
+    ranked = np.asarray(flat.token_ids, np.uint32).reshape(len(ids), row)
+    size = request.max_chunk_tokens or len(ids)
+    for at in range(0, len(ids), size):
+        part = slice(at, at + size)
+        yield Chunk(ids[part], logprobs[part, 0], ranked[part, 1:], logprobs[part, 1:])
+
+
+def _failure(request: GenerateInput) -> RollmeshError:
+    """Returns what to say of a request that vLLM could not go on with."""
+    if request.constraint is None:
+        return RollmeshError("vLLM ended the request with an error; its log has it")
+    return InvalidConstraintError(
+        "constraint.structural_tag", "vLLM could not compile or follow it; its log has the reason"
+    )
+
+
+def _finish(completion: Any, cached_tokens: int) -> Finish:
+    kind = _FINISHES.get(completion.finish_reason)
+    if kind is None:
+        raise EngineDeadError(f"vLLM ended a request with {completion.finish_reason!r}")
+    stop = completion.stop_reason
+    if kind is FinishKind.STOP and stop is None:  # the end token that vLLM knows itself
+        stop = completion.token_ids[-1] if len(completion.token_ids) else None
+    spans = tuple(
+        VersionSpan(int(span.version), span.start, span.end)
+        for span in completion.weight_versions or ()
+    )
+    return Finish(kind, stop if isinstance(stop, int) else None, spans, cached_tokens)

@@ -1,0 +1,100 @@
+"""Starts vLLM with what rollmesh sets and what a user passes through."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.config import WeightTransferConfig
+from vllm.config.logging import LoggingConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+from rollmesh.engine.vllm.failure import failure_log
+from rollmesh.runtime.errors import EngineStartError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """How vLLM is started."""
+
+    model_path: Path
+    max_context_tokens: int
+    dtype: str = "auto"
+    enforce_eager: bool = False
+    max_running: int = 256
+    gpu_memory_utilization: float = 0.9
+    weight_transfer: str = ""
+    weight_transfer_timeout_ms: int = 300_000
+    metrics: bool = False
+    """Whether vLLM's own metrics are in this process's Prometheus registry."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `AsyncEngineArgs`, as `vllm_options` read them."""
+
+
+def start_llm(config: VllmConfig, *, takes_constraints: bool) -> AsyncLLM:
+    """Returns vLLM with the model loaded by all of its workers.
+
+    Args:
+        config: The settings.
+        takes_constraints: Whether the model has a tokenizer, which constraints need.
+
+    Raises:
+        EngineStartError: vLLM could not start; the message is its reason, in one line.
+    """
+    with failure_log() as failures:
+        settings = {"logging_config": LoggingConfig(pylogging_config_file=failures.config_file)}
+        try:
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**(settings | _arguments(config, takes_constraints))),
+                stat_loggers=[PrometheusStatLogger] if config.metrics else None,
+            )
+        except Exception as error:
+            reason = failures.first() or f"{type(error).__name__}: {error}"
+            raise EngineStartError(f"vLLM could not start: {' '.join(reason.split())}") from error
+
+
+def _arguments(config: VllmConfig, takes_constraints: bool) -> dict[str, Any]:  # noqa: FBT001
+    own: dict[str, Any] = {
+        "model": str(config.model_path),
+        # Text is the gateway's; the tokenizer is for constraints alone.
+        "skip_tokenizer_init": not takes_constraints,
+        "structured_outputs_config": {"backend": "xgrammar"},
+        "max_model_len": config.max_context_tokens or None,
+        "dtype": config.dtype,
+        "enforce_eager": config.enforce_eager,
+        "max_num_seqs": config.max_running,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "disable_log_stats": True,  # vLLM prints none; its metrics go to Prometheus alone
+        "worker_extension_cls": "rollmesh.engine.vllm.worker_extension.WeightReceiver",
+        "weight_transfer_config": (
+            WeightTransferConfig(config.weight_transfer) if config.weight_transfer else None
+        ),
+    }
+    return {**_cpu_arguments(config.options), **own, **config.options}
+
+
+def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what vLLM needs to know on a CPU: run one worker in the scheduler's process.
+
+    vLLM's own choice there, a worker process per model, makes the scheduler spin for the worker's
+    answer. On few cores that takes a core from the model, and the threads that carry requests and
+    tokens in and out of the scheduler get no turn: streams stood still for seconds, and aborts and
+    pauses took effect when the request had ended anyway. The threads of the model, which vLLM
+    would bind to cores in the worker, are set by the environment instead.
+    """
+    if not current_platform.is_cpu():
+        return {}
+    environ = os.environ  # noqa: TID251 - the only way to the threads of vLLM's process
+    environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    if workers == 1:
+        return {"distributed_executor_backend": UniProcExecutor}
+    # vLLM would bind each worker to a NUMA node, and refuses to start where there are fewer.
+    environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return {}

@@ -1,0 +1,135 @@
+"""When two messages are the same: what the template would see, and how agents echo.
+
+The rules are those that real clients need: arguments compare as JSON values and their numbers as
+doubles, ids of calls count only where the template prints them, absent fields equal empty ones. An
+echo of a sampled message may also be stripped, may lack its reasoning, may have got the agent's
+name, and may carry mended arguments.
+"""
+
+import hashlib
+import json
+
+from rollmesh.chat.json_values import comparable, rounded
+from rollmesh.chat.messages import Frame, Message, Unit
+
+_DIGEST_BYTES = 16
+
+
+def unit_key(unit: Unit, *, call_ids: bool) -> bytes:
+    """Returns the digest under which equal units are found; `call_ids` says whether ids count."""
+    return _digest([field for message in unit for field in _plain(message, call_ids=call_ids)])
+
+
+def spelling_key(unit: Unit) -> bytes:
+    """Returns the digest of all that a template prints of a unit, arguments as they are spelled."""
+    fields: list[str] = []
+    for one in unit:
+        fields += (one.role, one.content, one.name, one.tool_call_id, one.reasoning)
+        for call in one.tool_calls:
+            fields += (call.id, call.name, call.arguments)
+        fields.append(str(len(one.tool_calls)))
+    return _digest(fields)
+
+
+def lenient_key(unit: Unit, *, call_ids: bool) -> bytes:
+    """Returns the digest that also agrees for an echo that was stripped or given a name."""
+    fields = [_plain(message, call_ids=call_ids, lenient=True) for message in unit]
+    return _digest([field for one in fields for field in one])
+
+
+def is_mended_echo(sampled: Message, echo: Message) -> bool:
+    """Says whether `echo` is `sampled` with broken arguments repaired by the agent's framework.
+
+    Holds when calls agree in number, order, id and name, and each pair of arguments is equal as
+    JSON, or nearly (15 digits of a number), or was not JSON when it was sampled.
+    """
+    if len(sampled.tool_calls) != len(echo.tool_calls) or not sampled.tool_calls:
+        return False
+    if sampled.content.strip() != echo.content.strip():
+        return False
+    return all(
+        ours.id == theirs.id
+        and ours.name == theirs.name
+        and _is_mended(ours.arguments, theirs.arguments)
+        for ours, theirs in zip(sampled.tool_calls, echo.tool_calls, strict=True)
+    )
+
+
+def _is_mended(sampled: str, echo: str) -> bool:
+    kind, value = argument_value(sampled)
+    if kind == "raw" or argument_value(echo) == (kind, value):
+        return True
+    try:
+        return rounded(sampled) == rounded(echo)
+    except ValueError:
+        return False
+
+
+def contradicts_reasoning(sampled: Message, echo: Message) -> bool:
+    """Says whether the echo carries another reasoning; none is no contradiction."""
+    return bool(echo.reasoning) and echo.reasoning.strip() != sampled.reasoning.strip()
+
+
+def argument_value(text: str) -> tuple[str, str]:
+    """Returns arguments as ("json", canonical text), or ("raw", text) where they are not JSON.
+
+    The last of equal keys wins, `1E2` equals `100` and `100.0`, the empty string equals `{}`. What
+    holds a number that is no double is not JSON here: languages print it each in another way.
+    """
+    if not text.strip():
+        return "json", "{}"
+    try:
+        return "json", comparable(text)
+    except ValueError:
+        return "raw", text
+
+
+def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
+    """Returns the frame of a request.
+
+    Raises:
+        ValueError: One of the two is not JSON, or not an array and an object.
+    """
+    tools = json.loads(tools_json) if tools_json else []
+    options = json.loads(options_json) if options_json else {}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("tools_json is not an array of objects")
+    if not isinstance(options, dict):
+        raise ValueError("template_options_json is not an object")  # noqa: TRY004 - bad input
+    key = _digest([_dump(tools), _dump(options)])
+    return Frame(tools_json if tools else b"", options_json if options else b"", key)
+
+
+def fingerprint(frame: Frame, messages_digest: bytes, settings: object) -> bytes:
+    """Returns the digest by which a retry is told from a new request.
+
+    Args:
+        frame: Tools and template options.
+        messages_digest: Of all messages, reasoning and call ids included.
+        settings: Whatever else changes the answer, as JSON values.
+    """
+    begin = _digest([frame.key.hex(), _dump(settings)])
+    return hashlib.blake2b(begin + messages_digest, digest_size=_DIGEST_BYTES).digest()
+
+
+def _plain(message: Message, *, call_ids: bool, lenient: bool = False) -> list[str]:
+    """Returns what makes a message equal to another; every message's fields are self-delimiting."""
+    content = message.content.strip() if lenient else message.content
+    name = "" if lenient else message.name
+    fields = [message.role, content, name, str(len(message.tool_calls))]
+    for call in message.tool_calls:
+        fields += (call.name, *argument_value(call.arguments))
+    if call_ids:
+        fields += (message.tool_call_id, *(call.id for call in message.tool_calls))
+    return fields
+
+
+def _digest(fields: list[str]) -> bytes:
+    """Returns the digest of texts in order; with their lengths, so that no two lists are joined."""
+    lengths = ",".join([str(len(field)) for field in fields])
+    data = f"{lengths}|{''.join(fields)}".encode(errors="surrogatepass")
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,63 @@
+"""`rollmesh template check MODEL_DIR`: what the gateway would find about a chat template."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rollmesh.chat.parsing.detection import choose, known_parsers
+from rollmesh.chat.parsing.formats import UNKNOWN, AnswerFormat
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat.templates.profile import REWRITING, Contract
+from rollmesh.chat.tokenizer import ModelFilesError
+
+
+def report(contract: Contract, format_: AnswerFormat) -> str:
+    """Returns what was found, for people."""
+    ends = " or ".join(contract.stops)
+    lines = [f"{contract}", "", f"an answer ends with   {ends}"]
+    lines.append(f"tool calls            {format_.tools}")
+    lines.append(f"reasoning             {format_.reasoning_name}")
+    lines.append(f"probes, whole render  {contract.verified}")
+    lines.append(f"probes, last turn     {contract.kept}")
+    if kept := contract.findings & REWRITING:
+        lines += ["", "The template does this to earlier turns; sessions keep what was sampled:"]
+        lines += [f"  - {finding}" for finding in sorted(kept)]
+    if other := contract.findings - REWRITING:
+        lines += ["", "It also:"]
+        lines += [f"  - {finding}" for finding in sorted(other)]
+    if contract.refused:
+        lines += ["", "Requests with these orders of roles are refused:"]
+        lines += [f"  - {order}: {why}" for order, why in sorted(contract.refused.items())]
+    if format_.tools == UNKNOWN:
+        lines += [
+            "",
+            "The template shows no known format of tool calls, so requests with tools are refused.",
+            f"Set tool_parser to one of: {known_parsers()}",
+        ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Returns the exit code: 0 where the template can be continued, 1 where not."""
+    parser = argparse.ArgumentParser(prog="rollmesh template check", description=__doc__)
+    parser.add_argument("model", type=Path, help="folder with tokenizer.json and chat template")
+    model: Path = parser.parse_args().model
+    try:
+        template, tokenizer = load_model(model)
+        found = Continuation(template, tokenizer).contract
+    except ModelFilesError as error:
+        print(f"rollmesh template check: {error}", file=sys.stderr)
+        return 2
+    except (TemplateRefusedError, TemplateRenderError) as error:
+        print(f"refused: {error}")
+        return 1
+    format_ = choose(template.source, tool_parser="auto", reasoning_parser="auto", shown=())
+    print(report(found, format_))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

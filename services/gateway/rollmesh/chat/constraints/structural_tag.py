@@ -1,0 +1,268 @@
+"""What an answer is forced to be: calls of tools, a JSON value, or either, as a structural tag.
+
+A structural tag is what xgrammar compiles. Each format of `formats.FORMATS` has its calls written
+here as its chat template prints them; xgrammar has builders of its own, but for other formats, and
+importing it imports torch. Reasoning is free: the constraint begins behind it.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from rollmesh.chat.json_values import write_json
+from rollmesh.chat.messages import Frame
+from rollmesh.chat.parsing.calls import gemma_calls, harmony, json_formats as object_formats
+from rollmesh.chat.parsing.formats import (
+    CHANNELS,
+    FORMATS,
+    GEMMA,
+    HARMONY,
+    MUSE,
+    AnswerFormat,
+    tool_schemas,
+)
+from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
+from rollmesh.v1 import engine_pb2
+
+_MOST_BLANKS = 32  # in a row; without a limit some models never end them
+_NAME = re.compile(r"[\w.-]+", re.ASCII)  # what every format can carry
+# By format: what begins the reasoning, what ends it, and what stands behind it.
+_CHANNELED = {
+    HARMONY: ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+    GEMMA: (f"{gemma_calls.THOUGHT}\n", "<channel|>", ""),
+    MUSE: (" to=self<|message|>", "<|eom|>", "<|start|>assistant"),
+}
+_SAID = {HARMONY: "<|channel|>final<|message|>", GEMMA: "", MUSE: " to=user<|message|>"}
+"""What begins the text of an answer."""
+_Format = dict[str, Any]
+
+
+class Calls(Enum):
+    """Whether an answer may, must, or must not call tools."""
+
+    NONE = auto()
+    AUTO = auto()
+    REQUIRED = auto()
+    NAMED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request wants of its answer's form."""
+
+    calls: Calls = Calls.AUTO
+    tool_name: str = ""
+    """The tool to call, with NAMED."""
+    one_call: bool = False
+    """Whether a second call is not allowed."""
+    json_schema: bytes | None = None
+    """Schema of the answer's text; None where it is free."""
+    strict: bool = False
+    """Whether a schema is refused of which a part cannot be enforced."""
+
+    def refused(self, error: InvalidConstraintError) -> InvalidConstraintError:
+        """Returns an engine's error under the field of `ChatRequest` that the constraint is of."""
+        field = "json_format" if self.json_schema is not None else "tools_json"
+        return InvalidConstraintError(field, error.message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Syntax:
+    """How one format writes calls; NAME stands for the tool's name."""
+
+    begin: str
+    end: str
+    between: str = ""
+    """What parts two calls."""
+    around: tuple[str, str] = ("", "")
+    id: tuple[str, str] = ("", "")
+    """Behind `begin`: a pattern of the call's id, and the text that follows it."""
+    style: str = "json"
+    """How arguments are written."""
+    excluded: tuple[str, ...] = ()
+    """Text that no string may hold, because parsers would not know it for a part of the string."""
+    many: bool = True
+    """Whether an answer may hold several calls."""
+
+
+_DEEPSEEK = object_formats.DEEPSEEK_V3
+_SYNTAXES: dict[str, _Syntax] = {
+    "hermes": _Syntax(
+        '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"
+    ),
+    "llama3_json": _Syntax('{"name": "NAME", "parameters": ', "}", between="; "),
+    "mistral": _Syntax(
+        '{"name": "NAME", "arguments": ', "}", between=", ", around=("[TOOL_CALLS] [", "]")
+    ),
+    "mistral_args": _Syntax("[TOOL_CALLS]NAME[ARGS]", ""),
+    "deepseek_v3": _Syntax(
+        f"{_DEEPSEEK.open}function{_DEEPSEEK.inside[0]}NAME\n```json\n",
+        f"\n```{_DEEPSEEK.close}",
+        between="\n",
+        around=(_DEEPSEEK.around[0], _DEEPSEEK.around[1]),
+    ),
+    "deepseek_v31": _Syntax(
+        f"{_DEEPSEEK.open}NAME{_DEEPSEEK.inside[0]}",
+        _DEEPSEEK.close,
+        around=(_DEEPSEEK.around[0], _DEEPSEEK.around[1]),
+    ),
+    "kimi_k2": _Syntax(
+        "<|tool_call_begin|>functions.NAME:",
+        "<|tool_call_end|>",
+        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        id=(r"\d{1,4}", "<|tool_call_argument_begin|>"),
+    ),
+    "qwen3_coder": _Syntax(
+        "<tool_call>\n<function=NAME>\n",
+        "\n</function>\n</tool_call>",
+        between="\n",
+        style="qwen_xml",
+        excluded=("<parameter=", "</parameter>"),
+    ),
+    "glm45": _Syntax(
+        "<tool_call>NAME\n",
+        "\n</tool_call>",
+        between="\n",
+        style="glm_xml",
+        excluded=("<arg_value>", "</arg_value>"),
+    ),
+    # The end token is `<|call|>`, which no constraint can hold: it stands behind the end of one.
+    HARMONY: _Syntax(
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        "",
+        excluded=harmony.MARKS,
+        many=False,
+    ),
+}
+FORCED_FORMATS = frozenset(_SYNTAXES) - {"mistral_args"}
+"""Names of the formats whose calls can be forced."""
+
+
+def constraint_of(
+    wanted: Wanted, format_: AnswerFormat, frame: Frame, *, inside_reasoning: bool
+) -> engine_pb2.Constraint | None:
+    """Returns what the answer must be; None where it may be anything.
+
+    Raises:
+        InvalidFieldError: The model's format, or a tool's name, allows no such constraint.
+    """
+    forms: list[_Format] = []
+    strict = wanted.strict
+    callable_ = bool(frame.tools_json) and wanted.calls is not Calls.NONE
+    if callable_ and wanted.one_call and format_.tools not in {*_SYNTAXES, "none"}:
+        raise InvalidFieldError("parallel_tool_calls", _not_served(format_))
+    if wanted.calls in {Calls.REQUIRED, Calls.NAMED} or (
+        callable_ and wanted.json_schema is not None
+    ):
+        schemas = _wanted_schemas(wanted, frame)
+        strict |= _any_strict(frame, schemas)
+        forms += _calls(_syntax(format_), schemas, one=wanted.one_call or _is_named(wanted))
+    if wanted.json_schema is not None and wanted.calls not in {Calls.REQUIRED, Calls.NAMED}:
+        forms.append(_json(wanted.json_schema, format_, beside_calls=callable_))
+    if not forms:
+        return None
+    reasoning = _reasoning(format_, inside=inside_reasoning)
+    tag = {"type": "structural_tag", "format": _sequence(*reasoning, _one_of(forms))}
+    text = write_json(tag)
+    return engine_pb2.Constraint(structural_tag=text, strict=strict)
+
+
+def _is_named(wanted: Wanted) -> bool:
+    return wanted.calls is Calls.NAMED
+
+
+def _syntax(format_: AnswerFormat) -> _Syntax:
+    name = "mistral_args" if format_.tools == "mistral" and format_.args_mark else format_.tools
+    if name not in _SYNTAXES:
+        raise InvalidFieldError("tool_choice", _not_served(format_))
+    return _SYNTAXES[name]
+
+
+def _not_served(format_: AnswerFormat) -> str:
+    known = ", ".join(sorted(FORCED_FORMATS))
+    return f"is not served with tool_parser {format_.tools}; with these it is: {known}"
+
+
+def _wanted_schemas(wanted: Wanted, frame: Frame) -> Mapping[str, Mapping[str, Any]]:
+    schemas = tool_schemas(frame.tools_json)
+    if wanted.calls is Calls.NAMED:
+        schemas = {wanted.tool_name: schemas[wanted.tool_name]}
+    for name in schemas:
+        if not _NAME.fullmatch(name):
+            raise InvalidFieldError(
+                "tools_json", f"{name!r} cannot be forced; name it in letters, digits and _ - ."
+            )
+    return schemas
+
+
+def _any_strict(frame: Frame, schemas: Iterable[str]) -> bool:
+    functions = [tool.get("function", tool) for tool in json.loads(frame.tools_json)]
+    return any(one.get("strict") is True and one.get("name") in schemas for one in functions)
+
+
+def _calls(
+    syntax: _Syntax, schemas: Mapping[str, Mapping[str, Any]], *, one: bool
+) -> list[_Format]:
+    call = _one_of([_call(syntax, name, schema) for name, schema in schemas.items()])
+    before, after = syntax.around
+    more = {"type": "star", "content": _sequence(_text(syntax.between), call)}
+    several = [] if one or not syntax.many else [more]
+    return [_sequence(_text(before), call, *several, _text(after))]
+
+
+def _call(syntax: _Syntax, name: str, schema: Mapping[str, Any]) -> _Format:
+    pattern, behind = syntax.id
+    id_ = [{"type": "regex", "pattern": pattern}, _text(behind)] if pattern else []
+    arguments = _schema({**schema, "type": "object"}, syntax.excluded) | {"style": syntax.style}
+    return _sequence(_text(syntax.begin.replace("NAME", name)), *id_, arguments, _text(syntax.end))
+
+
+def _json(schema: bytes, format_: AnswerFormat, *, beside_calls: bool) -> _Format:
+    value = json.loads(schema) if schema else {"type": "object"}
+    if format_.in_channels:
+        return _sequence(
+            _text(_SAID[format_.in_channels]), _schema(value, CHANNELS[format_.in_channels])
+        )
+    calls = FORMATS.get(format_.tools) if beside_calls else None
+    return _schema(value, () if calls is None else calls.opens)
+
+
+def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
+    """Returns what stands in front of the answer: free text up to the mark that ends it."""
+    if format_.in_channels:
+        begin, end, behind = _CHANNELED[format_.in_channels]
+        others = [mark for mark in CHANNELS[format_.in_channels] if mark != end]
+        thought = _sequence(_free("" if inside else begin, end, others), _text(behind))
+        return [thought if inside else {"type": "optional", "content": thought}]
+    if not format_.reasoning:
+        return []
+    opening, closing = format_.reasoning_tags
+    free = _free("" if inside else opening, closing)
+    thought = _sequence(free, {"type": "regex", "pattern": "\n*"})
+    return [thought if inside else {"type": "optional", "content": thought}]
+
+
+def _free(begin: str, end: str, excluded: Iterable[str] = ()) -> _Format:
+    text = {"type": "any_text", "excludes": list(excluded)}
+    return {"type": "tag", "begin": begin, "content": text, "end": end}
+
+
+def _schema(schema: Any, excluded: tuple[str, ...]) -> _Format:
+    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_BLANKS}
+    return form | {"excludes": list(excluded)} if excluded else form
+
+
+def _text(value: str) -> _Format:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*parts: _Format) -> _Format:
+    kept = [part for part in parts if part != _text("")]
+    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+
+
+def _one_of(forms: list[_Format]) -> _Format:
+    return forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}

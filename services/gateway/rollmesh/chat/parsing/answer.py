@@ -1,0 +1,196 @@
+"""One answer in the making: sampled ids in, text, reasoning and tool calls out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollmesh.chat.messages import Message, ToolCall
+from rollmesh.chat.parsing.decoding import IncrementalDecoder, StopStrings
+from rollmesh.chat.parsing.events import (
+    ArgumentsPiece,
+    CallStart,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    ToolParser,
+)
+from rollmesh.chat.parsing.reasoning import ReasoningSplitter
+from rollmesh.chat.parsing.vllm.answers import WholeCallParser
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a tool call; id and name come with its first piece only."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A piece of the reasoning."""
+
+    text: str
+
+
+Delta = str | ReasoningDelta | CallDelta
+"""Text of the answer, of its reasoning, or a piece of a call."""
+
+
+class Answer:
+    """Decodes ids, cuts at stop strings, and parts reasoning, text and tool calls."""
+
+    def __init__(
+        self,
+        decoder: IncrementalDecoder,
+        stops: Sequence[str],
+        *,
+        parser: ToolParser | None,
+        reasoning: ReasoningSplitter | None,
+        new_call_id: Callable[[], str],
+        one_call: bool = False,
+        keeps_stop: bool = False,
+    ) -> None:
+        """Begins an empty answer.
+
+        Args:
+            decoder: Turns its ids into text.
+            stops: Strings that end it.
+            parser: Finds tool calls; None where there are no tools.
+            reasoning: Parts the reasoning; None where the model writes none.
+            new_call_id: Gives ids unique within the session.
+            one_call: End the answer where a second call begins.
+            keeps_stop: Whether the stop string that ends it is part of its text.
+        """
+        self._decoder = decoder
+        self._stops = StopStrings(stops, kept=keeps_stop)
+        self._parser = parser
+        self._reasoning = reasoning
+        self._content: list[str] = []
+        self._new_call_id = new_call_id
+        self._call_ids: list[str] = []
+        self._one_call = one_call and parser is not None
+        self._fed = 0
+        self._passed = 0  # ids fed when the text was last passed on, no call being read
+        self._cut = False
+        self.stopped_at: int | None = None
+        """Number of ids up to the one that completed a stop string, or up to a second call where
+        one is allowed; None while there is neither."""
+
+    @property
+    def certain(self) -> int | None:
+        """Number of ids that are certainly part of it, before its end; None where all fed are.
+
+        A second call may show where the first ended only after that.
+        """
+        return 0 if self._one_call and self.stopped_at is None else self.stopped_at
+
+    @property
+    def malformed(self) -> bool:
+        """Whether something looked like a tool call and was not a whole one."""
+        return self._parser is not None and self._parser.malformed
+
+    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
+        """Takes sampled ids; returns what became certain. Ids after a stop are ignored."""
+        if not (self._stops.wanted or self._one_call):
+            self._fed += len(token_ids)
+            text = self._decoder.feed_all(token_ids)
+            return self._split(text) if text else []
+        certain: list[str] = []
+        deltas: list[Delta] = []
+        for token_id in token_ids:
+            if self.stopped_at is not None:
+                break
+            self._fed += 1
+            text, stopped = self._stops.feed(self._decoder.feed(token_id))
+            if stopped:
+                self.stopped_at = self._fed
+            if self._one_call:  # by itself, so that it is known which id begins the second
+                deltas += self._first_call(self._split(text))
+            else:
+                certain.append(text)
+        # Split once: what came together also leaves together.
+        return deltas + self._split("".join(certain))
+
+    @property
+    def whole(self) -> WholeCallParser | None:
+        """What another parser must read between `end_text` and `finish`; None where none must."""
+        return self._parser if isinstance(self._parser, WholeCallParser) else None
+
+    def end_text(self) -> list[Delta]:
+        """Says that no more ids come; returns what became certain."""
+        deltas: list[Delta] = []
+        if self.stopped_at is None:
+            text, stopped = self._stops.feed(self._decoder.finish())
+            deltas += self._split(text if stopped else text + self._stops.finish())
+        if self._reasoning is not None:
+            deltas += self._thought(*self._reasoning.finish())
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """Returns the last pieces; call after `end_text`."""
+        if self._parser is None or self._cut:
+            return []
+        return self._first_call([self._delta(piece) for piece in self._parser.finish()])
+
+    def message(self) -> Message:
+        """Returns the whole message; call after `finish`."""
+        reasoning = self._reasoning.reasoning if self._reasoning is not None else ""
+        if self._parser is None:
+            return Message("assistant", "".join(self._content), reasoning=reasoning)
+        calls = zip(self._call_ids, self._parser.calls, strict=True)
+        return Message(
+            "assistant",
+            self._parser.content,
+            tuple(ToolCall(id_, name, arguments) for id_, (name, arguments) in calls)[
+                : 1 if self._one_call else None
+            ],
+            reasoning=reasoning or self._parser.reasoning,
+        )
+
+    def _first_call(self, deltas: list[Delta]) -> list[Delta]:
+        """Returns the deltas up to a second call; where one begins, the answer ends before it."""
+        if not self._one_call or self._cut:
+            return deltas
+        begun = [at for at, one in enumerate(deltas) if isinstance(one, CallDelta) and one.name]
+        second = next((at for at in begun if deltas[at].index), None)  # type: ignore[union-attr]
+        if second is None:
+            if deltas or (self._parser is not None and self._parser.idle):
+                self._passed = self._fed
+            return deltas
+        self._cut = True
+        # One list may hold both calls: its end cannot be told from that of the first.
+        self.stopped_at = self._passed if len(begun) == 1 else self._fed
+        return deltas[:second]
+
+    def _split(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        if self._reasoning is None:
+            return self._pieces(text)
+        return self._thought(*self._reasoning.feed(text))
+
+    def _thought(self, thought: str, rest: str) -> list[Delta]:
+        deltas: list[Delta] = [ReasoningDelta(thought)] if thought else []
+        return deltas + self._pieces(rest)
+
+    def _pieces(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        if self._parser is None:
+            self._content.append(text)
+            return [text]
+        return [self._delta(piece) for piece in self._parser.feed(text)]
+
+    def _delta(self, piece: Piece) -> Delta:
+        match piece:
+            case TextPiece(text):
+                return text
+            case ReasoningPiece(text):
+                return ReasoningDelta(text)
+            case CallStart(index, name, call_id):
+                self._call_ids.append(call_id or self._new_call_id())
+                return CallDelta(index, self._call_ids[-1], name)
+            case ArgumentsPiece(index, text):
+                return CallDelta(index, arguments=text)

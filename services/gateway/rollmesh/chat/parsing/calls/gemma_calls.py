@@ -1,0 +1,254 @@
+"""Answers of Gemma 4: reasoning in a channel, calls whose strings stand between marks.
+
+    <|channel>thought
+    ...<channel|>Let me see.<|tool_call>call:f{city:<|"|>Paris<|"|>,n:3,tags:[true]}<tool_call|>
+
+A call is passed on when it is whole; one that is not is text, and flagged. Marks inside a string
+are part of it. Values without string marks are JSON's numbers and words (or as Python spells
+them); other bare text is a string, as is what the tool's schema says is one.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rollmesh.chat.json_values import read_json, write_json
+from rollmesh.chat.parsing.calls.xml_calls import Schemas, kinds
+from rollmesh.chat.parsing.events import Machine, Piece, ReasoningPiece, first_of, possible_start
+
+_CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
+_CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+THOUGHT = f"{_CHANNEL}thought"
+"""What opens the reasoning; a line break follows."""
+MARKS = (_CHANNEL, _CHANNEL_END, _CALL, _CALL_END, _QUOTE)
+_LABEL = "thought\n"
+_OUTSIDE = (_CHANNEL, _CHANNEL_END, _CALL)
+_IN_CALL = re.compile("|".join(map(re.escape, (_CALL, _CALL_END, _QUOTE))))
+_NAME = re.compile(r"\s*(?:call)?:(?P<name>[\w.-]+)(?=\{)")
+_BARE = re.compile(r"[^,:{}\[\]<]+")
+_BLANK = re.compile(r"\s*")
+_WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
+_MOST_DEPTH = 64
+
+
+class GemmaParser(Machine):
+    """One answer's text, cut into pieces. `_held` is text not yet passed on."""
+
+    def __init__(self, schemas: Schemas, *, inside_reasoning: bool = False) -> None:
+        """Begins an empty answer.
+
+        Args:
+            schemas: The tools that there are.
+            inside_reasoning: The generation prompt has opened the channel.
+        """
+        super().__init__()
+        self._schemas = schemas
+        self._state = "label" if inside_reasoning else "text"
+        self._looked, self._quoted = 0, False
+
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        return self._state == "text" and not self._held
+
+    def finish(self) -> list[Piece]:
+        """Says that no more text comes; returns the last pieces."""
+        pieces: list[Piece] = []
+        if self._state == "call":
+            self._end_call(len(self._held), "", pieces)
+            while self._step(pieces):
+                pass
+        if self._state in {"label", "reasoning"}:
+            bare = self._state == "label" and self._held == _LABEL.rstrip()
+            self._think("" if bare else self._held.rstrip(), pieces)
+        else:
+            self.emit_text(self._held, pieces)
+        self._held = ""
+        self.end_text(pieces)
+        return pieces
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Makes one transition; says whether another may follow."""
+        if self._state == "call":
+            return self._step_call(pieces)
+        if self._state == "label":
+            return self._step_label()
+        return self._step_open(pieces)
+
+    def _step_label(self) -> bool:
+        if len(self._held) < len(_LABEL) and _LABEL.startswith(self._held):
+            return False
+        self._held = self._held.removeprefix(_LABEL)
+        self._state = "reasoning"
+        return True
+
+    def _step_open(self, pieces: list[Piece]) -> bool:
+        """Passes on text or reasoning up to the next mark."""
+        at, mark = first_of(self._held, _OUTSIDE)
+        thinks = self._state == "reasoning"
+        size = at if at >= 0 else len(self._held) - possible_start(self._held, _OUTSIDE)
+        certain = self._held[:size]
+        if thinks:
+            certain = certain.rstrip()  # the template prints a line break before the closing mark
+            self._think(certain, pieces)
+        else:
+            self.emit_text(certain, pieces)
+        if at < 0:
+            self._held = self._held[len(certain) :]
+            return False
+        self._held = self._held[at + len(mark) :]
+        if mark == _CALL:
+            self._state, self._looked, self._quoted = "call", 0, False
+        elif mark == _CHANNEL and not thinks:
+            self._state = "label"
+        elif mark == _CHANNEL_END:
+            self._state = "text"
+        return True
+
+    def _think(self, text: str, pieces: list[Piece]) -> None:
+        if text:
+            self.reasoning += text
+            pieces.append(ReasoningPiece(text))
+
+    def _step_call(self, pieces: list[Piece]) -> bool:
+        for mark in _IN_CALL.finditer(self._held, self._looked):
+            if mark.group() == _QUOTE:
+                self._quoted = not self._quoted
+            elif not self._quoted:
+                self._end_call(mark.start(), mark.group(), pieces)
+                return True
+            self._looked = mark.end()
+        return False
+
+    def _end_call(self, size: int, mark: str, pieces: list[Piece]) -> None:
+        """Passes on the call of the first `size` characters, which `mark` ends; "" is the end."""
+        body, self._held = self._held[:size], self._held[size + len(mark) :]
+        call = _read(body, self._schemas)
+        if call is None:
+            self.malformed = True
+            self.emit_text(f"{_CALL}{body}{mark if mark == _CALL_END else ''}", pieces)
+        else:
+            self.malformed |= mark == _CALL
+            self.begin_call(call[0], pieces)
+            self.emit_arguments(write_json(call[1]), pieces)
+        self._state = "call" if mark == _CALL else "text"
+        self._looked, self._quoted = 0, False
+
+
+class _NoCallError(Exception):
+    """The text is no such call."""
+
+
+def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
+    """Returns name and arguments; None where the body is no whole call of a tool that there is."""
+    call = _NAME.match(body)
+    if call is None or call["name"] not in schemas:
+        return None
+    reader = _Reader(body, call.end())
+    try:
+        arguments = reader.read_object(schemas[call["name"]])
+        reader.end()
+    except _NoCallError:
+        return None
+    return call["name"], arguments
+
+
+class _Reader:
+    """Reads from the front; `_at` is where it stands."""
+
+    def __init__(self, source: str, at: int) -> None:
+        self._source = source
+        self._at = at
+        self._depth = 0
+
+    def end(self) -> None:
+        self._skip()
+        if self._at != len(self._source):
+            raise _NoCallError
+
+    def read_object(self, schema: object) -> dict[str, Any]:
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        known = properties if isinstance(properties, Mapping) else {}
+        found: dict[str, Any] = {}
+        self._take("{")
+        while not self._closes("}", first=not found):
+            key = self._string() if self._stands(_QUOTE) else self._bare()
+            self._take(":")
+            found[key] = self._value(known.get(key))
+        return found
+
+    def _list(self, schema: object) -> list[Any]:
+        items = schema.get("items") if isinstance(schema, Mapping) else None
+        found: list[Any] = []
+        self._take("[")
+        while not self._closes("]", first=not found):
+            found.append(self._value(items))
+        return found
+
+    def _value(self, schema: object) -> Any:
+        self._skip()
+        self._depth += 1
+        if self._depth > _MOST_DEPTH:
+            raise _NoCallError
+        if self._stands(_QUOTE):
+            value: Any = self._string()
+        elif self._stands("{"):
+            value = self.read_object(schema)
+        elif self._stands("["):
+            value = self._list(schema)
+        else:
+            value = _scalar(self._bare(), schema)
+        self._depth -= 1
+        return value
+
+    def _string(self) -> str:
+        begin = self._at + len(_QUOTE)
+        end = self._source.find(_QUOTE, begin)
+        if end < 0:
+            raise _NoCallError
+        self._at = end + len(_QUOTE)
+        return self._source[begin:end]
+
+    def _bare(self) -> str:
+        found = _BARE.match(self._source, self._at)
+        if found is None or not found.group().strip():
+            raise _NoCallError
+        self._at = found.end()
+        return found.group().strip()
+
+    def _skip(self) -> None:
+        blank = _BLANK.match(self._source, self._at)
+        self._at = blank.end() if blank else self._at
+
+    def _stands(self, mark: str) -> bool:
+        return self._source.startswith(mark, self._at)
+
+    def _take(self, mark: str) -> None:
+        self._skip()
+        if not self._stands(mark):
+            raise _NoCallError
+        self._at += len(mark)
+        self._skip()
+
+    def _closes(self, mark: str, *, first: bool) -> bool:
+        """Says whether `mark` stands here, and takes it; else takes the comma before an entry."""
+        self._skip()
+        if not first and not self._stands(mark):
+            self._take(",")
+        if not self._stands(mark):
+            return False
+        self._at += len(mark)
+        return True
+
+
+def _scalar(text: str, schema: object) -> Any:
+    """Returns the value of bare text: a string where the schema or the text says so."""
+    if kinds(schema) == {"string"}:
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        value = read_json(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text

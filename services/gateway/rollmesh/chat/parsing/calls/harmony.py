@@ -1,0 +1,53 @@
+"""Answers in the harmony format of gpt-oss: messages in channels, behind `<|start|>assistant`.
+
+    <|channel|>analysis<|message|> ... <|end|><|start|>assistant
+    <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 4}<|call|>
+    <|channel|>final<|message|> ... <|return|>
+
+The analysis channel is the reasoning, a recipient `functions.f` makes a call, all else is text.
+"""
+
+import re
+from collections.abc import Set
+
+from rollmesh.chat.json_values import is_object
+from rollmesh.chat.parsing.calls.channels import MESSAGE, ChannelParser, Kind
+from rollmesh.chat.parsing.events import Piece
+
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+MARKS = (MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
+
+
+class HarmonyParser(ChannelParser):
+    """One answer's text, cut into pieces."""
+
+    def __init__(self, names: Set[str] | None = None) -> None:
+        """Begins an empty answer.
+
+        Args:
+            names: The tools that there are; None takes any name.
+        """
+        super().__init__(_ENDS)
+        self._names = names
+
+    def _is_header(self, text: str) -> bool:
+        return text.strip().startswith(("<|start|>", "<|channel|>"))
+
+    def _begin_body(self, header: str, pieces: list[Piece]) -> Kind:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        analysis = channel is not None and channel[1] == "analysis"
+        if recipient is None:
+            return "reasoning" if analysis else "text"
+        if self._names is None or recipient[1] in self._names:
+            self.begin_call(recipient[1], pieces)
+            return "call"
+        self.malformed = True
+        return "text"
+
+    def _emit_call(self, text: str, pieces: list[Piece]) -> None:
+        self.emit_arguments(text, pieces)
+
+    def _end_call(self, pieces: list[Piece]) -> None:  # noqa: ARG002 - its arguments have left
+        self.malformed |= not is_object(self.calls[-1][1])

@@ -1,0 +1,357 @@
+"""Tool calls whose arguments are a JSON object in the text, parsed while they are sampled.
+
+Rules:
+* A call begins as soon as its name is known and its arguments open with `{`. From there on the
+  arguments are passed through byte for byte until their closing brace.
+* What never becomes a call (no JSON, no name, an unknown name, arguments that are no object) is
+  text, and flagged.
+* A call that breaks off or goes wrong inside its arguments stays a call with what was sampled, and
+  is flagged: its beginning may have been streamed. The next call's mark ends it, where that stands
+  outside of strings.
+* The joined pieces are the same however the text was cut.
+"""
+
+import json
+import re
+from collections.abc import Set
+from enum import Enum, auto
+
+from rollmesh.chat.json_values import is_object, read_json, write_json
+from rollmesh.chat.parsing.calls.json_formats import ObjectFormat
+from rollmesh.chat.parsing.events import Machine, Piece, first_of, possible_start
+
+_SEPARATORS = "; \t\r\n"
+
+
+class _State(Enum):
+    TEXT = auto()
+    HEADER = auto()
+    ARGUMENTS = auto()
+    TAIL = auto()
+
+
+class ObjectCallParser(Machine):
+    """One answer's text, cut into pieces.
+
+    State: TEXT outside of calls; HEADER between the opening mark and the arguments; ARGUMENTS
+    inside the object; TAIL between its last brace and the closing mark. `_held` is text not yet
+    passed on.
+    """
+
+    def __init__(self, format_: ObjectFormat, names: Set[str] | None = None) -> None:
+        """Begins an empty answer.
+
+        Args:
+            format_: How calls are written.
+            names: The tools that there are; None takes any name.
+        """
+        super().__init__()
+        self._format = format_
+        self._names = names
+        self._outside = (format_.open, *format_.around)
+        self._state = _State.TEXT
+        self._opened = ""  # the mark or the blanks in front of a call
+        self._scanner = _ObjectScanner(format_.open)
+        self._scanned = 0
+        self._between = False  # nothing but separators stands behind the last call
+
+    def finish(self) -> list[Piece]:
+        """Says that no more text comes; returns the last pieces."""
+        pieces: list[Piece] = []
+        if self._state is _State.TEXT:
+            self._end_outside(pieces)
+        elif self._state is _State.HEADER:
+            self._whole_body(self._held, "", pieces)
+        elif self._state is _State.ARGUMENTS:
+            self.emit_arguments(self._held, pieces)
+            self.malformed = True
+        else:
+            self._end_tail(pieces)
+        self._held = ""
+        self.end_text(pieces)
+        return pieces
+
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        return self._state is _State.TEXT and not self._held
+
+    @property
+    def _arguments(self) -> str:
+        return self.calls[-1][1]
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Makes one transition; says whether another may follow."""
+        match self._state:
+            case _State.TEXT:
+                return self._step_bare() or self._step_text(pieces)
+            case _State.HEADER:
+                return self._step_header(pieces)
+            case _State.ARGUMENTS:
+                return self._step_arguments(pieces)
+            case _State.TAIL:
+                return self._step_tail()
+
+    def _open(self, mark: str) -> None:
+        self._state, self._opened = _State.HEADER, mark
+        self._scanner, self._scanned = _ObjectScanner(self._format.open), 0
+
+    def _step_bare(self) -> bool:
+        """Begins a call that nothing opens: at the start, or behind another and a semicolon."""
+        if not self._format.bare or self.content:
+            return False
+        lead = self._held.lstrip(_SEPARATORS if self.calls else " \t\r\n")
+        if not self._may_begin_call(lead):
+            return False
+        blanks, self._held = self._held[: len(self._held) - len(lead)], lead
+        self._open(blanks)
+        return True
+
+    def _step_text(self, pieces: list[Piece]) -> bool:
+        if self._between and not self._skip_separators():
+            return False
+        at, mark = first_of(self._held, self._outside)
+        if at >= 0:
+            self.emit_text(self._held[:at], pieces)
+            self._held = self._held[at + len(mark) :]
+            if mark == self._format.open:
+                self._open(mark)
+            return True
+        keep = possible_start(self._held, self._outside)
+        if self._format.bare and not self.content and not self._held.strip(_SEPARATORS):
+            keep = len(self._held)  # a call may follow
+        self.emit_text(self._held[: len(self._held) - keep], pieces)
+        self._held = self._held[len(self._held) - keep :]
+        return False
+
+    def _skip_separators(self) -> bool:
+        """Drops what parts two calls; says whether it is certain what follows."""
+        rest = self._held.lstrip(_SEPARATORS)
+        if self._format.open.startswith(rest) and rest != self._format.open:
+            return False
+        if rest.startswith(self._format.open):
+            self._held = rest
+        self._between = False
+        return True
+
+    def _end_outside(self, pieces: list[Piece]) -> None:
+        blank = self.calls and not self._held.strip(_SEPARATORS)
+        if not (self._format.bare and blank):
+            self.emit_text(self._held, pieces)
+
+    def _step_header(self, pieces: list[Piece]) -> bool:
+        at = self._end_of_body()  # first, so that the result does not hang on the cut
+        header = self._format.header.match(self._held if at < 0 else self._held[:at])
+        if header:
+            return self._begin(header, pieces)
+        if not self._opened.strip(_SEPARATORS) and not self._may_begin_call(self._held):
+            # An answer that is JSON but no call.
+            self._state = _State.TEXT
+            self.emit_text(self._opened + self._held, pieces)
+            self._held = ""
+            return False
+        if at < 0:
+            return False
+        self._whole_body(*self._take_body(at), pieces)
+        self._state = _State.TEXT
+        return True
+
+    def _may_begin_call(self, text: str) -> bool:
+        """Says whether text may be the beginning of `{"name": "...` or `{"parameters": {...`."""
+        plain = re.sub(r"\s", "", text[:64])
+        starts = ('{"name":"', *(f'{{"{key}":{{' for key in self._format.keys))
+        return bool(plain) and any(plain.startswith(s) or s.startswith(plain) for s in starts)
+
+    def _end_of_body(self) -> int:
+        """Returns where a body ends that did not begin as usual; -1 while that is open."""
+        body = self._held.lstrip()
+        if body.startswith(self._format.open):
+            return len(self._held) - len(body)  # opened twice
+        if self._format.bare or (not self._format.close and body.startswith(("[", "{"))):
+            if not self._scanner.done:
+                self._scanned += self._scanner.scan(self._held[self._scanned :])
+            return self._scanned if self._scanner.done else -1
+        return self._held.find(self._format.close or self._format.open)
+
+    def _take_body(self, at: int) -> tuple[str, str]:
+        """Takes a body and its closing mark from the text."""
+        close = "" if self._format.bare else self._format.close
+        close = close if self._held.startswith(close, at) else ""
+        body, self._held = self._held[:at], self._held[at + len(close) :]
+        return body, close
+
+    def _begin(self, header: "re.Match[str]", pieces: list[Piece]) -> bool:
+        name = header["name"]
+        name = json_string(name) if name.startswith('"') else name.strip()
+        if self._names is not None and name not in self._names:
+            at = self._end_of_body()
+            if at < 0:
+                return False  # text, once its end is known
+            self._refuse("".join(self._take_body(at)), pieces)
+            self._state = _State.TEXT
+            return True
+        groups = header.groupdict()
+        self.begin_call(name, pieces, groups.get("id") or "")
+        self._held = self._held[header.end() :]
+        self._scanner = _ObjectScanner(self._format.open)
+        self._state = _State.ARGUMENTS
+        return True
+
+    def _step_arguments(self, pieces: list[Piece]) -> bool:
+        size = self._scanner.scan(self._held)
+        self.emit_arguments(self._held[:size], pieces)
+        self._held = self._held[size:]
+        if not self._scanner.done:
+            return False
+        if self._format.close:
+            self._state = _State.TAIL
+        else:
+            self.malformed |= not is_object(self._arguments)
+            self._state = _State.TEXT
+        return True
+
+    def _step_tail(self) -> bool:
+        at, mark = first_of(self._held, (self._format.close, self._format.open))
+        if at < 0:
+            return False
+        closed = mark == self._format.close
+        whole = closed and self._format.tail.fullmatch(self._held[:at])
+        self.malformed |= not whole or not is_object(self._arguments)
+        # What stands between an unclosed call and the next one is text.
+        self._held = self._held[at + len(mark) if closed else self._size_of_tail() :]
+        self._state, self._between = _State.TEXT, self._format.bare
+        return True
+
+    def _end_tail(self, pieces: list[Piece]) -> None:
+        """Ends a call without its closing mark: whole all the same where its last brace is there.
+
+        Text behind it stays text.
+        """
+        size = self._size_of_tail()
+        rest = self._held[size:]
+        whole = self._held[:size].strip() and not rest
+        self.malformed |= not whole or not is_object(self._arguments)
+        if not self._format.close.startswith(rest):
+            self._held, self._state = rest, _State.TEXT
+            while self._step_text(pieces):
+                pass
+            self.emit_text(self._held, pieces)
+
+    def _size_of_tail(self) -> int:
+        tail = self._format.tail.match(self._held)
+        return tail.end() if tail else 0
+
+    def _refuse(self, text: str, pieces: list[Piece]) -> None:
+        self.malformed = True
+        self.emit_text(self._opened + text, pieces)
+
+    def _whole_body(self, body: str, close: str, pieces: list[Piece]) -> None:
+        """Reads a body that did not begin as usual: keys in another order, or no call at all."""
+        calls = _read_calls(body, self._format.keys, self._format.id_key)
+        known = self._names is None or all(name in self._names for name, _, _ in calls)
+        if not calls or not known:
+            if body.strip() or self._opened:
+                self._refuse(body + close, pieces)
+            return
+        for name, arguments, call_id in calls:
+            self.begin_call(name, pieces, call_id)
+            self.emit_arguments(arguments, pieces)
+        self._between = self._format.bare
+
+
+def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str, str, str]]:
+    """Returns name, arguments and id of a JSON object, or of each in an array; else nothing.
+
+    Arguments are the text as it stands in the body.
+    """
+    if not keys:
+        return []
+    try:
+        value = read_json(body)
+    except ValueError:
+        return []
+    found: list[tuple[str, str, str]] = []
+    for entry in value if isinstance(value, list) else [value]:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            return []
+        key = next((key for key in keys if key in entry), None)
+        if key is not None and not isinstance(entry[key], dict):
+            return []
+        if key is None and len(entry) > 1:
+            return []  # they may stand under a misspelled key
+        if key is None:
+            arguments = "{}"
+        elif isinstance(value, list):
+            arguments = write_json(entry[key])
+        else:
+            arguments = _source_of(body, key)
+        call_id = entry.get(id_key)
+        found.append((entry["name"], arguments, call_id if isinstance(call_id, str) else ""))
+    return found
+
+
+class _ObjectScanner:
+    """Finds the end of a JSON object by its braces, strings and escapes.
+
+    A mark outside of strings ends it too: it broke off.
+    """
+
+    def __init__(self, mark: str = "") -> None:
+        self.done = False
+        self._mark = "" if mark.startswith("<") else mark
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def scan(self, text: str) -> int:  # noqa: C901 - one flat table of characters
+        """Returns how many characters of `text` belong to the object."""
+        for at, char in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._in_string = False
+            elif char == '"':
+                self._in_string = True
+            elif char == self._mark[:1] and self._mark.startswith(text[at : at + len(self._mark)]):
+                self.done = text.startswith(self._mark, at)
+                return at
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.done = True
+                    return at + 1
+            elif char == "<":  # never JSON: any mark
+                self.done = True
+                return at
+        return len(text)
+
+
+def json_string(source: str) -> str:
+    """Returns the value of a JSON string; its bare text where an escape is broken."""
+    try:
+        return str(json.loads(source, strict=False))
+    except ValueError:
+        return source[1:-1]
+
+
+def _source_of(body: str, key: str) -> str:
+    """Returns the text of a key's object as it stands in valid JSON; `{}` where it is absent."""
+    depth, at = 0, 0
+    decoder = json.JSONDecoder()
+    while at < len(body):
+        char = body[at]
+        if char == '"':
+            text, at = decoder.raw_decode(body, at)
+            colon = re.compile(r"\s*:\s*").match(body, at)
+            if colon and depth == 1 and text == key:
+                _, end = decoder.raw_decode(body, colon.end())
+                return body[colon.end() : end]
+            continue
+        depth += (char in "{[") - (char in "}]")
+        at += 1
+    return "{}"

@@ -1,0 +1,115 @@
+"""Answers of Muse Glimmer: messages to a recipient, behind `<|start|>assistant`; calls as tags.
+
+     to=self<|message|> ... <|eom|><|start|>assistant to=f<|message|><atem:function_calls>
+    <atem:invoke name="f">
+    <atem:parameter name="n">4</atem:parameter>
+    </atem:invoke>
+    </atem:function_calls><|eom|><|start|>assistant to=user<|message|> ... <|eot|>
+
+What is said to `self` is the reasoning, to `user` or nobody the text, to anybody else calls, which
+are passed on when their message is whole. Values are read as the tool's schema says. The model
+sometimes opens the next message without having ended the one before.
+"""
+
+import re
+from typing import Any
+
+from rollmesh.chat.json_values import write_json
+from rollmesh.chat.parsing.calls.channels import MESSAGE, ChannelParser, Kind
+from rollmesh.chat.parsing.calls.xml_calls import Schemas, typed
+from rollmesh.chat.parsing.events import Piece, possible_start
+
+_START, _ENDS = "<|start|>", ("<|eom|>", "<|eot|>")
+_BREAKS = (*_ENDS, _START, MESSAGE)
+_RECIPIENT = re.compile(r"\bto=([\w.-]+)\s*$")
+_UNENDED = re.compile(r"[^\S\n]*\bto=[\w.-]+$")
+_UNENDED_BEGUN = re.compile(r"[^\S\n]+(?:t|to|to=[\w.-]*)?$")
+_INVOKE = re.compile(
+    r'<atem:invoke\b[^>]*?\bname="(?P<name>[^"]+)"[^>]*>(?P<body>.*?)</atem:invoke>', re.DOTALL
+)
+_PARAMETER = re.compile(
+    r'\s*<atem:parameter\b[^>]*?\bname="(?P<key>[^"]+)"[^>]*?>(?P<value>.*?)</atem:parameter>\s*',
+    re.DOTALL,
+)
+_END = re.compile("|".join(map(re.escape, _ENDS)))
+_AROUND = re.compile(r"</?atem:function_calls>")
+MARKS = (MESSAGE, *_ENDS, _START)
+
+
+class MuseParser(ChannelParser):
+    """One answer's text, cut into pieces. `_body` is what was read of a message with calls."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        """Begins an empty answer; `schemas` are the tools that there are."""
+        super().__init__(_BREAKS)
+        self._schemas = schemas
+        self._body = ""
+
+    def _is_header(self, text: str) -> bool:
+        left = _END.sub("", text).strip()
+        return not left or left.startswith(_START) or "to=".startswith(left[:3])
+
+    def _begin_body(self, header: str, pieces: list[Piece]) -> Kind:  # noqa: ARG002 - no name yet
+        recipient = _RECIPIENT.search(header)
+        if recipient is None or recipient[1] == "user":
+            return "text"
+        self._body = ""
+        return "reasoning" if recipient[1] == "self" else "call"
+
+    def _keep(self, text: str) -> int:
+        begun = _UNENDED_BEGUN.search(text[: len(text) - (mark := possible_start(text, _BREAKS))])
+        return len(text) - begun.start() if begun else mark
+
+    def _close(self, at: int, mark: str, pieces: list[Piece]) -> None:
+        if mark in _ENDS:
+            super()._close(at, mark, pieces)
+            return
+        # Nothing ended this message: the header of the next one stands at its end.
+        header = _UNENDED.search(self._held[:at]) if mark == MESSAGE else None
+        begin = header.start() if header else at
+        if mark == MESSAGE and header is None:
+            super()._close(at, mark, pieces)
+            self._kind = "text"
+            return
+        rest = self._held[begin:]
+        self._emit(self._held[:begin], pieces)
+        self._end_body(pieces)
+        self._held = rest
+
+    def _emit_call(self, text: str, pieces: list[Piece]) -> None:  # noqa: ARG002 - kept till whole
+        self._body += text
+
+    def _end_call(self, pieces: list[Piece]) -> None:
+        at = 0
+        for invoke in _INVOKE.finditer(self._body):
+            self._say(self._body[at : invoke.start()], pieces)
+            at = invoke.end()
+            arguments = self._arguments(invoke["name"], invoke["body"])
+            if arguments is None:
+                self.malformed = True
+                self.emit_text(invoke.group(), pieces)
+            else:
+                self.begin_call(invoke["name"], pieces)
+                self.emit_arguments(write_json(arguments), pieces)
+        self._say(self._body[at:], pieces)
+        self._body = ""
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        """Passes on what stands beside calls in their message: it should be nothing."""
+        if _AROUND.sub("", text).strip():
+            self.malformed = True
+            self.emit_text(text, pieces)
+
+    def _arguments(self, name: str, body: str) -> dict[str, Any] | None:
+        """Returns a call's arguments; None where it is not whole, or no tool has the name."""
+        if name not in self._schemas:
+            return None
+        properties = self._schemas[name].get("properties", {})
+        arguments: dict[str, Any] = {}
+        at = 0
+        for one in _PARAMETER.finditer(body):
+            if body[at : one.start()].strip():
+                return None
+            at = one.end()
+            arguments[one["key"]] = typed(one["value"], properties.get(one["key"]))
+        return None if body[at:].strip() else arguments

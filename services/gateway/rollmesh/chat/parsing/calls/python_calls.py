@@ -1,0 +1,223 @@
+"""Tool calls that are written as a list of Python calls: Llama 3.2, Llama 4 and LFM2.
+
+    [f(city="Paris", n=3), g()]          <|python_start|>[f(city="Paris")]<|python_end|>
+                                         <|tool_call_start|>[f(city="Paris")]<|tool_call_end|>
+
+The list stands at the beginning of the answer, or behind its mark. A call is passed on when it is
+whole; one that is not, or names no tool there is, is text, and flagged. So is what stands in a list
+and is no call. A list that does not begin with a call (`[1, 2]`, `[link](x)`) is plain text.
+"""
+
+import re
+from collections.abc import Set
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from rollmesh.chat.json_values import write_json
+from rollmesh.chat.parsing.calls.python_literals import read_call
+from rollmesh.chat.parsing.events import Machine, Piece, first_of, possible_start
+
+_NAME = r"[A-Za-z_][\w.-]*"
+_HEAD = re.compile(rf"\s*\[\s*(?={_NAME}\s*\()")
+_HEAD_BEGUN = re.compile(rf"\s*(?:\[\s*(?:{_NAME}\s*)?)?")
+_CALL = re.compile(rf"\s*{_NAME}\s*\(")
+_CALL_BEGUN = re.compile(rf"\s*(?:{_NAME}\s*)?")
+_COMMA = re.compile(r"\s*,")
+_END = re.compile(r"\s*\]")
+
+
+@dataclass(frozen=True, slots=True)
+class PythonicFormat:
+    """How one family of models writes lists of calls."""
+
+    open: str = ""
+    """May stand in front of a list."""
+    close: str = ""
+    """May stand behind it."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What must be visible in the text, special tokens included."""
+        return tuple(filter(None, (self.open, self.close)))
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """What a call may begin with; a list without it begins the answer."""
+        return tuple(filter(None, (self.open,)))
+
+
+PYTHONIC = PythonicFormat()
+LLAMA4 = PythonicFormat("<|python_start|>", "<|python_end|>")
+LFM2 = PythonicFormat("<|tool_call_start|>", "<|tool_call_end|>")
+
+
+class _State(Enum):
+    START = auto()
+    TEXT = auto()
+    HEAD = auto()
+    CALL = auto()
+    COMMA = auto()
+
+
+class PythonicCallParser(Machine):
+    """One answer's text, cut into pieces.
+
+    State: START before anything but blanks; TEXT outside of lists; HEAD behind a mark; CALL in
+    front of a call or in it; COMMA behind one. `_held` is text not yet passed on.
+    """
+
+    def __init__(self, format_: PythonicFormat, names: Set[str]) -> None:
+        """Begins an empty answer; `names` are the tools that there are."""
+        super().__init__()
+        self._marks = format_.marks
+        self._mark = format_.open
+        self._names = names
+        self._state = _State.START
+        self._opened = ""  # what stands in front of the first call, until there is one
+        self._refused = False  # the last entry of the list is text
+        self._end = _CallEnd()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        return self._state in {_State.START, _State.TEXT} and not self._held + self._opened
+
+    def finish(self) -> list[Piece]:
+        """Says that no more text comes; returns the last pieces."""
+        pieces: list[Piece] = []
+        if self._state in {_State.HEAD, _State.CALL, _State.COMMA}:
+            self.malformed = True  # a list without its end
+        self.emit_text(self._opened + self._held, pieces)
+        self._opened = self._held = ""
+        self.end_text(pieces)
+        return pieces
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Makes one transition; says whether another may follow."""
+        match self._state:
+            case _State.START:
+                return self._step_start()
+            case _State.TEXT:
+                return self._step_text(pieces)
+            case _State.HEAD:
+                return self._step_head(pieces)
+            case _State.CALL:
+                return self._step_call(pieces)
+            case _State.COMMA:
+                return self._step_comma(pieces)
+
+    def _step_start(self) -> bool:
+        head = _HEAD.match(self._held)
+        if head is None and _HEAD_BEGUN.fullmatch(self._held):
+            return False
+        self._state = _State.TEXT
+        if head is not None:
+            self._begin_list(head)
+        return True
+
+    def _begin_list(self, head: "re.Match[str]") -> None:
+        self._opened += head.group()
+        self._held = self._held[head.end() :]
+        self._state, self._refused = _State.CALL, False
+
+    def _step_text(self, pieces: list[Piece]) -> bool:
+        at, mark = first_of(self._held, self._marks)
+        if at < 0:
+            keep = possible_start(self._held, self._marks)
+            self.emit_text(self._held[: len(self._held) - keep], pieces)
+            self._held = self._held[len(self._held) - keep :]
+            return False
+        self.emit_text(self._held[:at], pieces)
+        self._held = self._held[at + len(mark) :]
+        if mark == self._mark:
+            self._opened, self._state = mark, _State.HEAD
+        elif not self.calls:
+            self.emit_text(mark, pieces)
+        return True
+
+    def _step_head(self, pieces: list[Piece]) -> bool:
+        head = _HEAD.match(self._held)
+        if head is not None:
+            self._begin_list(head)
+            return True
+        if _HEAD_BEGUN.fullmatch(self._held):
+            return False
+        return self._leave_list(pieces)
+
+    def _step_call(self, pieces: list[Piece]) -> bool:
+        if _END.match(self._held):  # behind a comma
+            self._state = _State.COMMA
+            return True
+        if not _CALL.match(self._held):
+            return not _CALL_BEGUN.fullmatch(self._held) and self._leave_list(pieces)
+        size = self._end.find(self._held)
+        if size < 0:
+            return False
+        source, self._held = self._held[:size], self._held[size:]
+        self._end = _CallEnd()
+        self._state = _State.COMMA
+        call = read_call(source.strip())
+        self._refused = call is None or call[0] not in self._names
+        if call is None or self._refused:
+            self._refuse(source, pieces)
+        else:
+            self._opened = ""
+            self.begin_call(call[0], pieces)
+            self.emit_arguments(write_json(call[1]), pieces)
+        return True
+
+    def _step_comma(self, pieces: list[Piece]) -> bool:
+        for pattern, state in ((_COMMA, _State.CALL), (_END, _State.TEXT)):
+            if found := pattern.match(self._held):
+                if self._refused:
+                    self.emit_text(found.group(), pieces)
+                self._held, self._state = self._held[found.end() :], state
+                return True
+        return bool(self._held.strip()) and self._leave_list(pieces)
+
+    def _refuse(self, source: str, pieces: list[Piece]) -> None:
+        self.malformed = True
+        self.emit_text(self._opened + source, pieces)
+        self._opened = ""
+
+    def _leave_list(self, pieces: list[Piece]) -> bool:
+        """Makes text of what is neither a call nor an end; says that another step may follow."""
+        self._refuse("", pieces)
+        self._state = _State.TEXT
+        return True
+
+
+class _CallEnd:
+    """Finds the bracket that ends a call, by brackets, strings and escapes."""
+
+    def __init__(self) -> None:
+        self._looked = 0
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def find(self, text: str) -> int:
+        """Returns the size of the call that `text` begins with; -1 while that is open.
+
+        Args:
+            text: What was given before, and more.
+        """
+        for at in range(self._looked, len(text)):
+            char = text[at]
+            if self._quote:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == self._quote:
+                    self._quote = ""
+            elif char in "'\"":
+                self._quote = char
+            elif char in "([{":
+                self._depth += 1
+            elif char in ")]}":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        self._looked = len(text)
+        return -1

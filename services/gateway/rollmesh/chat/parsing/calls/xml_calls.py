@@ -1,0 +1,235 @@
+"""Tool calls whose arguments are written as tags, one for each: Qwen-coder and GLM.
+
+    <tool_call>                                  <tool_call>f
+    <function=f>                                 <arg_key>n</arg_key>
+    <parameter=n>                                <arg_value>4</arg_value>
+    4                                            </tool_call>
+    </parameter>
+    </function>
+    </tool_call>
+
+Such text carries no types: a value is read as the tool's JSON schema says, and stays text where it
+does not fit. A call is passed on when it is whole; one that is not is text, and flagged. Tags
+inside a value that is still open are part of it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollmesh.chat.json_values import read_json, write_json
+from rollmesh.chat.parsing.events import Machine, Piece, first_of, possible_start
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAG = re.compile(f"{_OPEN}|{_CLOSE}")
+_NAMES: tuple[tuple[type, set[str]], ...] = (
+    (bool, {"boolean"}),  # first: it is an int too
+    (int, {"integer", "number"}),
+    (float, {"integer", "number"}),
+    (str, {"string"}),
+    (list, {"array"}),
+    (dict, {"object"}),
+)
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schema of each tool's parameters, by the tool's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedFormat:
+    """How one family of models writes a call."""
+
+    body: re.Pattern[str]
+    """A whole call between its tags; groups `name` and `arguments`."""
+    argument: re.Pattern[str]
+    """One argument; groups `key` and `value`."""
+    value: tuple[str, str]
+    """Tags around a value."""
+    shows_end: bool
+    """Whether a body shows that it is whole, so that the closing tag may be missing."""
+    opens: tuple[str, ...] = (_OPEN,)
+    """What begins a call: the tag, or the beginning of a body where models forget the tag."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What must be visible in the text, special tokens included."""
+        return (_OPEN, _CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+QWEN_CODER = TaggedFormat(
+    body=re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<arguments>.*)</function>\s*", re.DOTALL),
+    argument=re.compile(
+        r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>\s*",
+        re.DOTALL,
+    ),
+    value=("<parameter=", "</parameter>"),
+    shows_end=True,
+    opens=(_OPEN, "<function="),
+)
+GLM = TaggedFormat(
+    body=re.compile(r"\s*(?P<name>[\w.-]+)\s*(?P<arguments>(?:<arg_key>.*)?)", re.DOTALL),
+    argument=re.compile(
+        r"\s*<arg_key>(?P<key>(?:(?!<arg_key>).)*?)</arg_key>"
+        r"\s*<arg_value>(?P<value>(?:(?!<arg_value>).)*?)</arg_value>\s*",
+        re.DOTALL,
+    ),
+    value=("<arg_value>", "</arg_value>"),
+    shows_end=False,
+)
+
+
+class TaggedCallParser(Machine):
+    """One answer's text, cut into pieces.
+
+    `_held` is text not yet passed on; tags in its first `_looked` characters are part of a value.
+    """
+
+    def __init__(self, format_: TaggedFormat, schemas: Schemas, *, any_name: bool = False) -> None:
+        """Begins an empty answer.
+
+        Args:
+            format_: How calls are written.
+            schemas: The tools that there are.
+            any_name: Take calls of other names too, their values as text.
+        """
+        super().__init__()
+        self._format = format_
+        self._schemas = schemas
+        self._any_name = any_name
+        self._inside = False
+        self._opened = ""  # the opening tag, where there was one
+        self._looked = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        return not (self._inside or self._held)
+
+    def finish(self) -> list[Piece]:
+        """Says that no more text comes; returns the last pieces."""
+        pieces: list[Piece] = []
+        while self._inside:
+            if not (self._format.shows_end and self._take_call(self._held, pieces)):
+                self._refuse(pieces)
+                while self._step(pieces):
+                    pass
+            else:
+                self._go_behind(len(self._held), inside=False)
+        self.emit_text(self._held, pieces)
+        self._held = ""
+        self.end_text(pieces)
+        return pieces
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Makes one transition; says whether another may follow."""
+        return self._step_inside(pieces) if self._inside else self._step_text(pieces)
+
+    def _step_text(self, pieces: list[Piece]) -> bool:
+        at, mark = first_of(self._held, self._format.opens)
+        if at < 0:
+            keep = possible_start(self._held, self._format.opens)
+            self.emit_text(self._held[: len(self._held) - keep], pieces)
+            self._held = self._held[len(self._held) - keep :]
+            return False
+        self.emit_text(self._held[:at], pieces)
+        self._opened = mark if mark == _OPEN else ""
+        self._go_behind(at + len(self._opened), inside=True)
+        return True
+
+    def _step_inside(self, pieces: list[Piece]) -> bool:
+        for tag in _TAG.finditer(self._held, self._looked):
+            begin, end = (self._held.rfind(mark, 0, tag.start()) for mark in self._format.value)
+            if begin > end:
+                self._looked = tag.end()
+                continue
+            closed = tag.group() == _CLOSE
+            body = self._held[: tag.start()]
+            if (closed or self._format.shows_end) and self._take_call(body, pieces):
+                self.malformed |= not closed
+                self._opened = _OPEN
+                self._go_behind(tag.end(), inside=not closed)
+            else:
+                self._refuse(pieces)
+            return True
+        return False
+
+    def _go_behind(self, at: int, *, inside: bool) -> None:
+        self._held, self._looked, self._inside = self._held[at:], 0, inside
+
+    def _take_call(self, body: str, pieces: list[Piece]) -> bool:
+        """Passes a call on; says whether there was a whole one."""
+        call = self._read(body)
+        if call is not None:
+            self.malformed |= not self._opened
+            self.begin_call(call[0], pieces)
+            self.emit_arguments(call[1], pieces)
+        return call is not None
+
+    def _refuse(self, pieces: list[Piece]) -> None:
+        """Makes text of what is held, up to its first tag."""
+        self.malformed = True
+        tag = _TAG.search(self._held)
+        inside = tag is not None and tag.group() == _OPEN
+        size = len(self._held) if tag is None else tag.start() if inside else tag.end()
+        self.emit_text(self._opened + self._held[:size], pieces)
+        self._opened = _OPEN
+        self._go_behind(size + len(_OPEN) * inside, inside=inside)
+
+    def _read(self, body: str) -> tuple[str, str] | None:
+        """Returns name and arguments; None where the body is no whole call of a known tool."""
+        call = self._format.body.fullmatch(body)
+        if call is None:
+            return None
+        name, rest = call["name"].strip(), call["arguments"]
+        if name not in self._schemas and not self._any_name:
+            return None
+        properties = self._schemas.get(name, {}).get("properties", {})
+        arguments: dict[str, Any] = {}
+        at = 0
+        for argument in self._format.argument.finditer(rest):
+            if argument.start() != at:
+                return None
+            at = argument.end()
+            key = argument["key"].strip()
+            arguments[key] = typed(argument["value"], properties.get(key))
+        if rest[at:].strip():
+            return None
+        return name, write_json(arguments)
+
+
+def typed(text: str, schema: object) -> Any:
+    """Returns a value's text as its JSON schema wants it; the text itself where it does not fit."""
+    allowed = kinds(schema)
+    if not allowed or allowed == {"string"}:
+        return text
+    try:
+        value = read_json(text)
+    except ValueError:
+        spelled = {"true": True, "false": False, "none": None, "null": None}
+        word = text.strip().lower()
+        if word not in spelled:
+            return text
+        value = spelled[word]
+    return value if _kind_of(value) & allowed else text
+
+
+def kinds(schema: object) -> set[str]:
+    """Returns the types that a JSON schema allows; nothing where it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    found = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
+    for key in ("anyOf", "oneOf"):
+        options = schema.get(key)
+        if isinstance(options, list):
+            found |= {one for option in options for one in kinds(option)}
+    if not found and isinstance(schema.get("enum"), list):
+        found = {one for value in schema["enum"] for one in _kind_of(value)}
+    return found
+
+
+def _kind_of(value: object) -> set[str]:
+    """Returns the names that a JSON value's kind has in a schema."""
+    if isinstance(value, float) and not value.is_integer():
+        return {"number"}
+    return next((names for kind, names in _NAMES if isinstance(value, kind)), {"null"})

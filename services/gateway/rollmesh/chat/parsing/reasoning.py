@@ -1,0 +1,87 @@
+"""Parts the reasoning of an answer from the rest: `<think> ... </think>` at its beginning.
+
+Some families have other tags, often control tokens. Formats whose reasoning stands in channels
+(harmony, Gemma 4, Muse) have parsers of their own, which read the calls too.
+"""
+
+from rollmesh.chat.parsing.events import possible_start
+
+OPEN, CLOSE = "<think>", "</think>"
+TAGS = (OPEN, CLOSE)
+MISTRAL_TAGS = ("[THINK]", "[/THINK]")
+REASONING_TAGS = {
+    "mistral": MISTRAL_TAGS,
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "cohere_command": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "think": TAGS,
+}
+"""What opens and closes the reasoning, by the name of the format."""
+
+
+class ReasoningSplitter:
+    """One answer's text, parted into reasoning and rest.
+
+    The generation prompt may have opened the tag already; then the answer begins inside. Blank
+    text around the reasoning is dropped: templates print it themselves.
+    """
+
+    def __init__(self, *, inside: bool, tags: tuple[str, str] = TAGS) -> None:
+        """Begins an empty answer.
+
+        Args:
+            inside: Whether the generation prompt has opened the tag.
+            tags: What opens and closes the reasoning.
+        """
+        self._open, self._close = tags
+        self._state = "inside" if inside else "start"
+        self._held = ""
+        self.reasoning = ""
+        """The reasoning so far."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Takes text; returns what became certain: reasoning, and rest."""
+        self._held += text
+        thought = ""
+        if self._state == "start":
+            self._begin()
+        if self._state == "inside":
+            thought = self._think()
+        if self._state == "behind":
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._state = "rest"
+        rest = ""
+        if self._state == "rest":
+            rest, self._held = self._held, ""
+        return thought, rest
+
+    def finish(self) -> tuple[str, str]:
+        """Says that no more text comes; returns what is left: reasoning, and rest."""
+        held, self._held = self._held, ""
+        if self._state == "inside":
+            thought = held if self.reasoning else held.lstrip()
+            thought = thought.rstrip()
+            self.reasoning += thought
+            return thought, ""
+        return "", "" if self._state == "behind" else held
+
+    def _begin(self) -> None:
+        lead = self._held.lstrip()
+        if lead.startswith(self._open):
+            self._held, self._state = lead.removeprefix(self._open), "inside"
+        elif not self._open.startswith(lead):
+            self._state = "rest"
+
+    def _think(self) -> str:
+        if not self.reasoning:
+            self._held = self._held.lstrip()
+        at = self._held.find(self._close)
+        if at >= 0:
+            thought, self._held = self._held[:at].rstrip(), self._held[at + len(self._close) :]
+            self._state = "behind"
+        else:
+            certain = self._held[: len(self._held) - possible_start(self._held, (self._close,))]
+            thought = certain.rstrip()  # blanks before the closing tag are dropped
+            self._held = self._held[len(thought) :]
+        self.reasoning += thought
+        return thought

@@ -1,0 +1,67 @@
+"""Tool calls that another parser finds in the whole answer, at its end.
+
+The text is held back until then. Calls count only if all of them name tools that there are and have
+an object of arguments; else the whole answer is text, and flagged. It is text and flagged, too,
+where the other parser failed, or left out a part of an answer without calls.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from rollmesh.chat.json_values import escape_surrogates, is_object, replace_surrogates
+from rollmesh.chat.parsing.events import Collector, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a parser found in an answer."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...]
+    """Name and arguments of each."""
+
+
+class WholeCallParser(Collector):
+    """One answer's text. Order of use: `feed`, `take` once, `finish`."""
+
+    def __init__(self, names: Set[str]) -> None:
+        """Begins an empty answer; `names` are the tools that there are."""
+        super().__init__()
+        self._names = names
+        self._reading: Reading | None = None
+        self.text = ""
+        """The answer so far."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on."""
+        return not self.text
+
+    def feed(self, text: str) -> list[Piece]:
+        """Takes text; nothing of it is certain."""
+        self.text += text
+        return []
+
+    def take(self, reading: Reading | None) -> None:
+        """Takes what was found; None where the parser failed."""
+        self._reading = reading
+
+    def finish(self) -> list[Piece]:
+        """Returns the pieces of the whole answer."""
+        pieces: list[Piece] = []
+        found = self._reading
+        if found is not None and found.calls and all(map(self._is_whole, found.calls)):
+            self.emit_text(replace_surrogates(found.content), pieces)
+            for name, arguments in found.calls:
+                self.begin_call(name, pieces)
+                self.emit_arguments(escape_surrogates(arguments), pieces)
+        elif self.text:
+            kept = found is not None and found.content.strip() == self.text.strip()
+            self.malformed = not kept or bool(found and found.calls)
+            self.emit_text(self.text, pieces)
+        self.end_text(pieces)
+        return pieces
+
+    def _is_whole(self, call: tuple[str, str]) -> bool:
+        name, arguments = call
+        return name in self._names and is_object(arguments)

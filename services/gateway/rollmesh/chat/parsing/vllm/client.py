@@ -1,0 +1,243 @@
+"""Asks one of vLLM's tool parsers, in a worker process, what an answer contains.
+
+The worker starts with the first question and again after it died. Questions are asked one at a
+time, each with a deadline that includes waiting and starting; what fails says so in the log and to
+its owner, and gives None: the answer is text then. A worker that is ready and does not answer in
+time is killed.
+"""
+
+import ast
+import asyncio
+import importlib.util
+import itertools
+import json
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rollmesh.chat.parsing.vllm.answers import Reading
+from rollmesh.runtime import clock
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.logs import fields
+
+_log = logging.getLogger(__name__)
+_LINE_BYTES = 64 * 1024 * 1024
+_START_MS = 120_000  # longest start
+_REST_MS = 30_000  # after a start that failed
+
+
+class _WorkerDiedError(Exception):
+    """The worker ended while it started or in the middle of a question."""
+
+
+class _WorkerFailedError(Exception):
+    """The worker, or vLLM's parser, said what is wrong."""
+
+
+class VllmParser:
+    """Owns the worker process."""
+
+    def __init__(
+        self,
+        name: str,
+        model_path: Path,
+        *,
+        timeout_ms: int,
+        max_waiting: int = 256,
+        on_failure: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            name: The parser's name in vLLM.
+            model_path: Folder with the model's tokenizer.
+            timeout_ms: Longest wait for one answer.
+            max_waiting: Most questions that may wait.
+            on_failure: Called with "busy", "timeout", "died" or "error" for each question without
+                an answer.
+        """
+        self._on_failure = on_failure
+        self._name = name
+        self._model_path = model_path
+        self._timeout_s = timeout_ms / 1000
+        self._max_waiting = max_waiting
+        self._waiting = 0
+        self._turn = asyncio.Lock()
+        self._ids = itertools.count()
+        self._process: Process | None = None
+        self._ready = False
+        self._started_ms = 0
+        self._rest_until_ms = 0
+        self._why = ""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker; None where there is none."""
+        return self._process.pid if self._process is not None else None
+
+    async def read(self, text: str, tools_json: bytes) -> Reading | None:
+        """Returns what an answer contains; None where that cannot be known."""
+        if self._waiting >= self._max_waiting:
+            self._report("busy", f"{self._waiting} answers wait")
+            return None
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout_s), self._turn:
+                return await self._read(text, tools_json)
+        except TimeoutError:
+            self._report("timeout", f"no answer within {self._timeout_s:.0f} s")
+        except _WorkerDiedError as error:
+            self._report("died", str(error))
+        except _WorkerFailedError as error:
+            self._report("error", str(error))
+        finally:
+            self._waiting -= 1
+        return None
+
+    def _report(self, reason: str, why: str) -> None:
+        self._on_failure(reason)
+        _log.warning("vLLM's tool parser failed", extra=fields(reason=reason, error=why))
+
+    async def close(self) -> None:
+        """Ends the worker."""
+        await self._kill()
+
+    async def _read(self, text: str, tools_json: bytes) -> Reading:
+        """Asks, and once more where the worker died."""
+        question = {"text": text, "tools": json.loads(tools_json)}
+        try:
+            return await self._ask(question)
+        except _WorkerDiedError:
+            return await self._ask(question)
+
+    async def _ask(self, question: dict[str, Any]) -> Reading:
+        process = await self._started()
+        asked_ms = clock.monotonic_ms()
+        try:
+            answer = await self._exchange(process, {"id": next(self._ids), **question})
+        except (OSError, ValueError) as error:
+            await self._kill()
+            raise _WorkerDiedError(f"the worker died: {error}") from error
+        except asyncio.CancelledError:
+            if clock.monotonic_ms() - asked_ms > self._timeout_s * 500:
+                process.kill()  # stuck; else its answer is skipped by who asks next
+            raise
+        if "error" in answer:
+            raise _WorkerFailedError(answer["error"])
+        return Reading(answer["content"], tuple((name, given) for name, given in answer["calls"]))
+
+    async def _exchange(self, process: Process, question: dict[str, Any]) -> dict[str, Any]:
+        """Writes a question and reads its answer.
+
+        Raises:
+            OSError: The worker ended.
+            ValueError: It said something else.
+        """
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(question).encode() + b"\n")
+        await process.stdin.drain()
+        while True:
+            answer = await _line(process)
+            if answer.get("id") == question["id"]:
+                return answer  # others belong to askers that left
+
+    async def _started(self) -> Process:
+        """Returns a worker that is ready.
+
+        Raises:
+            _WorkerFailedError: It cannot start; it is not tried again for a while.
+            _WorkerDiedError: It ended while it started.
+        """
+        late = not self._ready and clock.monotonic_ms() > self._started_ms + _START_MS
+        if self._process is not None and (late or self._process.returncode is not None):
+            await self._kill()
+        if self._process is None:
+            if clock.monotonic_ms() < self._rest_until_ms:
+                raise _WorkerFailedError(f"the worker did not start: {self._why}")
+            self._ready, self._started_ms = False, clock.monotonic_ms()
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "rollmesh.chat.parsing.vllm.worker"),
+                *(self._name, str(self._model_path)),
+                stdin=PIPE,
+                stdout=PIPE,
+                limit=_LINE_BYTES,
+            )
+        if not self._ready:
+            # An asker that leaves does not end a start: the next one waits on.
+            try:
+                hello = await _line(self._process)
+            except (OSError, ValueError) as error:
+                await self._kill()
+                raise _WorkerDiedError(f"the worker died: {error}") from error
+            if "error" in hello:
+                await self._kill()
+                self._why = hello["error"]
+                self._rest_until_ms = clock.monotonic_ms() + _REST_MS
+                raise _WorkerFailedError(f"the worker did not start: {self._why}")
+            self._ready = True
+        return self._process
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _line(process: Process) -> dict[str, Any]:
+    """Returns the next line of a worker's output.
+
+    Raises:
+        OSError: It ended.
+        ValueError: The line is no JSON object, or too long.
+    """
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    if not line:
+        raise BrokenPipeError(f"exit code {await process.wait()}")
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("it said what is no JSON object")  # noqa: TRY004 - as for other bad lines
+    return message
+
+
+def check(name: str) -> None:
+    """Says at start what would fail at the first answer, without importing vLLM.
+
+    Raises:
+        ConfigError: vLLM is not installed, or has no parser of this name.
+    """
+    if not installed():
+        raise ConfigError(
+            f"tool_parser: vllm:{name} needs the vllm package, which is not installed"
+        )
+    known = names()
+    if known and name not in known:
+        raise ConfigError(
+            f"tool_parser: vLLM has no parser {name!r}; it has {', '.join(sorted(known))}"
+        )
+
+
+def installed() -> bool:
+    """Says whether the vllm package is there, without importing it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def names() -> set[str]:
+    """Returns the names of vLLM's parsers, without importing it; nothing where they are unknown."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return set()
+    source = Path(found.origin).parent / "tool_parsers" / "__init__.py"
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return set()
+    tables = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    keys = [key for table in tables for key in table.keys if isinstance(key, ast.Constant)]
+    return {key.value for key in keys if isinstance(key.value, str)}

@@ -1,0 +1,279 @@
+r"""Exact continuation of a conversation through the model's own chat template.
+
+Past tokens are never tokenised again. What a new message adds is found by rendering it behind a
+short fixed window and cutting the window off, so the cost does not grow with the session.
+
+Where to cut is found with a marker. Behind the marked content of the window's last message the
+template prints what ends that message (its *tail*). The cut lies behind the first token of the tail
+that is never merged with its neighbours, so that text tokenised on both sides apart is what it is
+when tokenised whole; what is left of the tail (the *closing*) begins the next piece. In ChatML:
+
+    head    <|im_start|>system ... <|im_end|>
+    delta   \n<|im_start|>user ... <|im_end|>
+    prompt  \n<|im_start|>assistant\n          then the sampled ids, which end with <|im_end|>
+
+A sampled answer is never rendered: the cut behind it lies behind the token that ends it. So a
+template may print earlier answers otherwise (drop their reasoning, say) and can still be continued:
+the session keeps what was sampled. What a template does is probed when it is loaded (`probe`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from rollmesh.chat.canonical import spelling_key
+from rollmesh.chat.messages import Frame, RoleName, Unit
+from rollmesh.chat.templates.cutter import Cutter
+from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.path import HeldUnit
+from rollmesh.chat.templates.printing import Comparison, compare, divide
+from rollmesh.chat.templates.probe import Probed, probe
+from rollmesh.chat.templates.profile import REWRITING, Finding
+from rollmesh.chat.templates.windows import place
+from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.runtime.arrays import TokenIds
+
+Show: TypeAlias = Callable[[Sequence[Unit]], list[Unit]]
+"""Gives units as a template is to see them."""
+_CACHED = 64
+
+
+class Continuation:
+    """Gives the ids that new messages add."""
+
+    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer) -> None:
+        """Probes the template without options.
+
+        Raises:
+            TemplateRefusedError: It cannot be continued exactly.
+        """
+        self._template = template
+        self._tokenizer = tokenizer
+        self._probed: dict[bytes, Probed] = {}
+        self._heads: dict[bytes, TokenIds] = {}
+        probed = self._of(Frame())
+        self.contract = probed.contract
+        """What the probe found without template options."""
+        self._headers = {role: self._id_of(text) for role, text in self.contract.headers.items()}
+        self.stop_ids = tuple(sorted(map(self._id_of, self.contract.stops)))
+        """Ids at which a model of this template must stop."""
+        self.end_ids = frozenset({*self.stop_ids, *tokenizer.stop_ids})
+        """Ids that end an answer."""
+        end = self.contract.end_text
+        self.closing_ids = self.end_ids | {self._id_of(end)} if end else self.end_ids
+        """Ids behind which nothing closes an answer: also what the history ends one with."""
+
+    @property
+    def prints_call_ids(self) -> bool:
+        """Whether the ids of tool calls are part of what the template prints."""
+        return Finding.PRINTS_CALL_IDS in self.contract.findings
+
+    @property
+    def template_sha256(self) -> str:
+        """SHA-256 of the template's source, hexadecimal."""
+        return self._template.sha256
+
+    def pieces(self, units: Sequence[Unit], start: int, frame: Frame) -> list[TokenIds]:
+        """Returns the ids that each of `units[start:]` adds behind those before it; uint32 [N].
+
+        Raises:
+            TemplateRenderError: The template refuses a unit.
+            TemplateRefusedError: It cannot be continued exactly under the frame's options.
+        """
+        cutter = self._of(frame).cutter
+        if start == 0:
+            first = spelling_key(units[0]) + frame.key
+            known = self._heads.get(first)
+            if known is not None:
+                return [known, *self._encode(cutter.pieces(units, 1, frame))]
+            texts = self._encode(cutter.pieces(units, 0, frame))
+            texts[0].flags.writeable = False
+            if len(self._heads) >= _CACHED:
+                self._heads.clear()  # one step: several threads tokenise
+            self._heads[first] = texts[0]
+            return texts
+        return self._encode(cutter.pieces(units, start, frame))
+
+    def behind(self, node: HeldUnit, ids: TokenIds) -> TokenIds:
+        """Returns ids that follow a node as they stand behind what the node really holds.
+
+        An answer that was cut is closed as the template closes it. Where answers end with the
+        header of the next turn, a header that was sampled stays, and is not printed twice; another
+        one than was sampled stands behind it, as the engine will see it.
+
+        Args:
+            node: Where a request meets the tree.
+            ids: What the next unit, or the model's turn, adds by the template alone; uint32 [N].
+        """
+        if not self._headers:
+            return np.concatenate([self._closing(node), ids])
+        sampled = node.sample is not None and len(node.token_ids) > 0
+        return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
+
+    def glue(self, units: Sequence[Unit], frame: Frame) -> TokenIds:
+        """Returns the ids between the last of `units` and what the model samples; uint32 [N].
+
+        Raises:
+            TemplateRenderError: The template has no answer behind such a unit.
+            TemplateRefusedError: It cannot be continued exactly under the frame's options.
+        """
+        cutter = self._of(frame).cutter
+        if len(units) == 1 and cutter.is_joined(units[0], frame):
+            raise TemplateRenderError("a system message alone: it is printed with the user turn")
+        return self._tokenizer.encode(cutter.glue(place(units, len(units))))
+
+    def opens_reasoning(self, units: Sequence[Unit], frame: Frame, tag: str) -> bool:
+        """Says whether the generation prompt behind `units` has opened the reasoning with `tag`."""
+        return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(tag)
+
+    def compare(
+        self,
+        path: Sequence[HeldUnit],
+        fresh: Sequence[Unit],
+        frame: Frame,
+        added: Sequence[TokenIds],
+        show: Show,
+    ) -> Comparison:
+        """Compares what a turn's prompt holds with what the template would print by now.
+
+        An append-only template prints an answer always in the same way: each is looked at once.
+        Others are rendered as a whole.
+
+        Args:
+            path: The nodes of a path.
+            fresh: The units that a request adds to it.
+            frame: What is rendered beside them.
+            added: The ids that those add, and those that open the model's turn; uint32 [N] each.
+            show: Gives units as the template is to see them.
+        """
+        probed = self._of(frame)
+        units = [*(node.unit for node in path), *fresh]
+        if not probed.contract.findings & REWRITING:
+            try:
+                return Comparison(self._first_otherwise(probed.cutter, path, units, frame, show))
+            except TemplateRenderError:  # an answer that is not continued as it usually would be
+                pass
+        try:
+            render = self._render(show(units), frame)
+            glue = probed.cutter.glue(place(units, len(units)))
+        except TemplateRenderError:  # each message goes, all of them together do not
+            sampled = (at for at, node in enumerate(path) if node.sample is not None)
+            return Comparison(next(sampled, len(path)))
+        return compare(render, glue, path, added, self._tokenizer, probed.cutter.ends)
+
+    def reprint(
+        self, path: Sequence[HeldUnit], units: Sequence[Unit], frame: Frame, show: Show
+    ) -> tuple[list[TokenIds], TokenIds] | None:
+        """Returns what the template prints behind a path that it prints as it is.
+
+        Args:
+            path: Nodes that hold the beginning of a conversation.
+            units: The whole conversation.
+            frame: What is rendered beside it.
+            show: Gives units as the template is to see them.
+
+        Returns:
+            The ids of each unit behind the path and of what opens the model's turn, uint32 [N]
+            each; None where the template's render does not fall into these pieces.
+        """
+        cutter, begun = self._of(frame).cutter, len(path)
+        try:
+            units = show([*(node.unit for node in path), *units[begun:]])
+            ids = self._tokenizer.encode(self._render(units, frame))
+            known = [self._known(cutter, units, at, frame) for at in range(begun, len(units))]
+            glue = self.glue(units, frame)
+        except TemplateRenderError:
+            return None
+        held = np.concatenate([np.empty(0, np.uint32), *(node.token_ids for node in path)])
+        if not np.array_equal(ids[: len(held)], held):
+            return None
+        pieces = divide(ids[len(held) :], known, glue)
+        return None if pieces is None else (pieces, glue)
+
+    def _first_otherwise(
+        self,
+        cutter: Cutter,
+        path: Sequence[HeldUnit],
+        units: Sequence[Unit],
+        frame: Frame,
+        show: Show,
+    ) -> int | None:
+        for at, node in enumerate(path):
+            if node.sample is None:
+                continue
+            if node.as_printed is None:
+                node.as_printed = self._is_as_printed(
+                    cutter,
+                    node,
+                    [*show(units[: min(at, 1)]), *units[1:at], *show([units[at]])],
+                    frame,
+                )
+            role = units[at + 1][0].role if at + 1 < len(units) else "assistant"
+            if not node.as_printed or self._ends_otherwise(node, role):
+                return at
+        return None
+
+    def _is_as_printed(
+        self, cutter: Cutter, node: HeldUnit, units: Sequence[Unit], frame: Frame
+    ) -> bool:
+        """Says whether an append-only template prints the last of `units` as its node has it."""
+        (text,) = cutter.pieces(units, len(units) - 1, frame)
+        ids = node.token_ids
+        if not self._headers:
+            ids = np.concatenate([ids, self._closing(node)])
+        elif node.ends_turn:
+            ids = ids[:-1]
+        return np.array_equal(self._tokenizer.encode(text), ids)
+
+    def _known(
+        self, cutter: Cutter, units: Sequence[Unit], at: int, frame: Frame
+    ) -> TokenIds | None:
+        """Returns the ids of a unit; None for an answer, whose ids depend on what follows.
+
+        Of two in a row the second is taken for what it usually is: one has to be known.
+        """
+        if units[at][0].role == "assistant" and place(units, at) != "assistant":
+            return None
+        return self._encode(cutter.pieces(units[: at + 1], at, frame))[0]
+
+    def _render(self, units: Sequence[Unit], frame: Frame) -> str:
+        messages = [message for unit in units for message in unit]
+        return self._template.render(messages, frame, generation_prompt=True)
+
+    def _closing(self, node: HeldUnit) -> TokenIds:
+        """Returns what is missing at the end of a node; uint32 [0] or [1].
+
+        Where calls have an end of their own, what follows is printed behind that one only.
+        """
+        if node.sample is None:
+            return np.empty(0, np.uint32)
+        end, call_end = self.contract.end_text, self.contract.call_end_text
+        if node.unit[0].tool_calls and call_end != end:
+            ended = len(node.token_ids) > 0 and node.token_ids[-1] == self._id_of(call_end)
+            return np.array([] if ended else [self._id_of(call_end)], np.uint32)
+        return np.array([] if node.ends_turn else [self._id_of(end)], np.uint32)
+
+    def _ends_otherwise(self, node: HeldUnit, role: RoleName) -> bool:
+        """Says whether a model sampled another end than the header of the turn that follows."""
+        ended = bool(self._headers) and node.ends_turn and len(node.token_ids) > 0
+        return ended and int(node.token_ids[-1]) != self._headers.get(role)
+
+    def _id_of(self, text: str) -> int:
+        id_ = self._tokenizer.special_id(text)
+        if id_ is None:
+            raise TemplateRefusedError(f"{text!r} ends a turn and is no token")
+        return id_
+
+    def _encode(self, texts: list[str]) -> list[TokenIds]:
+        return [self._tokenizer.encode(text) for text in texts]
+
+    def _of(self, frame: Frame) -> Probed:
+        found = self._probed.get(frame.options_json)
+        if found is None:
+            found = probe(self._template, self._tokenizer, frame.options_json)
+            if len(self._probed) >= _CACHED:
+                self._probed.clear()
+            self._probed[frame.options_json] = found
+        return found

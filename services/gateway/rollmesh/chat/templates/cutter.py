@@ -1,0 +1,278 @@
+"""Cuts a template's renders into what each message adds, as text; see `continuation`."""
+
+from collections.abc import Sequence
+
+from rollmesh.chat.canonical import spelling_key
+from rollmesh.chat.messages import Frame, Message, RoleName, Unit
+from rollmesh.chat.templates.ends import TemplateRefusedError, find_ends
+from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.windows import (
+    ASKED,
+    CALL,
+    FOLLOWED,
+    FOLLOWERS,
+    MARK,
+    WINDOWS,
+    Place,
+    followers,
+    place,
+    readable,
+    result,
+)
+from rollmesh.chat.tokenizer import ModelTokenizer
+
+_CACHED = 64
+
+
+class Cutter:
+    """Cuts renders of one template under one set of options into pieces, as text."""
+
+    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer, options: Frame) -> None:
+        """Finds out how the messages of each role end.
+
+        Raises:
+            TemplateRefusedError: An answer does not end with a special token.
+        """
+        self._template = template
+        self._tokenizer = tokenizer
+        self._options = options
+        self.repeats_tools = False
+        """Whether the tools are printed again behind the conversation."""
+        self.moves_system = False
+        """Whether the first system message is printed in the last user turn."""
+        self.joins_system = {False: False, True: False}
+        """Whether the first system message is printed with the user turn behind it: without
+        tools, with tools."""
+        self.ignores_tools = False
+        self.refused: dict[tuple[Place, RoleName], str] = {}
+        """Roles that are not continued behind others, and why."""
+        self.refused_with_tools: dict[tuple[Place, RoleName], str] = {}
+        """Those that are not continued where tools are listed."""
+        self.refused_glue: dict[Place, str] = {}
+        """What no answer may be sampled behind, and why."""
+        self.says_behind_results = False
+        """Whether text beside calls is printed behind their results."""
+        self.ends = find_ends(template, tokenizer, options)
+        self._leads: dict[Place, str] = {}
+        self._closings: dict[Place, str] = {}
+        self._glue: dict[Place, str] = {}
+        self._ends: dict[Place, str] = {}
+        self._beside_calls = self._find_beside_calls()
+        self._renders: dict[bytes, str] = {}
+        for where in WINDOWS:
+            self._learn(where)
+
+    def pieces(self, units: Sequence[Unit], start: int, frame: Frame) -> list[str]:
+        """Returns what each of `units[start:]` adds behind those before it.
+
+        Raises:
+            TemplateRenderError: The template refuses a unit, or cannot be continued there.
+        """
+        if frame.tools_json and self.ignores_tools:
+            raise TemplateRenderError("tools: the model's chat template does not print tools")
+        pieces: list[str] = []
+        for at in range(start, len(units)):
+            before = place(units, at)
+            order = before, units[at][0].role
+            why = self.refused.get(order)
+            if why is None and frame.tools_json:
+                why = self.refused_with_tools.get(order)
+            if why is not None:
+                raise TemplateRenderError(f"{units[at][0].role} after {before}: {why}")
+            message = units[at][0]
+            if self.says_behind_results and message.tool_calls and message.content:
+                raise TemplateRenderError(
+                    "content: the model's chat template prints text beside calls behind their "
+                    "results; leave it out"
+                )
+            joined = at < 2 and self.is_joined(units[0], frame)
+            if at == 0:
+                pieces.append("" if joined else self._head(units[:1], frame))
+            elif at == 1 and joined:
+                pieces.append(self._head(units[:2], frame))
+            else:
+                pieces.append(self._delta(units, at, frame))
+        return pieces
+
+    def is_joined(self, first: Unit, frame: Frame) -> bool:
+        """Says whether a first message is a system message that is printed with the user turn.
+
+        Some templates print one apart, but for an empty one.
+        """
+        if first[0].role != "system":
+            return False
+        if self.joins_system[bool(frame.tools_json)]:
+            return True
+        try:
+            self._head((first,), frame)
+        except TemplateRenderError:
+            return True
+        return False
+
+    def glue(self, last: Place) -> str:
+        """Returns what stands between a unit and what the model samples.
+
+        Raises:
+            TemplateRenderError: The template has no answer behind such a unit.
+        """
+        if last in self.refused_glue:
+            raise TemplateRenderError(f"an answer after {last}: {self.refused_glue[last]}")
+        if last not in self._glue:
+            text = self._template.render(WINDOWS[last], self._options, generation_prompt=True)
+            if last == "assistant":
+                self._glue[last] = self._behind_answer(WINDOWS[last], text)
+            else:
+                self._glue[last] = self._behind_mark(last, text)
+        return self._glue[last]
+
+    def find_joined_system(self, frame: Frame) -> bool:
+        """Says whether a first system message is printed only with the user turn behind it."""
+        units: list[Unit] = [(Message("system", "s"),), (Message("user", "u"),)]
+        try:
+            both = self._template.render((*units[0], *units[1]), frame)
+        except TemplateRenderError:
+            return False
+        try:
+            apart = self._head(units[:1], frame) + self._delta(units, 1, frame)
+        except TemplateRenderError:
+            return True
+        return not both.startswith(apart)
+
+    @property
+    def last_end(self) -> str:
+        """What stands between the last answer and the user turn behind it."""
+        return self.ends.text or self.ends.headers["user"]
+
+    def _find_beside_calls(self) -> str:
+        """Returns a text that the template prints before calls; some print none there."""
+        said = Message("assistant", MARK, (CALL,))
+        try:
+            text = self._template.render((ASKED, said, result(FOLLOWED)), self._options)
+        except TemplateRenderError:
+            return ""
+        self.says_behind_results = 0 <= text.find(FOLLOWED) < text.find(MARK)
+        return "" if self.says_behind_results else MARK
+
+    def _end_of(self, answer: Message) -> str:
+        return self.ends.call if answer.tool_calls else self.ends.text
+
+    def _learn(self, where: Place) -> None:
+        """Finds lead and closing of a place; one that the template refuses stays unknown."""
+        try:
+            alone = self._template.render(WINDOWS[where], self._options)
+        except TemplateRenderError as error:
+            if where == "user":
+                raise TemplateRefusedError(f"user: {error}") from error
+            return
+        _, found, tail = alone.partition(MARK)
+        if not found:
+            if where == "user":
+                raise TemplateRefusedError("the template does not print a user message as it is")
+            return
+        if where == "assistant":
+            at = tail.find(self.ends.text)
+            self._leads[where] = self.ends.text
+            self._closings[where] = tail[at + len(self.ends.text) :] if at >= 0 else tail
+            return
+        shared = tail
+        for follower in (FOLLOWERS[where], Message("user", "c")):
+            try:
+                longer = self._template.render((*WINDOWS[where], follower), self._options)
+            except TemplateRenderError:
+                continue
+            common = _common_prefix(shared, longer.partition(MARK)[2])
+            # One that is printed into the message itself cannot follow: it is refused later.
+            shared = (
+                common if self._first_special(common) or not self._first_special(tail) else shared
+            )
+        special = self._first_special(shared)
+        lead = shared.partition(special)[0] + special if special else ""
+        self._leads[where], self._closings[where] = lead, tail[len(lead) :]
+        self._ends[where] = special + self._closings[where]
+
+    def _head(self, units: Sequence[Unit], frame: Frame) -> str:
+        messages = tuple(message for unit in units for message in unit)
+        text = self._template.render((*messages, *followers(units[-1])), frame)
+        return self._without_closing(place(units, len(units)), units[-1], text)
+
+    def _delta(self, units: Sequence[Unit], at: int, frame: Frame) -> str:
+        options = frame if self.repeats_tools else self._options
+        before, previous, unit = place(units, at), units[at - 1], units[at]
+        window = WINDOWS[before] if before != "start" else ()
+        if before == "assistant":
+            calls = readable(previous[0].tool_calls)
+            window = (ASKED, Message("assistant", self._beside_calls if calls else MARK, calls))
+        if self.moves_system and at > 1 and unit[0].role == "user" and units[0][0].role == "system":
+            window = (*units[0], *window)
+        text = self._template.render((*window, *unit, *followers(unit)), options)
+        if before == "assistant":
+            behind = self._behind_answer(window, text, options)
+        else:
+            behind = self._behind_mark(before, text)
+        return self._without_closing(place(units, at + 1), unit, behind)
+
+    def _behind_mark(self, before: Place, text: str) -> str:
+        lead = self._leads.get(before)
+        _, found, behind = text.partition(MARK)
+        if lead is None or not found or not behind.startswith(lead):
+            raise TemplateRenderError(f"what follows a {before} message changes how it is printed")
+        return behind[len(lead) :]
+
+    def _behind_answer(
+        self, window: tuple[Message, ...], text: str, options: Frame | None = None
+    ) -> str:
+        """Returns what stands behind the token that ends the window's answer."""
+        alone, end = self._render_cached(window, options or self._options), self._end_of(window[-1])
+        # Where the content is not printed beside calls, the last end is that of the answer.
+        at = alone.rfind(end, max(alone.find(MARK), 0))
+        if at >= 0 and text.startswith(alone[: at + len(end)]):
+            return text[at + len(end) :]
+        if self.ends.headers:
+            raise TemplateRenderError("what follows an answer changes how it is printed")
+        _, found, behind = text.partition(MARK)
+        _, ended, behind = behind.partition(end)
+        if not found or not ended:
+            raise TemplateRenderError("the end of an answer is not found behind what follows it")
+        return behind
+
+    def _render_cached(self, window: tuple[Message, ...], options: Frame) -> str:
+        key = options.key + spelling_key(window)
+        text = self._renders.get(key)
+        if text is None:
+            text = self._template.render(window, options)
+            if len(self._renders) >= _CACHED:
+                self._renders.clear()  # one step: several threads tokenise
+            self._renders[key] = text
+        return text
+
+    def _without_closing(self, where: Place, unit: Unit, text: str) -> str:
+        closing = self._closings.get(where)
+        if closing is None:
+            raise TemplateRenderError(f"the template does not print {where} messages")
+        if where == "assistant":
+            end, follower = self._end_of(unit[0]), text.rfind(FOLLOWED)
+            at = max(text.rfind(one, 0, follower) for one in self.ends.headers.values() or (end,))
+            if at < 0:
+                raise TemplateRenderError("an answer in the history does not end")
+            return text[: at + len(end)]
+        if not text.endswith(self._ends[where]):
+            raise TemplateRenderError(f"a {where} message does not end as others of its kind")
+        return text[: len(text) - len(closing)]
+
+    def _first_special(self, text: str) -> str:
+        """Returns the unmergeable token that ends first in a text; nothing without one."""
+        ends = [
+            (at + len(name), name)
+            for name in self._tokenizer.added_texts
+            if (at := text.find(name)) >= 0
+        ]
+        return min(ends, default=(0, ""))[1]
+
+
+def _common_prefix(one: str, other: str) -> str:
+    size = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        size += 1
+    return one[:size]

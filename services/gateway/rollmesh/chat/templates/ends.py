@@ -1,0 +1,193 @@
+"""How a template ends answers, and where a model of it must stop.
+
+Most templates print one special token behind every answer, and their models stop at it. Others
+take more care:
+
+* Harmony writes an answer as several messages. `<|end|>` ends each of them, and the last one too
+  once it is history; a model ends the answer itself with `<|return|>`, or with `<|call|>`.
+* Gemma 4 ends a call with the token that begins its result, as the model samples it.
+* GLM's answers have no end of their own: the header of the next turn ends them.
+"""
+
+from dataclasses import dataclass, field
+
+from rollmesh.chat.messages import Frame, Message, RoleName, ToolCall
+from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.windows import (
+    ASKED,
+    CALL,
+    CALLED,
+    FOLLOWED,
+    FOLLOWERS,
+    MARK,
+    WINDOWS,
+    result,
+)
+from rollmesh.chat.tokenizer import ModelTokenizer
+
+
+class TemplateRefusedError(Exception):
+    """The template cannot be continued exactly; the message says what was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The special tokens that end answers, as the template prints them."""
+
+    text: str
+    """Ends an answer in the history; empty where an answer has no end of its own."""
+    call: str
+    """Ends an answer with calls: most often what ends any answer."""
+    stops: tuple[str, ...]
+    """Those at which a model must stop."""
+    headers: dict[RoleName, str] = field(default_factory=dict)
+    """What begins a turn behind an answer, where nothing else ends it."""
+
+
+def find_ends(template: ModelTemplate, tokenizer: ModelTokenizer, options: Frame) -> Ends:
+    """Finds out how a template ends answers.
+
+    Raises:
+        TemplateRefusedError: An answer does not end with a special token, or the model stops at one
+            that stands inside of answers.
+    """
+    return _Finder(template, tokenizer, options).find()
+
+
+class _Finder:
+    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer, options: Frame) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._options = options
+
+    def find(self) -> Ends:
+        window = (*WINDOWS["assistant"], FOLLOWERS["assistant"])
+        try:
+            text = self._render(window)
+        except TemplateRenderError as error:
+            raise TemplateRefusedError(f"user, assistant, user: {error}") from error
+        _, found, tail = text.partition(MARK)
+        if not found:
+            raise TemplateRefusedError("the template does not print an answer as it is")
+        end = self._leading_special(tail)
+        alone = self._render(WINDOWS["assistant"]).partition(MARK)[2]
+        if end is not None and not alone:
+            headers = self._headers()
+            return Ends(
+                "", "", tuple(h for role, h in headers.items() if role != "assistant"), headers
+            )
+        last = self._leading_special(alone)
+        if end is None or last is None:
+            raise TemplateRefusedError(
+                f"an answer is followed by {tail[:20]!r}: it has no end token of its own"
+            )
+        call = self._call_end(end)
+        inside = self._inside()
+        stops = (last if end in inside else end, call)
+        self._check(stops, inside)
+        return Ends(end, call, tuple(dict.fromkeys(stops)))
+
+    def _check(self, stops: tuple[str, ...], inside: str) -> None:
+        """Checks that no token at which the model stops stands inside of an answer."""
+        known = {
+            name
+            for name in self._tokenizer.special_texts
+            if self._tokenizer.special_id(name) in self._tokenizer.stop_ids
+        }
+        for stop in sorted({*stops, *known}):
+            if stop in inside:
+                raise TemplateRefusedError(
+                    f"the model stops at {self._tokenizer.shown(stop)}, which the template prints "
+                    "inside of answers: what stands behind it would never be sampled; take it out "
+                    "of eos_token_id in generation_config.json"
+                )
+
+    def _inside(self) -> str:
+        """Returns what the template prints between the parts of one answer: never its end."""
+        call = ToolCall(CALL.id, CALL.name, f'{{"key": "{FOLLOWED}"}}')
+        answers = (
+            (Message("assistant", MARK, (call,)), result("c")),
+            (Message("assistant", FOLLOWED, reasoning=MARK),),
+        )
+        between: list[str] = []
+        for messages in answers:
+            try:
+                text = self._render((ASKED, *messages))
+            except TemplateRenderError:
+                continue
+            _, _, behind = text.partition(MARK)
+            inner, found, _ = behind.partition(FOLLOWED)
+            between.append(inner if found else "")
+        return "".join(between)
+
+    def _call_end(self, end: str) -> str:
+        """Returns what ends an answer with calls.
+
+        Where it is not what ends any answer, it is a token at which the model is known to stop, or
+        else the last one that the template prints behind a call which no result follows yet.
+        """
+        call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARK}"}}')
+        window = (ASKED, Message("assistant", "", (call,)))
+        try:
+            text = self._render((*window, result(FOLLOWED)))
+        except TemplateRenderError:
+            return end
+        between, printed, _ = text.partition(MARK)[2].partition(FOLLOWED)
+        if not printed or end in between:
+            return end
+        stops = {
+            name
+            for name in self._tokenizer.special_texts
+            if name in between and self._tokenizer.special_id(name) in self._tokenizer.stop_ids
+        }
+        if stops:
+            return min(stops, key=between.find)
+        try:
+            alone = self._render(window)
+        except TemplateRenderError:
+            return end
+        names = [name for name in self._tokenizer.special_texts if alone.endswith(name)]
+        last = max(names, key=len, default=end)
+        return last if text.startswith(alone) else end
+
+    def _headers(self) -> dict[RoleName, str]:
+        """Returns what begins the turns behind answers, which may be sampled as their end."""
+        headers: dict[RoleName, str] = {}
+        said, called = WINDOWS["assistant"], (ASKED, CALLED)
+        windows: dict[RoleName, tuple[Message, ...]] = {
+            "user": said,
+            "system": said,
+            "tool": called,
+        }
+        for role, window in windows.items():
+            then = Message(role, "c", tool_call_id=CALL.id, name=CALL.name)
+            header = self._header(window, (*window, then), generation_prompt=False)
+            if header is not None:
+                headers[role] = header
+        header = self._header(said, said, generation_prompt=True)
+        if header is not None:
+            headers["assistant"] = header
+        return headers
+
+    def _header(
+        self,
+        window: tuple[Message, ...],
+        messages: tuple[Message, ...],
+        *,
+        generation_prompt: bool,
+    ) -> str | None:
+        try:
+            alone = self._render(window)
+            longer = self._template.render(
+                messages, self._options, generation_prompt=generation_prompt
+            )
+        except TemplateRenderError:
+            return None
+        return self._leading_special(longer[len(alone) :]) if longer.startswith(alone) else None
+
+    def _leading_special(self, text: str) -> str | None:
+        fitting = [name for name in self._tokenizer.special_texts if text.startswith(name)]
+        return max(fitting, key=len, default=None)
+
+    def _render(self, messages: tuple[Message, ...]) -> str:
+        return self._template.render(messages, self._options)

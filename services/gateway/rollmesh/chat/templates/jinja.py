@@ -1,0 +1,214 @@
+"""Renders a model's chat template as its reference implementation (transformers) does.
+
+The environment is the same: sandboxed and immutable, blocks trimmed, loop controls, `tojson`
+without HTML escapes, `raise_exception`, `strftime_now`, and `{% generation %}` as a plain block.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rollmesh.chat.json_values import escape_surrogates, read_json, replace_surrogates
+from rollmesh.chat.messages import Frame, Message
+from rollmesh.chat.tokenizer import ModelFilesError, Tokenizer
+
+_PROBE = "string7zq"
+_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class TemplateRenderError(Exception):
+    """The template refuses these messages; the message says why in the template's own words."""
+
+
+class ModelTemplate(Protocol):
+    """Prints conversations as a model has learned them."""
+
+    source: str
+    """What tells how answers are written."""
+    sha256: str
+    """SHA-256 of the source, hexadecimal."""
+
+    def render(
+        self, messages: Sequence[Message], frame: Frame, *, generation_prompt: bool = False
+    ) -> str:
+        """Returns the text of a conversation.
+
+        Raises:
+            TemplateRenderError: The template refuses the messages.
+        """
+        ...
+
+
+class ChatTemplate:
+    """One compiled chat template."""
+
+    def __init__(self, source: str, variables: dict[str, str]) -> None:
+        """Compiles a template.
+
+        Args:
+            source: Jinja2 text.
+            variables: Special tokens by name, such as `eos_token`.
+
+        Raises:
+            TemplateRenderError: The source does not compile.
+        """
+        self.source = source
+        self.sha256 = hashlib.sha256(source.encode()).hexdigest()
+        self._variables = variables
+        self._parts = False
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise TemplateRenderError(str(error)) from error
+        self._parts = not self._prints_strings()
+
+    def render(
+        self, messages: Sequence[Message], frame: Frame, *, generation_prompt: bool = False
+    ) -> str:
+        """Returns the text of a conversation.
+
+        Raises:
+            TemplateRenderError: The template refuses the messages.
+        """
+        options = json.loads(frame.options_json) if frame.options_json else {}
+        try:
+            text = self._template.render(
+                messages=[as_template_message(one, parts=self._parts) for one in messages],
+                tools=json.loads(frame.tools_json) if frame.tools_json else None,
+                add_generation_prompt=generation_prompt,
+                **{"documents": None, **self._variables, **options},
+            )
+            return replace_surrogates(text)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            raise TemplateRenderError(str(error)) from error
+        except RecursionError as error:
+            raise TemplateRenderError("a value is nested too deep for it") from error
+
+    def _prints_strings(self) -> bool:
+        """Says whether content is printed as a string; templates for images want it in parts."""
+        try:
+            return _PROBE in self.render((Message("user", _PROBE),), Frame())
+        except TemplateRenderError as error:
+            return "has no attribute" not in str(error)
+
+
+def load_template(model_path: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Loads the template of a model's directory: `chat_template.jinja`, else its config's.
+
+    Raises:
+        ModelFilesError: There is none.
+        TemplateRenderError: It does not compile.
+    """
+    path = model_path / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.exists() else _configured(tokenizer)
+    if source is None:
+        raise ModelFilesError(f"{model_path}: no chat_template.jinja and none in its config")
+    variables = {}
+    for name in _SPECIALS:
+        value = tokenizer.config.get(name)
+        if value is not None:
+            variables[name] = value["content"] if isinstance(value, dict) else str(value)
+    return ChatTemplate(source, variables)
+
+
+def _configured(tokenizer: Tokenizer) -> str | None:
+    value = tokenizer.config.get("chat_template")
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        value = named.get("tool_use") or named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def as_template_message(message: Message, *, parts: bool = False) -> dict[str, Any]:
+    """Returns a message as templates expect it: keys only where there is something to say.
+
+    Args:
+        message: The message.
+        parts: Give its content as a list of one text part.
+    """
+    content: Any = [{"type": "text", "text": message.content}] if parts else message.content
+    result: dict[str, Any] = {"role": message.role, "content": content}
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        result["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        result["reasoning_content"] = message.reasoning
+    if message.name:
+        result["name"] = message.name
+    return result
+
+
+def _arguments(text: str) -> Any:
+    """Parses arguments: templates print objects with their own `tojson`; broken ones stay text."""
+    try:
+        return read_json(text) if text.strip() else {}
+    except ValueError:
+        return text
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """Lets `{% generation %}...{% endgeneration %}` stand for its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and kind that jinja2 reads
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Returns the block's body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _tojson
+    globals_: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    environment.globals.update(globals_)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass these by name
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    text = json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+    return escape_surrogates(text)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

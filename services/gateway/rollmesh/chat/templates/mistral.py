@@ -1,0 +1,274 @@
+r"""Models that bring no chat template: their conversations are encoded by `mistral_common`.
+
+That package builds ids, not text: what a message says is tokenised alone and stands between control
+tokens, which no text can spell. To continue such a conversation as any other, it is written as text
+in which control tokens stand between two characters that are no characters in Unicode:
+
+    <NC0>[INST]<NC1>Where?<NC0>[/INST]<NC1>
+
+`<NC0><NC1>` parts texts that are tokenised apart without a control token between them. The
+tokenizer reads this form back; for ids and text in between, it is `mistral_common`'s own.
+"""
+
+import codecs
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mistral_common.exceptions import MistralCommonException
+from mistral_common.protocol.instruct.normalize import get_normalizer
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.protocol.instruct.validator import ValidationMode, get_validator
+from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+from rollmesh.chat.json_values import replace_surrogates
+from rollmesh.chat.messages import Frame, Message
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.tokenizer import ModelFilesError
+from rollmesh.runtime.arrays import TokenIds
+
+_OPEN, _CLOSE, _LITERAL = "\ufdd0", "\ufdd1", "\ufdd2"
+_SEAM = _OPEN + _CLOSE
+_CONTROL = re.compile(f"{_OPEN}([^{_OPEN}-{_LITERAL}]*){_CLOSE}")
+_TEXT_IDS = 1 << 32
+"""Ids from here on stand for texts that are yet to be tokenised."""
+_REFUSALS = (
+    MistralCommonException,
+    AssertionError,
+    LookupError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class MistralTokenizer:
+    """A tokenizer of `mistral_common` behind the interface of `ModelTokenizer`."""
+
+    def __init__(self, path: Path) -> None:
+        """Loads `tekken.json` or a SentencePiece model.
+
+        Raises:
+            ModelFilesError: The file cannot be read, or is of an unknown version.
+        """
+        try:
+            self.reference: Any = Reference.from_file(path, mode=ValidationMode.agnostic)
+        except Exception as error:
+            raise ModelFilesError(f"{path}: {error}") from error
+        self._text: Any = self.reference.instruct_tokenizer.tokenizer
+        self._is_tekken = isinstance(self._text, Tekkenizer)
+        self.special_ids = frozenset(int(id_) for id_ in self._text.special_ids)
+        self._names = {id_: self._text.id_to_piece(id_) for id_ in sorted(self.special_ids)}
+        self._ids = {name: id_ for id_, name in self._names.items()}
+        self.stop_ids = frozenset({int(self._text.eos_id)})
+        self.special_texts = tuple(f"{_OPEN}{name}{_CLOSE}" for name in self._ids)
+        self.added_texts = (*self.special_texts, _SEAM)
+
+    @property
+    def control_names(self) -> tuple[str, ...]:
+        """The control tokens, as the model's makers write them."""
+        return tuple(self._ids)
+
+    def encode(self, text: str) -> TokenIds:
+        """Returns the ids of a text in this module's form; dtype uint32, shape [N]."""
+        ids: list[int] = []
+        at = 0
+        for control in _CONTROL.finditer(text):
+            ids += self._encode_plain(text[at : control.start()])
+            if control[1]:
+                ids.append(self._ids[control[1]])
+            at = control.end()
+        return np.asarray(ids + self._encode_plain(text[at:]), dtype=np.uint32)
+
+    def decode(self, ids: TokenIds) -> str:
+        """Returns the text of ids, control tokens left out."""
+        stream = self.stream()
+        pieces = [stream.feed(id_) for id_ in ids.tolist() if id_ not in self.special_ids]
+        return "".join((*pieces, stream.finish()))
+
+    def special_id(self, text: str) -> int | None:
+        """Returns the id of a control token, as this module or as its makers write it."""
+        return self._ids.get(text.removeprefix(_OPEN).removesuffix(_CLOSE))
+
+    def spells(self, text: str) -> bool:
+        """Says that no text spells a control token."""
+        del text
+        return False
+
+    def hide(self, text: str) -> str:
+        """Returns a text as it is: it spells no control token."""
+        return text
+
+    def escape(self, text: str) -> str:
+        """Returns a text as it is."""
+        return text
+
+    def shown(self, text: str) -> str:
+        """Returns a control token as its makers write it."""
+        return text.removeprefix(_OPEN).removesuffix(_CLOSE)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that an id adds to a text; a control token's are its name's."""
+        return self.stream().bytes_of(token_id)
+
+    def stream(self) -> "_Stream":
+        """Returns what turns ids into text one by one."""
+        return _Stream(self._text, self._names, is_tekken=self._is_tekken)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        plain = text.replace(_OPEN + _LITERAL, _OPEN)
+        ids: list[int] = self._text.encode(plain, bos=False, eos=False)
+        return ids
+
+
+class MistralTemplate:
+    """How `mistral_common` encodes a conversation, in this module's form of text."""
+
+    def __init__(self, tokenizer: MistralTokenizer) -> None:
+        """Takes validator, normaliser and encoder that belong to the tokenizer's version."""
+        reference = tokenizer.reference
+        self._instruct = reference.instruct_tokenizer
+        version, settings = reference.version, self._instruct.tokenizer.model_settings_builder
+        self._normalizer = get_normalizer(version, settings)
+        self._thinks = getattr(self._instruct, "BEGIN_THINK", None) is not None
+        self._any_end = get_validator(version, mode=ValidationMode.agnostic)
+        self._before_answer = get_validator(version, mode=ValidationMode.test)
+        self.source = f"mistral_common {version.value} {' '.join(tokenizer.control_names)}"
+        """Version and control tokens: what tells how answers are written."""
+        self.sha256 = hashlib.sha256(self.source.encode()).hexdigest()
+
+    def render(
+        self, messages: Sequence[Message], frame: Frame, *, generation_prompt: bool = False
+    ) -> str:
+        """Returns the text of a conversation.
+
+        Raises:
+            TemplateRenderError: `mistral_common` refuses the messages.
+        """
+        if frame.options_json:
+            raise TemplateRenderError("the model has no chat template that could take options")
+        validator = self._before_answer if generation_prompt else self._any_end
+        tools = json.loads(frame.tools_json) if frame.tools_json else None
+        recorder = _Recorder(self._instruct.tokenizer)
+        instruct = copy.copy(self._instruct)
+        instruct.tokenizer = recorder
+        try:
+            request: Any = ChatCompletionRequest.from_openai(
+                [_as_openai(one, thinks=self._thinks) for one in messages], tools
+            )
+            normal = self._normalizer.from_chat_completion_request(
+                validator.validate_request(request)
+            )
+            ids = instruct.encode_instruct(normal).tokens
+        except _REFUSALS as error:
+            raise TemplateRenderError(str(error)) from error
+        return replace_surrogates(recorder.written(ids))
+
+
+class _Recorder:
+    """Stands in for a tokenizer: remembers the texts instead of tokenising them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, *, bos: bool, eos: bool) -> list[int]:
+        assert not bos
+        assert not eos
+        if not text:
+            return []
+        self._texts.append(text)
+        return [_TEXT_IDS + len(self._texts) - 1]
+
+    def decode(self, *_: object, **__: object) -> str:
+        """Returns nothing: the caller wants ids and makes text of them that nobody reads."""
+        return ""
+
+    def written(self, ids: list[int]) -> str:
+        """Returns the text of an encoded conversation."""
+        pieces: list[str] = []
+        for id_, following in zip(ids, [*ids[1:], _TEXT_IDS], strict=True):
+            if id_ < _TEXT_IDS:
+                pieces.append(f"{_OPEN}{self._tokenizer.id_to_piece(id_)}{_CLOSE}")
+                continue
+            pieces.append(self._texts[id_ - _TEXT_IDS].replace(_OPEN, _OPEN + _LITERAL))
+            if following >= _TEXT_IDS:
+                pieces.append(_SEAM)
+        return "".join(pieces)
+
+
+class _Stream:
+    """Turns ids into text one by one; a character split over ids waits until it is whole."""
+
+    def __init__(self, tokenizer: Any, names: dict[int, str], *, is_tekken: bool) -> None:
+        self._tokenizer = tokenizer
+        self._names = names
+        self._is_tekken = is_tekken
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = is_tekken
+
+    def feed(self, token_id: int) -> str:
+        """Takes one id; returns the text that became certain, often empty."""
+        return self._utf8.decode(self._bytes(token_id))
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        """Takes ids; returns the text that became certain."""
+        return "".join(map(self.feed, token_ids))
+
+    def finish(self) -> str:
+        """Returns what is left: bytes that never became a character, as U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Returns the bytes that an id adds within a text."""
+        name = self._names.get(token_id)
+        if name is not None:
+            return name.encode()
+        if self._is_tekken:
+            piece: bytes = self._tokenizer.id_to_byte_piece(token_id, SpecialTokenPolicy.KEEP)
+            return piece
+        text = str(self._tokenizer.id_to_piece(token_id))
+        if byte := _BYTE.fullmatch(text):
+            return bytes.fromhex(byte[1])
+        return text.replace("\u2581", " ").encode()
+
+    def _bytes(self, token_id: int) -> bytes:
+        text = self.bytes_of(token_id)
+        if self._begun or token_id in self._names:
+            return text
+        self._begun = True
+        # SentencePiece puts a blank in front of every text, and takes it away again.
+        is_byte = _BYTE.fullmatch(str(self._tokenizer.id_to_piece(token_id)))
+        return text if is_byte else text.removeprefix(b" ")
+
+
+def _as_openai(message: Message, *, thinks: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning and thinks:
+        result["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        result["tool_call_id"] = message.tool_call_id
+        if message.name:
+            result["name"] = message.name
+    return result

@@ -1,0 +1,163 @@
+"""Whether a template would print a conversation as its session holds it, token by token.
+
+A session keeps what was sampled. Where the template would print that otherwise by now (it drops
+reasoning, strips blanks, writes a call's arguments in another way, or the text tokenises otherwise
+than it was sampled), the turn behind it says so. That is not guessed from what the template does to
+probes: the ids of the template's render are compared with those that the session holds.
+
+The beginning of a render that was compared before is known by its digest and is not tokenised
+again. Where the two differ, tokenising ends with the answer that does.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rollmesh.chat.templates.ends import Ends
+from rollmesh.chat.templates.path import HeldUnit, Seen
+from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.runtime.arrays import TokenIds
+
+_ID_BYTES = 4
+_DIGEST_BYTES = 16
+
+
+class Comparison(NamedTuple):
+    """What the template would print, against what a turn's prompt holds."""
+
+    at: int | None
+    """Index of the first node of the path that is printed otherwise, its length where only what the
+    request adds is; None where all ids are equal."""
+    seen: Seen | None = None
+    """The text of the prompt up to the model's turn, where it was compared and is equal."""
+
+
+def compare(
+    render: str,
+    glue: str,
+    path: Sequence[HeldUnit],
+    added: Sequence[TokenIds],
+    tokenizer: ModelTokenizer,
+    ends: Ends,
+) -> Comparison:
+    """Compares a render of a conversation with its ids.
+
+    Args:
+        render: The whole conversation as the template prints it, the model's turn opened.
+        glue: What opens the model's turn.
+        path: The nodes that hold the beginning of the conversation.
+        added: The ids that a request adds to them; uint32 [N] each.
+        tokenizer: Makes ids of the render.
+        ends: How the template ends answers: text on both sides tokenises apart.
+    """
+    begun, chars, digest = _known(render, path)
+    held = np.concatenate([*(node.token_ids for node in path[begun:]), *added])
+    at = 0
+    for chunk in _chunks(render, chars, ends):
+        ids = tokenizer.encode(chunk)
+        differs = _first_difference(ids, held[at : at + len(ids)])
+        if differs is not None:
+            return Comparison(_node_at(path, begun, at + differs))
+        at += len(ids)
+    if at < len(held):
+        return Comparison(_node_at(path, begun, at))
+    if not render.endswith(glue):
+        return Comparison(None)
+    size = len(render) - len(glue)
+    digest.update(_bytes(render[chars:size]))
+    return Comparison(None, Seen(size, digest.digest()))
+
+
+def divide(
+    ids: TokenIds, known: Sequence[TokenIds | None], glue: TokenIds
+) -> list[TokenIds] | None:
+    """Divides the ids of a render among the units that it prints.
+
+    Args:
+        ids: The ids of all units, and of what opens the model's turn; uint32 [N].
+        known: The ids of each unit; None for an answer, which takes what is left between others.
+        glue: What opens the model's turn; uint32 [N].
+
+    Returns:
+        The ids of each unit, which joined with `glue` are `ids`; None where they are not found.
+    """
+    if not _ends_with(ids, glue):
+        return None
+    pieces: list[TokenIds] = []
+    end = len(ids) - len(glue)
+    for at in range(len(known) - 1, -1, -1):
+        own, before = known[at], known[at - 1]
+        if at == 0:
+            begin = 0
+        elif own is not None:
+            begin = end - len(own)
+        elif before is not None:
+            begin = _last_place(ids[:end], before) + len(before)
+        else:
+            return None
+        if begin < 0 or (own is not None and not _ends_with(ids[begin:end], own)):
+            return None
+        pieces.append(ids[begin:end].copy())
+        end = begin
+    return pieces[::-1]
+
+
+def _known(render: str, path: Sequence[HeldUnit]) -> tuple[int, int, "hashlib.blake2b"]:
+    """Returns how many nodes, and characters of them, were compared before, and their digest."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    begun = chars = 0
+    for at, node in enumerate(path):
+        if node.seen is None:
+            continue
+        longer = digest.copy()
+        longer.update(_bytes(render[chars : node.seen.chars]))
+        if longer.digest() != node.seen.digest:
+            break
+        begun, chars, digest = at + 1, node.seen.chars, longer
+    return begun, chars, digest
+
+
+def _chunks(render: str, begin: int, ends: Ends) -> Iterator[str]:
+    """Yields the rest of a render, cut where answers end."""
+    marks = ends.headers.values() if ends.headers else (ends.text, ends.call)
+    pattern = re.compile("|".join(map(re.escape, sorted(set(marks)))))
+    for mark in pattern.finditer(render, begin):
+        seam = mark.start() if ends.headers else mark.end()
+        if seam > begin:
+            yield render[begin:seam]
+            begin = seam
+    yield render[begin:]
+
+
+def _first_difference(ids: TokenIds, held: TokenIds) -> int | None:
+    size = min(len(ids), len(held))
+    differing = np.flatnonzero(ids[:size] != held[:size])
+    if len(differing):
+        return int(differing[0])
+    return None if len(ids) == len(held) else size
+
+
+def _node_at(path: Sequence[HeldUnit], begun: int, offset: int) -> int:
+    """Returns the index of the node that holds an id, counted from the first of `path[begun:]`."""
+    offset += path[begun - 1].end if begun else 0
+    return next((at for at in range(begun, len(path)) if path[at].end > offset), len(path))
+
+
+def _ends_with(ids: TokenIds, end: TokenIds) -> bool:
+    return len(end) <= len(ids) and np.array_equal(ids[len(ids) - len(end) :], end)
+
+
+def _last_place(ids: TokenIds, part: TokenIds) -> int:
+    """Returns where `part` stands last in `ids`; less than minus its length where it does not."""
+    data, wanted = ids.tobytes(), part.tobytes()
+    at = data.rfind(wanted)
+    while at >= 0 and at % _ID_BYTES:
+        at = data.rfind(wanted, 0, at + len(wanted) - 1)
+    return at // _ID_BYTES if at >= 0 else -len(part) - 1
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")

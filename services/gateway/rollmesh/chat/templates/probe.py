@@ -1,0 +1,353 @@
+"""Finds out what a chat template does to a conversation that grows.
+
+Every probe conversation is cut into pieces and compared with the template's own render: whole, or,
+where the template prints earlier turns otherwise, behind the last answer. What agrees in neither
+way is not continued: the pair of roles where it begins is refused, and the template itself where
+that pair is one that no agent does without.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Frame, Message, RoleName, ToolCall, Unit, units_of
+from rollmesh.chat.parsing.reasoning import OPEN
+from rollmesh.chat.templates import probes
+from rollmesh.chat.templates.cutter import Cutter
+from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.profile import BLANKS, REWRITING, Contract, Finding, Kind, Stripped
+from rollmesh.chat.templates.windows import CALL, Place, place
+from rollmesh.chat.tokenizer import ModelTokenizer
+
+_ESSENTIAL: set[tuple[Place, RoleName]] = {
+    ("start", "user"),
+    ("user", "assistant"),
+    ("assistant", "user"),
+}
+_DATE = re.compile(r"strftime_now|date_string")
+_GREETS: set[tuple[Place, RoleName]] = {("start", "assistant"), ("first system", "assistant")}
+"""The orders of roles in which an agent begins: what fails behind one is laid on it."""
+
+
+class _Outcome(Enum):
+    EXACT = auto()
+    KEPT = auto()
+    """Equal behind the last answer."""
+    REFUSED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A template under one set of options, ready to be continued."""
+
+    contract: Contract
+    cutter: Cutter
+
+
+def probe(template: ModelTemplate, tokenizer: ModelTokenizer, options_json: bytes) -> Probed:
+    """Probes a template.
+
+    Args:
+        template: The template.
+        tokenizer: Its tokenizer.
+        options_json: Extra variables of the template: a JSON object, or empty.
+
+    Raises:
+        TemplateRefusedError: It cannot be continued exactly; the message says what was seen.
+    """
+    options = make_frame(b"", options_json)
+    try:
+        cutter = Cutter(template, tokenizer, options)
+        return Probed(_Probe(template, tokenizer, cutter, options).contract(), cutter)
+    except TemplateRenderError as error:
+        raise TemplateRefusedError(f"the template fails on a probe: {error}") from error
+
+
+class _Probe:
+    def __init__(
+        self, template: ModelTemplate, tokenizer: ModelTokenizer, cutter: Cutter, options: Frame
+    ) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._cutter = cutter
+        self._bare = options
+        self._tools = make_frame(probes.TOOLS, options.options_json)
+        self._frames: tuple[Frame, ...] = (self._bare, self._tools)
+        self._counts = dict.fromkeys(_Outcome, 0)
+
+    def contract(self) -> Contract:
+        findings = self._find_system_and_tools()
+        plain = self._all(probes.BASIC) and self._glue_begins_answers()
+        findings |= self._find_rewrites(plain=plain)
+        self._all(probes.TWICE)
+        self._all(probes.ENDING)
+        self._all(probes.THINKING)
+        self._find_greetings()
+        stripped = self._stripped()
+        if stripped != Stripped():
+            findings.add(Finding.STRIPS_ANSWERS)
+        if self._prints_call_ids():
+            findings.add(Finding.PRINTS_CALL_IDS)
+        if _DATE.search(self._template.source):
+            findings.add(Finding.PRINTS_DATE)
+        ends, shown = self._cutter.ends, self._tokenizer.shown
+        if ends.headers:
+            findings.add(Finding.HEADERS_END)
+        if self._cutter.says_behind_results:
+            findings.add(Finding.TEXT_BEHIND_RESULTS)
+        kind = Kind.EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
+        return Contract(
+            kind if plain else Kind.REWRITES,
+            shown(ends.text),
+            frozenset(findings),
+            {f"{before}, {role}": why for (before, role), why in self._cutter.refused.items()}
+            | {
+                f"{before}, {role} with tools": why
+                for (before, role), why in self._cutter.refused_with_tools.items()
+            }
+            | {f"{last}, answer": why for last, why in self._cutter.refused_glue.items()},
+            self._counts[_Outcome.EXACT],
+            self._counts[_Outcome.KEPT],
+            stripped,
+            {role: shown(one) for role, one in ends.headers.items()},
+            shown(ends.call),
+            tuple(map(shown, ends.stops)),
+        )
+
+    def _find_system_and_tools(self) -> set[Finding]:
+        """Looks at the head of a conversation, and lets the cutter know."""
+        findings: set[Finding] = set()
+        if self._ignores_tools():
+            findings.add(Finding.IGNORES_TOOLS)
+            self._cutter.ignores_tools = True
+            self._frames = (self._bare,)
+        elif self._repeats_tools():
+            findings.add(Finding.REPEATS_TOOLS)
+            self._cutter.repeats_tools = True
+        if self._moves_system():
+            findings.add(Finding.MOVES_SYSTEM)
+            self._cutter.moves_system = True
+        for frame in self._frames:
+            joined = self._cutter.find_joined_system(frame)
+            self._cutter.joins_system[bool(frame.tools_json)] = joined
+            if joined:
+                findings.add(Finding.SYSTEM_IN_USER)
+        return findings
+
+    def _find_rewrites(self, *, plain: bool) -> set[Finding]:
+        findings: set[Finding] = set()
+        if not (self._all(probes.STRIPPED) and plain):
+            findings.add(Finding.ANSWERS_OTHERWISE)
+        several = probes.TWO_CALLS if self._cutter.says_behind_results else probes.SAYING
+        if not self._all((*probes.CALLING, several)):
+            findings.add(Finding.CALLS_OTHERWISE)
+        if not self._all(probes.SYSTEMS):
+            findings.add(Finding.SYSTEM_OTHERWISE)
+        if self._drops_reasoning():
+            findings.add(Finding.DROPS_REASONING)
+        return findings
+
+    def _all(self, conversations: tuple[tuple[Message, ...], ...]) -> bool:
+        """Tries conversations; says whether the pieces of all are the whole render.
+
+        Raises:
+            TemplateRefusedError: One that agents cannot do without is not continued.
+        """
+        exact = True
+        for messages in conversations:
+            units = units_of(messages)
+            for frame in self._frames:
+                outcome = self._try(units, frame)
+                self._counts[outcome] += 1
+                if outcome is _Outcome.KEPT and not self._is_explained(messages, frame):
+                    exact = False
+        return exact
+
+    def _find_greetings(self) -> None:
+        """Tries conversations that an agent begins; refuses those that are not the render.
+
+        Nobody sampled a greeting: that a session keeps what was sampled does not explain one.
+        """
+        refused = self._cutter.refused
+        for frame in self._frames:
+            before = set(refused)
+            for messages in probes.GREETING:
+                self._try_greeting(messages, frame)
+            if frame.tools_json:
+                for order in refused.keys() - before:
+                    self._cutter.refused_with_tools[order] = refused.pop(order)
+
+    def _try_greeting(self, messages: tuple[Message, ...], frame: Frame) -> None:
+        units = units_of(messages)
+        order = self._culprit(units, frame)
+        outcome = self._try(units, frame)
+        self._counts[outcome] += 1
+        if outcome is _Outcome.KEPT and not self._is_explained(messages, frame):
+            self._cutter.refused[order] = "what follows changes how it is printed"
+        elif outcome is _Outcome.REFUSED and order not in self._cutter.refused:
+            without = tuple(one for one in messages if one.role != "assistant")
+            why = self._refusal(messages, frame)
+            if why and not self._refusal(without, frame):
+                self._cutter.refused[order] = why
+
+    def _refusal(self, messages: tuple[Message, ...], frame: Frame) -> str:
+        """Returns why the template itself refuses a conversation; nothing where it takes it."""
+        try:
+            self._template.render(messages, frame, generation_prompt=True)
+        except TemplateRenderError as error:
+            return str(error)
+        return ""
+
+    def _is_explained(self, messages: tuple[Message, ...], frame: Frame) -> bool:
+        """Says whether what is printed otherwise stands in a finding: tools or system message."""
+        moved = self._cutter.moves_system and messages[0].role == "system"
+        return moved or (self._cutter.repeats_tools and bool(frame.tools_json))
+
+    def _try(self, units: list[Unit], frame: Frame) -> _Outcome:
+        """Compares ever longer beginnings, so that what fails is known by its last role.
+
+        Raises:
+            TemplateRefusedError: What fails is what agents cannot do without.
+        """
+        outcome = _Outcome.REFUSED
+        for size in range(1, len(units) + 1):
+            before, role = place(units, size - 1), units[size - 1][0].role
+            if (before, role) in self._cutter.refused:
+                return _Outcome.REFUSED
+            whole = size == len(units)
+            outcome, why = self._judge(units[:size], frame, whole=whole)
+            if why and role == "assistant":
+                # Templates end the last answer otherwise: what stands behind it decides.
+                if whole:
+                    self._cutter.refused_glue["assistant"] = why
+            elif why:
+                before, role = self._culprit(units[:size], frame)
+                if (before, role) in _ESSENTIAL:
+                    raise TemplateRefusedError(f"{role} after {before}: {why}")
+                self._cutter.refused[before, role] = why
+                return outcome
+        return outcome
+
+    def _culprit(self, units: list[Unit], frame: Frame) -> tuple[Place, RoleName]:
+        """Returns the first pair of roles that cannot be cut and may be missing, else the last.
+
+        An agent's greeting comes before all: without it the others have been seen to hold.
+        """
+        pairs: list[tuple[Place, RoleName]] = [
+            (place(units, at), units[at][0].role) for at in range(len(units))
+        ]
+        if greeting := next((pair for pair in pairs if pair in _GREETS), None):
+            return greeting
+        for at, pair in enumerate(pairs):
+            try:
+                self._cutter.pieces(units[: at + 1], at, frame)
+            except TemplateRenderError:
+                if pair not in _ESSENTIAL:
+                    return pair
+        return pairs[-1]
+
+    def _judge(self, units: list[Unit], frame: Frame, *, whole: bool) -> tuple[_Outcome, str]:
+        """Returns what came of a comparison, and why it failed.
+
+        No reason is given where the template itself refuses the conversation, as it would at any
+        time, or where what may not end here may go on.
+        """
+        messages = tuple(message for unit in units for message in unit)
+        joined = self._cutter.joins_system[bool(frame.tools_json)]
+        if len(units) == 1 and joined and messages[0].role == "system":
+            return _Outcome.REFUSED, ""
+        try:
+            full = self._template.render(messages, frame, generation_prompt=True)
+        except TemplateRenderError:
+            return _Outcome.REFUSED, ""
+        try:
+            return self._compare(units, frame, full)
+        except TemplateRenderError as error:
+            return _Outcome.REFUSED, str(error) if whole else ""
+
+    def _compare(self, units: list[Unit], frame: Frame, full: str) -> tuple[_Outcome, str]:
+        pieces = self._cutter.pieces(units, 0, frame)
+        pieces.append(self._cutter.glue(place(units, len(units))))
+        ids = np.concatenate([self._tokenizer.encode(piece) for piece in pieces])
+        if not np.array_equal(ids, self._tokenizer.encode("".join(pieces))):
+            return _Outcome.REFUSED, "text at the seams tokenises apart"
+        if "".join(pieces) == full:
+            return _Outcome.EXACT, ""
+        answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
+        tail = "".join(pieces[answers[-1] + 1 :]) if answers else ""
+        ends = (self._cutter.ends.text, self._cutter.ends.call)
+        if tail and full.endswith(tuple(end + tail for end in ends)):
+            return _Outcome.KEPT, ""
+        return _Outcome.REFUSED, "the template prints it depending on what stands further before"
+
+    def _ignores_tools(self) -> bool:
+        return self._render((probes.USER,), self._bare) == self._render((probes.USER,), self._tools)
+
+    def _repeats_tools(self) -> bool:
+        """Says whether a later turn shows the tools again."""
+        first = self._render((probes.USER,), self._tools).count('"look_up"')
+        later = (probes.USER, probes.PLAIN, probes.USER, probes.PLAIN, probes.USER)
+        whole = self._render(later, self._tools)
+        return first > 0 and '"look_up"' in whole.rpartition(self._cutter.last_end)[2]
+
+    def _moves_system(self) -> bool:
+        """Says whether a later user turn shows the first system message."""
+        try:
+            whole = self._render(
+                (probes.SYSTEM, probes.USER, probes.PLAIN, probes.USER), self._bare
+            )
+        except TemplateRenderError:
+            return False
+        return probes.SYSTEM.content.strip() in whole.rpartition(self._cutter.last_end)[2]
+
+    def _glue_begins_answers(self) -> bool:
+        asked = self._template.render((probes.USER,), self._bare, generation_prompt=True)
+        answered = self._render((probes.USER, probes.PLAIN, probes.USER), self._bare)
+        return answered.startswith(f"{asked}{probes.PLAIN.content}{self._cutter.ends.text}")
+
+    def _drops_reasoning(self) -> bool:
+        """Says whether reasoning that is part of an answer is not printed once another follows."""
+        kept, thinks = set[bool](), OPEN in self._template.source
+        for answer in (probes.THOUGHT, probes.INLINE):
+            last = self._render((probes.USER, answer), self._bare)
+            earlier = self._render((probes.USER, answer, probes.USER), self._bare)
+            if probes.THOUGHT.reasoning in last or thinks:
+                kept.add(probes.THOUGHT.reasoning in earlier)
+        return False in kept or self._drops_reasoning_of_calls()
+
+    def _drops_reasoning_of_calls(self) -> bool:
+        called = (probes.USER, probes.THOUGHT_CALLS, probes.RESULT)
+        try:
+            last = self._render(called, self._frames[-1])
+            earlier = self._render((*called, probes.PLAIN, probes.USER), self._frames[-1])
+        except TemplateRenderError:
+            return False
+        return probes.THOUGHT.reasoning in last and probes.THOUGHT.reasoning not in earlier
+
+    def _stripped(self) -> Stripped:
+        def earlier(said: str) -> str:
+            return self._render((probes.USER, Message("assistant", said), probes.USER), self._bare)
+
+        plain = earlier("Here.")
+        leading = (blank for blank in BLANKS if earlier(f"{blank}Here.") == plain)
+        trailing = (blank for blank in BLANKS if earlier(f"Here.{blank}") == plain)
+        return Stripped("".join(leading), "".join(trailing))
+
+    def _prints_call_ids(self) -> bool:
+        other = ToolCall("other9zq1", CALL.name, CALL.arguments)
+        renders = []
+        for call in (CALL, other):
+            result = Message("tool", "x", tool_call_id=call.id, name=call.name)
+            messages = (probes.USER, Message("assistant", "", (call,)), result)
+            try:
+                renders.append(self._render(messages, self._frames[-1]))
+            except TemplateRenderError:
+                return False
+        return renders[0] != renders[1]
+
+    def _render(self, messages: tuple[Message, ...], frame: Frame) -> str:
+        return self._template.render(messages, frame)

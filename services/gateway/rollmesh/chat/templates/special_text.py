@@ -1,0 +1,161 @@
+"""Text of users and tools that spells a special token, such as `<|im_end|>` on a web page.
+
+Chat templates put such text beside their own marks, and tokenizers do not tell the two apart: the
+text closes its turn, and may open another. What a gateway does about it is a setting:
+
+* parity: as `apply_chat_template` does; the turn carries SPECIAL_TEXT.
+* plain: it stays text. Special tokens in it are marked before the template prints it, so that the
+  tokenizer knows them from the template's own (`ModelTokenizer.hide`).
+* refuse: the request is refused, and the message named.
+
+All that comes from outside counts: contents, reasoning, names, arguments of calls, tools and
+template options. Of messages only those that a request adds are looked at.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollmesh.chat.json_values import read_json
+from rollmesh.chat.messages import Frame, Message, ToolCall, Unit
+from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.runtime.caches import ByteCache
+from rollmesh.runtime.errors import InvalidMessagesError
+
+SETTINGS = ("parity", "plain", "refuse")
+_FRAMES_BYTES = 16 * 1024 * 1024
+
+
+class SpecialText:
+    """Applies the setting to what a request adds."""
+
+    def __init__(self, tokenizer: ModelTokenizer, setting: str) -> None:
+        """Takes one of `SETTINGS`."""
+        self._spells = tokenizer.spells
+        self._refuses = setting == "refuse"
+        self._hides = setting == "plain"
+        # Text may hold what hidden text is marked with: that is printed as it is all the same.
+        self._changed = tokenizer.hide if self._hides else tokenizer.escape
+        self._frames: ByteCache[tuple[bytes, bytes], tuple[Frame, bool]] = ByteCache(_FRAMES_BYTES)
+
+    def apply(self, units: list[Unit], start: int, frame: Frame) -> tuple[list[Unit], Frame, bool]:
+        """Returns what is rendered of a request that adds `units[start:]`.
+
+        Returns:
+            The units and the frame as the template is to see them, and whether text in them becomes
+            special tokens.
+
+        Raises:
+            InvalidMessagesError: It spells a special token, and such text is refused.
+        """
+        source = frame.tools_json, frame.options_json
+        framed, in_frame = self._frames.get(
+            source, sum(map(len, source)), lambda: self._shown_frame(frame)
+        )
+        spelled = [at for at in range(start, len(units)) if self._is_spelled(units[at])]
+        found = bool(spelled) or (in_frame and start == 0)
+        if found and self._refuses:
+            raise InvalidMessagesError(self._field(units, spelled), _REFUSED)
+        # Some templates print the first message again in a later turn.
+        shown = [
+            tuple(map(self._shown, unit)) if at >= start or at == 0 else unit
+            for at, unit in enumerate(units)
+        ]
+        return shown, framed, found and not self._hides
+
+    def show(self, units: Sequence[Unit]) -> list[Unit]:
+        """Returns units as the template is to see them."""
+        return [tuple(map(self._shown, unit)) for unit in units]
+
+    def _field(self, units: Sequence[Unit], spelled: list[int]) -> str:
+        """Returns the name of the first message that spells a special token; else of the tools."""
+        if not spelled:
+            return "tools"
+        before = sum(len(unit) for unit in units[: spelled[0]])
+        within = next(at for at, one in enumerate(units[spelled[0]]) if self._is_spelled((one,)))
+        return f"messages[{before + within}]"
+
+    def _is_spelled(self, unit: Unit) -> bool:
+        return any(self._spells(text) for one in unit for text in _texts(one))
+
+    def _shown(self, message: Message) -> Message:
+        """Returns a message as the template is to see it; the same one where nothing is changed."""
+        change = self._changed
+        if all(change(text) == text for text in _texts(message)):
+            return message
+        return replace(
+            message,
+            content=change(message.content),
+            reasoning=change(message.reasoning),
+            name=change(message.name),
+            tool_call_id=change(message.tool_call_id),
+            tool_calls=tuple(
+                ToolCall(change(call.id), change(call.name), _mapped(call.arguments, change))
+                for call in message.tool_calls
+            ),
+        )
+
+    def _shown_frame(self, frame: Frame) -> tuple[Frame, bool]:
+        """Returns a frame as the template is to see it, and whether it spells a special token."""
+        change = self._changed
+        sources = frame.tools_json.decode(), frame.options_json.decode()
+        texts = [text for source in sources for text in _strings_of(source)]
+        spelled = any(map(self._spells, texts))
+        if all(change(text) == text for text in texts):
+            return frame, spelled
+        tools, options = (_mapped(source, change).encode() for source in sources)
+        return replace(frame, tools_json=tools, options_json=options), spelled
+
+
+_REFUSED = (
+    "spells a special token of the model; leave it out, or set special_text of the gateway to plain"
+)
+
+
+def _texts(message: Message) -> Iterator[str]:
+    yield from (message.content, message.reasoning, message.name, message.tool_call_id)
+    for call in message.tool_calls:
+        yield from (call.id, call.name)
+        yield from _strings_of(call.arguments)
+
+
+def _strings_of(source: str) -> Iterator[str]:
+    """Yields the texts of a JSON value as a template prints them; the source where it is none."""
+    yield source
+    if "\\" in source:  # escapes may spell a token that the source does not
+        try:
+            yield from _strings(read_json(source))
+        except ValueError:
+            return
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield key
+            yield from _strings(one)
+
+
+def _mapped(source: str, change: Callable[[str], str]) -> str:
+    """Returns JSON text with all its strings changed; what is no JSON is changed as a text."""
+    try:
+        value = read_json(source) if source.strip() else None
+    except ValueError:
+        return change(source)
+    return source if value is None else json.dumps(_each(value, change))
+
+
+def _each(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_each(one, change) for one in value]
+    if isinstance(value, dict):
+        return {change(key): _each(one, change) for key, one in value.items()}
+    return value

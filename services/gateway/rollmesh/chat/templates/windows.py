@@ -1,0 +1,73 @@
+"""Short conversations in which a marker stands for a message: what is rendered to learn to cut."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+from rollmesh.chat.json_values import is_deeper, is_object
+from rollmesh.chat.messages import Message, ToolCall, Unit
+
+Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
+"""What a unit stands behind: templates treat a system message that begins otherwise."""
+MARK, FOLLOWED = "mark7zq", "next7zq"
+_MOST_RENDERED_DEPTH = 24  # templates that print values by macros need some frames for each level
+# Nine letters and digits: the strictest template wants ids of that form.
+CALL = ToolCall("call7probe"[:9], "look_up", '{"key": "value", "limit": 2}')
+ASKED = Message("user", "a")
+CALLED = Message("assistant", "", (CALL,))
+WINDOWS: dict[Place, tuple[Message, ...]] = {
+    "first system": (Message("system", MARK),),
+    "system": (ASKED, Message("assistant", "b"), Message("system", MARK)),
+    "user": (Message("user", MARK),),
+    "assistant": (ASKED, Message("assistant", MARK)),
+    "tool": (ASKED, CALLED, Message("tool", MARK, tool_call_id=CALL.id, name=CALL.name)),
+}
+FOLLOWERS: dict[Place, Message] = {
+    "first system": Message("user", "c"),
+    "system": Message("user", "c"),
+    "user": Message("assistant", "c"),
+    "assistant": Message("user", "c"),
+    "tool": Message("assistant", "c"),
+}
+
+
+def place(units: Sequence[Unit], at: int) -> Place:
+    """Returns what the unit at an index stands behind."""
+    if at == 0:
+        return "start"
+    role = units[at - 1][0].role
+    return "first system" if at == 1 and role == "system" else role
+
+
+def result(content: str, call: ToolCall = CALL) -> Message:
+    """Returns a result of a call."""
+    return Message("tool", content, tool_call_id=call.id, name=call.name)
+
+
+def followers(unit: Unit) -> tuple[Message, ...]:
+    """Returns what an answer is rendered before: templates print the last one otherwise."""
+    message = unit[0]
+    if message.role != "assistant":
+        return ()
+    if not message.tool_calls:
+        return (Message("user", FOLLOWED),)
+    return tuple(
+        result("c" if at else FOLLOWED, call) for at, call in enumerate(message.tool_calls)
+    )
+
+
+def readable(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
+    """Returns calls that any template prints: what stands behind them hangs on no arguments.
+
+    What was sampled may be no object, or nested so deep that a template fails on it; the tokens of
+    the session stay as sampled.
+    """
+    return tuple(
+        call if _is_plain(call.arguments) else replace(call, arguments="{}") for call in calls
+    )
+
+
+def _is_plain(arguments: str) -> bool:
+    if not arguments.strip():
+        return True
+    return not is_deeper(arguments, _MOST_RENDERED_DEPTH) and is_object(arguments)

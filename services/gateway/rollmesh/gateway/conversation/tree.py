@@ -1,0 +1,384 @@
+"""The conversation tree of one session: plain state, no I/O.
+
+A node is one unit (a message, or a run of tool results) and holds the ids it adds. Invariants:
+
+* The ids of the nodes from a root to a node, joined, are exactly the context behind that node.
+* The ids of a sampled node are what the engine was given behind its parent (`glue` of them) and
+  then what it sampled; nothing is ever tokenised again.
+* A path is shared, never copied: two conversations with a common beginning share those nodes.
+* `nodes` has parents before children. Ids do not: a turn has its id from its beginning.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from rollmesh.chat.canonical import contradicts_reasoning, is_mended_echo, lenient_key, unit_key
+from rollmesh.chat.messages import Frame, Message, Unit
+from rollmesh.chat.templates.path import Seen
+from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
+from rollmesh.gateway.conversation.sampled import Tops
+from rollmesh.runtime.arrays import Logprobs, TokenIds
+
+_TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 24, 512
+"""What a record needs for a token, at most for a node and a version span, and for a trajectory."""
+
+
+class VersionSpan(NamedTuple):
+    """The policy version that sampled a run of tokens, by index; `end` is exclusive."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the engine sampled for one turn."""
+
+    token_ids: TokenIds
+    """Sampled ids, uint32 [S]."""
+    logprobs: Logprobs
+    """Their log-probabilities, float32 [S]."""
+    spans: tuple[VersionSpan, ...]
+    """Their policy versions, by index into `token_ids`; together they cover all."""
+    finish: Finish
+    engine_id: str
+    prompt_tokens: int
+    """Number of ids the engine was given."""
+    cached_tokens: int
+    """Number of those whose KV entries were reused."""
+    prompt_crc32: int
+    """CRC-32 of the ids the engine was given, as it received them."""
+    tops: Tops | None = None
+    """The most likely ids at each place, where the request wanted them."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One unit of a conversation; a root has no unit and adds nothing."""
+
+    node_id: int
+    parent: "Node | None"
+    frame: Frame
+    unit: Unit
+    token_ids: TokenIds
+    """What the node adds, uint32 [N]."""
+    glue: int
+    """Number of leading ids that were not sampled; all of them where `sample` is None."""
+    sample: Sample | None = None
+    reasons: frozenset[Fidelity] = frozenset()
+    said: Lineage | None = None
+    """What the request says that the turn is; None where it says nothing."""
+    stored: bool = False
+    """Whether the journal has it."""
+    ends_turn: bool = True
+    """False for an answer that was cut: the node behind it closes it."""
+    end: int = 0
+    """Length of the context up to and including this node."""
+    record_bytes: int = 0
+    """Size of the path up to here in a record, about, at most."""
+    as_printed: bool | None = None
+    """Whether the template prints a sampled answer as it was sampled; None while nobody looked."""
+    seen: Seen | None = None
+    """What the context up to this node was seen to be; a restart forgets it."""
+    children: list["Node"] = field(default_factory=list)
+    by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
+    by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
+
+    def path(self) -> list["Node"]:
+        """Returns the nodes from below the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def context(self) -> list[TokenIds]:
+        """Returns the arrays whose concatenation is the context behind this node."""
+        return [node.token_ids for node in self.path()]
+
+
+class Match(NamedTuple):
+    """Where a request meets the tree."""
+
+    node: Node
+    """The deepest node that the request shares."""
+    depth: int
+    """Number of units of the request that it shares."""
+    reasons: frozenset[Fidelity]
+    """LENIENT_ECHO where a sampled message came back changed and was kept as sampled."""
+
+
+class Tree:
+    """All conversations of one session."""
+
+    def __init__(self, end_ids: frozenset[int], *, call_ids: bool = False) -> None:
+        """Begins without a conversation.
+
+        Args:
+            end_ids: Ids that end an answer.
+            call_ids: Messages with other ids of tool calls are others: the template prints them.
+        """
+        self._end_ids = end_ids
+        self._call_ids = call_ids
+        self._next_id = 1
+        self._roots: dict[bytes, Node] = {}
+        self.nodes: dict[int, Node] = {}
+        self.tokens = 0
+        """Number of ids that all nodes hold."""
+        self.text_bytes = 0
+        """Size of all messages' text, and of the most likely ids where they are kept, about."""
+        self.leaf_bytes = 0
+        """Size of a record with one trajectory for each leaf, about, at most."""
+        self.turn_bytes = 0
+        """Size of a record with one trajectory for each turn, about, at most."""
+
+    def __repr__(self) -> str:
+        """Says how large the tree is."""
+        return f"Tree({len(self._roots)} roots, {len(self.nodes)} nodes, {self.turns} turns)"
+
+    @property
+    def turns(self) -> int:
+        """Number of sampled nodes."""
+        return sum(node.sample is not None for node in self.nodes.values())
+
+    def match(self, frame: Frame, units: list[Unit]) -> Match:
+        """Finds the deepest node whose path equals the beginning of the request.
+
+        Where several samples are equal, the ids of calls say which of them the request goes on
+        from, also where the template does not print them; ids that speak for none of them part
+        nothing, as agents make up their own. Of equally deep nodes it takes one without leniency
+        before one with, then the newest.
+        """
+        node, shared = _unbranched(self.root(frame), units)
+        best = Match(node, shared, frozenset())
+        frontier = [best]
+        for depth, unit in enumerate(units[shared:], shared):
+            named = _chosen(frontier, lambda match: _answers(unit, match.node))  # noqa: B023
+            best = best if best in named else _best(named)
+            frontier = [
+                Match(child, depth + 1, match.reasons | reasons)
+                for match in named
+                # A digest of a long text takes its time: only where there is something to compare.
+                if match.node.children
+                for child, reasons in self._children_like(match.node, unit)
+            ]
+            if not frontier:
+                break
+            frontier = _chosen(frontier, lambda match: _repeats(unit, match.node))  # noqa: B023
+            best = _best(frontier)
+        return best
+
+    def reserve_id(self) -> int:
+        """Returns a node id that no other node gets: that of a turn which begins."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def skip_ids(self, count: int) -> None:
+        """Leaves out ids that turns may have had which did not end before a restart."""
+        self._next_id += count
+
+    def root_reasons(self, frame: Frame) -> frozenset[Fidelity]:
+        """Returns why a first message under `frame` begins a new root: TOOLS_CHANGED or nothing."""
+        others = (root for key, root in self._roots.items() if key != frame.key)
+        changed = any(root.children for root in others)
+        return frozenset({Fidelity.TOOLS_CHANGED}) if changed else frozenset()
+
+    def add_unit(self, parent: Node, unit: Unit, token_ids: TokenIds) -> Node:
+        """Attaches an unsampled unit, or returns the equal one that another request attached.
+
+        Where the template prints a message otherwise by now, it is another one.
+        """
+        for node in parent.by_key.get(self._key(unit), ()):
+            # Equal messages may be spelled otherwise (7 and 7.0): each has its own tokens then.
+            if node.sample is None and np.array_equal(node.token_ids, token_ids):
+                return node
+        reasons = self.root_reasons(parent.frame) if parent.parent is None else frozenset()
+        node = Node(
+            self._next_id, parent, parent.frame, unit, token_ids, len(token_ids), reasons=reasons
+        )
+        return self.attach(node)
+
+    def add_sample(
+        self,
+        parent: Node,
+        message: Message,
+        glue: TokenIds,
+        sample: Sample,
+        reasons: frozenset[Fidelity],
+        *,
+        node_id: int | None = None,
+        said: Lineage | None = None,
+    ) -> Node:
+        """Attaches a sampled turn, with its reserved id; equal samples stay apart."""
+        node = Node(
+            self.reserve_id() if node_id is None else node_id,
+            parent,
+            parent.frame,
+            (message,),
+            np.concatenate([glue, sample.token_ids]),
+            len(glue),
+            sample=sample,
+            reasons=reasons,
+            said=said,
+        )
+        return self.attach(node)
+
+    def attach(self, node: Node) -> Node:
+        """Attaches a node that is complete but for its place; also used to rebuild a tree."""
+        assert node.parent is not None
+        parent = node.parent
+        last = int(node.token_ids[-1]) if len(node.token_ids) else None
+        node.ends_turn = node.sample is None or last in self._end_ids
+        node.end = parent.end + len(node.token_ids)
+        node.record_bytes = parent.record_bytes + _node_bytes(node)
+        if not parent.children and parent.parent is not None:
+            self.leaf_bytes -= parent.record_bytes + _ROW_BYTES
+        self._count_record(node, 1)
+        node.token_ids.flags.writeable = False
+        parent.children.append(node)
+        parent.by_key.setdefault(self._key(node.unit), []).append(node)
+        if node.sample is not None:
+            parent.by_lenient_key.setdefault(self._lenient_key(node.unit), []).append(node)
+        self.nodes[node.node_id] = node
+        self.tokens += len(node.token_ids)
+        self.text_bytes += _size(node)
+        self._next_id = max(self._next_id, node.node_id + 1)
+        return node
+
+    def detach(self, node: Node) -> None:
+        """Takes back a node that could not be stored, unless another has gone on from it."""
+        assert node.parent is not None
+        if node.children or node.stored:
+            return
+        parent = node.parent
+        parent.children.remove(node)
+        parent.by_key[self._key(node.unit)].remove(node)
+        if node.sample is not None:
+            parent.by_lenient_key[self._lenient_key(node.unit)].remove(node)
+        del self.nodes[node.node_id]
+        self.tokens -= len(node.token_ids)
+        self.text_bytes -= _size(node)
+        if not parent.children and parent.parent is not None:
+            self.leaf_bytes += parent.record_bytes + _ROW_BYTES
+        self._count_record(node, -1)
+
+    def reattach(self, node: Node) -> None:
+        """Puts a path back that was taken back while another turn was made to go on from it."""
+        for one in node.path():
+            if one.node_id not in self.nodes:
+                self.attach(one)
+
+    def leaves(self) -> Iterator[Node]:
+        """Yields the nodes without children, oldest first."""
+        for node in self.nodes.values():
+            if not node.children:
+                yield node
+
+    def root(self, frame: Frame) -> Node:
+        """Returns the root of a frame; a new one where there was none."""
+        root = self._roots.get(frame.key)
+        if root is None:
+            root = Node(0, None, frame, (), np.empty(0, np.uint32), 0)
+            self._roots[frame.key] = root
+        return root
+
+    def _count_record(self, leaf: Node, sign: int) -> None:
+        size = sign * (leaf.record_bytes + _ROW_BYTES)
+        self.leaf_bytes += size
+        if leaf.sample is not None:
+            self.turn_bytes += size
+
+    def _key(self, unit: Unit) -> bytes:
+        return unit_key(unit, call_ids=self._call_ids)
+
+    def _lenient_key(self, unit: Unit) -> bytes:
+        return lenient_key(unit, call_ids=self._call_ids)
+
+    def _children_like(
+        self, parent: Node, unit: Unit
+    ) -> Iterator[tuple[Node, frozenset[Fidelity]]]:
+        """Yields the children that a request's unit stands for, with what was overlooked."""
+        nothing: frozenset[Fidelity] = frozenset()
+        exact = parent.by_key.get(self._key(unit), ())
+        for node in exact:
+            if not contradicts_reasoning(node.unit[0], unit[0]):
+                yield node, nothing
+        if unit[0].role != "assistant" or len(exact) == len(parent.children):
+            return
+        lenient = frozenset({Fidelity.LENIENT_ECHO})
+        near = parent.by_lenient_key.get(self._lenient_key(unit), ())
+        for node in near:
+            if node not in exact and not contradicts_reasoning(node.unit[0], unit[0]):
+                yield node, lenient
+        if exact or near or not unit[0].tool_calls:
+            return
+        for node in parent.children:
+            sampled = node.unit[0]
+            if node.sample is None or contradicts_reasoning(sampled, unit[0]):
+                continue
+            if is_mended_echo(sampled, unit[0]):
+                yield node, lenient
+
+
+def path_bytes(tokens: int, nodes: int) -> int:
+    """Returns the size of a path in a record, about, at most."""
+    return tokens * _TOKEN_BYTES + nodes * _NODE_BYTES + _ROW_BYTES
+
+
+def _node_bytes(node: Node) -> int:
+    spans = len(node.sample.spans) if node.sample is not None else 0
+    return len(node.token_ids) * _TOKEN_BYTES + _NODE_BYTES + spans * _SPAN_BYTES
+
+
+def _size(node: Node) -> int:
+    tops = None if node.sample is None else node.sample.tops
+    return (0 if tops is None else tops.ids.nbytes + tops.logprobs.nbytes) + sum(
+        len(message.content)
+        + len(message.reasoning)
+        + sum(len(call.arguments) for call in message.tool_calls)
+        for message in node.unit
+    )
+
+
+def _best(matches: list[Match]) -> Match:
+    return max(matches, key=lambda match: (-len(match.reasons), match.node.node_id))
+
+
+def _chosen(matches: list[Match], wanted: Callable[[Match], bool]) -> list[Match]:
+    """Returns the matches that are wanted, or all where none is."""
+    if len(matches) == 1:
+        return matches
+    return [match for match in matches if wanted(match)] or matches
+
+
+def _repeats(unit: Unit, node: Node) -> bool:
+    """Says whether the calls of a request's message have the ids of a node's."""
+    ids = [call.id for call in unit[0].tool_calls]
+    return any(ids) and ids == [call.id for call in node.unit[0].tool_calls]
+
+
+def _answers(unit: Unit, node: Node) -> bool:
+    """Says whether tool results name the calls of a node."""
+    named = {message.tool_call_id for message in unit if message.tool_call_id}
+    return bool(named) and bool(node.unit) and named <= {c.id for c in node.unit[0].tool_calls}
+
+
+def _unbranched(root: Node, units: list[Unit]) -> tuple[Node, int]:
+    """Follows a request while there is nothing to choose and nothing to overlook.
+
+    Most requests are one long conversation that goes on: comparing is quicker than digesting.
+
+    Returns:
+        The node that was reached and the number of units up to it.
+    """
+    node, depth = root, 0
+    for unit in units:
+        if len(node.children) != 1 or node.children[0].unit != unit:
+            break
+        node, depth = node.children[0], depth + 1
+    return node, depth

@@ -1,0 +1,176 @@
+"""The record of a closed session: what the trainer gets of it."""
+
+from collections.abc import Iterable
+
+from rollmesh.gateway.conversation.reasons import ExportMode
+from rollmesh.gateway.conversation.tree import Node, VersionSpan, path_bytes
+from rollmesh.gateway.export.rewards import write_rewards
+from rollmesh.gateway.export.trajectories import (
+    PackedTree,
+    Trajectory,
+    TreeNode,
+    export_tree,
+    export_turns,
+    pack_tree,
+)
+from rollmesh.gateway.protocol.wire import write_reasons, write_role
+from rollmesh.gateway.sessions.session import Session
+from rollmesh.runtime.arrays import pack_ids, pack_logprobs, pack_mask
+from rollmesh.runtime.enums import name_of
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+
+def write_record(
+    session: Session, request: gateway_pb2.CloseSessionRequest, closed_unix_ms: int
+) -> types_pb2.SessionRecord:
+    """Returns the record of a session that `request` closes; its rewards are checked.
+
+    Runs in a worker thread.
+    """
+    spec, tree = session.spec, session.tree
+    packed, trajectories = None, []
+    match ExportMode(spec.export_mode):
+        case ExportMode.TREE:
+            packed = _write_tree(pack_tree(tree))
+        case ExportMode.TURNS:
+            trajectories = [_write_trajectory(spec.session_id, one) for one in export_turns(tree)]
+        case ExportMode.LEAVES:
+            trajectories = [_write_trajectory(spec.session_id, one) for one in export_tree(tree)]
+    record = types_pb2.SessionRecord(
+        session_id=spec.session_id,
+        group_id=spec.group_id,
+        sample_index=spec.sample_index,
+        group_size=spec.group_size,
+        outcome=request.outcome,
+        metadata={**spec.metadata, **request.metadata},
+        trajectories=trajectories,
+        opened_unix_ms=spec.opened_unix_ms,
+        closed_unix_ms=closed_unix_ms,
+        turns=tree.turns,
+        tree=packed,
+        superseded=request.superseded,
+        reward_timeout_ms=(
+            request.reward_timeout_ms if request.HasField("reward_timeout_ms") else None
+        ),
+    )
+    write_rewards(record, request.rewards)
+    return record
+
+
+def trajectory_ids(session: Session) -> set[str] | None:
+    """Returns the ids of the trajectories that a close gives; None where the tree is exported."""
+    if ExportMode(session.spec.export_mode) is ExportMode.TREE:
+        return None
+    return {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
+
+
+def trajectory_ends(session: Session) -> list[int]:
+    """Returns the last node of each trajectory that a close gives, oldest first."""
+    tree = session.tree
+    ends: Iterable[Node]
+    match ExportMode(session.spec.export_mode):
+        case ExportMode.TREE:
+            ends = ()
+        case ExportMode.TURNS:
+            ends = (node for node in tree.nodes.values() if node.sample is not None)
+        case ExportMode.LEAVES:
+            ends = tree.leaves()
+    return [node.node_id for node in ends]
+
+
+def record_bytes(session: Session) -> int:
+    """Returns the size of a session's record, about, at most."""
+    tree = session.tree
+    match ExportMode(session.spec.export_mode):
+        case ExportMode.TREE:
+            return path_bytes(tree.tokens, len(tree.nodes))
+        case ExportMode.TURNS:
+            return tree.turn_bytes
+        case ExportMode.LEAVES:
+            return tree.leaf_bytes
+
+
+def exported_lineages(record: types_pb2.SessionRecord) -> list[str]:
+    """Returns the lineage of each trajectory of a record, or of each leaf of its tree."""
+    nodes = record.tree.nodes
+    inner = {node.parent_index for node in nodes if node.HasField("parent_index")}
+    leaves = [node.lineage for at, node in enumerate(nodes) if at not in inner]
+    found = leaves + [trajectory.lineage for trajectory in record.trajectories]
+    return [name_of(types_pb2.Lineage.DESCRIPTOR, one).lower() for one in found]
+
+
+def trajectory_id(session_id: str, leaf_node_id: int) -> str:
+    """Returns the id of the trajectory that ends in a node."""
+    return f"{session_id}-{leaf_node_id}"
+
+
+def _write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Trajectory:
+    """Returns the proto of an exported trajectory."""
+    return types_pb2.Trajectory(
+        trajectory_id=trajectory_id(session_id, trajectory.leaf_node_id),
+        session_id=session_id,
+        leaf_node_id=trajectory.leaf_node_id,
+        lineage=types_pb2.Lineage.ValueType(trajectory.lineage),
+        token_ids_u32le=pack_ids(trajectory.token_ids),
+        logprobs_f32le=pack_logprobs(trajectory.logprobs),
+        loss_mask_u8=pack_mask(trajectory.loss_mask),
+        prompt_tokens=trajectory.prompt_tokens,
+        version_spans=_write_spans(trajectory.spans),
+        segments=[
+            types_pb2.TrajectorySegment(
+                start=segment.start,
+                end=segment.end,
+                node_id=segment.node_id,
+                role=write_role(segment.role),
+                sampled=segment.sampled,
+                trained=segment.trained,
+                reasons=write_reasons(segment.reasons),
+                finish_reason=(
+                    types_pb2.FinishReason.ValueType(segment.finish) if segment.finish else None
+                ),
+                engine_id=segment.engine_id,
+                prompt_crc32=segment.prompt_crc32,
+            )
+            for segment in trajectory.segments
+        ],
+        reasons=write_reasons(trajectory.reasons),
+        turns=trajectory.turns,
+    )
+
+
+def _write_tree(tree: PackedTree) -> types_pb2.TrajectoryTree:
+    return types_pb2.TrajectoryTree(
+        nodes=map(_write_node, tree.nodes),
+        token_ids_u32le=pack_ids(tree.token_ids),
+        logprobs_f32le=pack_logprobs(tree.logprobs),
+        loss_mask_u8=pack_mask(tree.loss_mask),
+        version_spans=_write_spans(tree.spans),
+        reasons=write_reasons(tree.reasons),
+    )
+
+
+def _write_node(node: TreeNode) -> types_pb2.TrajectoryNode:
+    return types_pb2.TrajectoryNode(
+        node_id=node.node_id,
+        parent_index=node.parent_index,
+        start=node.start,
+        end=node.end,
+        glue_tokens=node.glue,
+        role=write_role(node.role),
+        sampled=node.sample is not None,
+        trained=node.trained,
+        lineage=types_pb2.Lineage.ValueType(node.lineage),
+        reasons=write_reasons(node.reasons),
+        finish_reason=(
+            types_pb2.FinishReason.ValueType(node.sample.finish) if node.sample else None
+        ),
+        engine_id=node.sample.engine_id if node.sample else "",
+        prompt_crc32=node.sample.prompt_crc32 if node.sample else None,
+    )
+
+
+def _write_spans(spans: Iterable[VersionSpan]) -> list[types_pb2.VersionSpan]:
+    return [
+        types_pb2.VersionSpan(policy_version=version, start=start, end=end)
+        for version, start, end in spans
+    ]

@@ -1,0 +1,104 @@
+"""Reads the messages of chat requests; what a request repeats of an earlier one is read once.
+
+Every request of an agent carries the whole conversation. Its serialised messages begin with those
+of the request before, so a digest of that many bytes says whether they are the same.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from rollmesh.chat.messages import Message, RoleName, ToolCall
+from rollmesh.runtime.errors import InvalidMessagesError
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+ROLES: dict[int, RoleName] = {
+    types_pb2.ROLE_SYSTEM: "system",
+    types_pb2.ROLE_USER: "user",
+    types_pb2.ROLE_ASSISTANT: "assistant",
+    types_pb2.ROLE_TOOL: "tool",
+}
+_KEPT = 4  # a main conversation, and those of some sub-agents
+_KEPT_BYTES = 4 * 1024 * 1024
+"""Most bytes of a conversation that is kept: a larger one is read anew each time."""
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """The messages of an earlier request."""
+
+    messages: tuple[Message, ...]
+    size: int
+    """Of the serialised messages, bytes."""
+    digest: bytes
+    """Of the serialised messages."""
+
+
+class MessageReader:
+    """Reads the requests of one session; threads may read at the same time.
+
+    What is known is replaced as a whole, never changed: of two that replace it at once one is
+    forgotten, and what it knew is read anew.
+    """
+
+    def __init__(self) -> None:
+        """Begins without having read anything."""
+        self._known: tuple[_Known, ...] = ()
+
+    def read(self, request: gateway_pb2.ChatRequest) -> tuple[tuple[Message, ...], bytes]:
+        """Returns a request's messages, and a digest of their fields, call ids included.
+
+        Raises:
+            InvalidMessagesError: Names the message and what is wrong.
+        """
+        head = gateway_pb2.ChatRequest(
+            session_id=request.session_id, session_key=request.session_key
+        )
+        # Fields are written in order of their numbers: two ids, then the messages.
+        data = memoryview(request.SerializeToString(deterministic=True))[head.ByteSize() :]
+        messages: tuple[Message, ...] = ()
+        size, digest = 0, hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        others = self._known
+        for known in others:
+            count = len(known.messages)
+            if count > len(request.messages) or known.size > len(data):
+                continue
+            if _read_message(count - 1, request.messages[count - 1]) != known.messages[-1]:
+                continue
+            begin = hashlib.blake2b(data[: known.size], digest_size=_DIGEST_BYTES)
+            if begin.digest() == known.digest:
+                messages, size, digest = known.messages, known.size, begin
+                others = tuple(one for one in others if one is not known)
+                break
+        fresh = request.messages[len(messages) :]
+        messages += tuple(
+            _read_message(at, message) for at, message in enumerate(fresh, len(messages))
+        )
+        if not messages:
+            raise InvalidMessagesError("messages", "is empty; send at least one message")
+        end = size + sum(map(_size, fresh))
+        digest.update(data[size:end])
+        if end <= _KEPT_BYTES:
+            self._known = (_Known(messages, end, digest.digest()), *others)[:_KEPT]
+        return messages, digest.digest()
+
+
+def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
+    role = ROLES.get(message.role)
+    if role is None:
+        raise InvalidMessagesError(f"messages[{at}].role", "is not set; name who wrote it")
+    calls = message.tool_calls
+    return Message(
+        role,
+        message.content,
+        tuple(ToolCall(call.id, call.name, call.arguments_json) for call in calls) if calls else (),
+        message.tool_call_id,
+        message.reasoning_content,
+        message.name,
+    )
+
+
+def _size(message: types_pb2.ChatMessage) -> int:
+    """Returns how many bytes a message takes in its request: tag, length, and the message."""
+    size = message.ByteSize()
+    return 1 + max((size.bit_length() + 6) // 7, 1) + size

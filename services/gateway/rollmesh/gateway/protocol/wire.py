@@ -1,0 +1,361 @@
+"""Between protos and the gateway's plain types."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+from google.protobuf import json_format
+
+from rollmesh.chat.canonical import fingerprint, make_frame
+from rollmesh.chat.constraints.structural_tag import Calls, Wanted
+from rollmesh.chat.json_values import read_json, replace_surrogates
+from rollmesh.chat.messages import Frame, Message, RoleName
+from rollmesh.chat.parsing.answer import Delta, ReasoningDelta
+from rollmesh.chat.parsing.formats import tool_schemas
+from rollmesh.gateway.conversation.lineage import lineages
+from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
+from rollmesh.gateway.conversation.sampled import Returns, Shown
+from rollmesh.gateway.conversation.tree import Node, Tree
+from rollmesh.gateway.protocol.reading import ROLES
+from rollmesh.gateway.sessions.session import (
+    Answered,
+    Begun,
+    Event,
+    PromptIds,
+    Session,
+    Told,
+    TurnRequest,
+)
+from rollmesh.gateway.turns.choices import choice_seed
+from rollmesh.runtime.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.caches import ByteCache
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+_ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
+_CALLS: dict[int, Calls] = {
+    gateway_pb2.TOOL_CHOICE_UNSPECIFIED: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_NONE: Calls.NONE,
+    gateway_pb2.TOOL_CHOICE_AUTO: Calls.AUTO,
+    gateway_pb2.TOOL_CHOICE_REQUIRED: Calls.REQUIRED,
+    gateway_pb2.TOOL_CHOICE_NAMED: Calls.NAMED,
+}
+_SAID = {
+    types_pb2.LINEAGE_UNSPECIFIED,
+    types_pb2.LINEAGE_MAIN,
+    types_pb2.LINEAGE_SUB_AGENT,
+    types_pb2.LINEAGE_COMPACTION,
+    types_pb2.LINEAGE_AUXILIARY,
+}
+_MAX_STOPS, _MAX_STOP_CHARS = 16, 256
+_MAX_KEY_CHARS = 256
+_MAX_BAD_WORDS = 256
+_MAX_TOP_LOGPROBS = 20
+_REPLACED: tuple[Literal["allowed_token_ids", "logit_bias", "bad_sequences"], ...] = (
+    "allowed_token_ids",
+    "logit_bias",
+    "bad_sequences",
+)
+_MAX_SCHEMA_BYTES = 64 * 1024
+_DEFAULTS_CACHED = 256
+_Digest: TypeAlias = Callable[[types_pb2.SamplingParams, int], str]
+"""Gives a choice's fingerprint, by its sampling parameters and its index."""
+_frames: ByteCache[tuple[bytes, bytes], Frame] = ByteCache(16 * 1024 * 1024)
+"""By tools and options: agents send the same ones with every request."""
+
+
+def read_choices(
+    request: gateway_pb2.ChatRequest, session: Session, max_choices: int
+) -> list[TurnRequest]:
+    """Returns the choices that a chat request wants; they are told apart by index and seed.
+
+    Raises:
+        InvalidFieldError: Names the field.
+    """
+    count = request.choices or 1
+    if count > max_choices:
+        raise InvalidFieldError("choices", f"is {count}; give 1 to {max_choices}")
+    first, digest = _read_chat(request, session)
+    return [first] + [_read_choice(first, digest, request, at) for at in range(1, count)]
+
+
+def _read_choice(
+    first: TurnRequest, digest: "_Digest", request: gateway_pb2.ChatRequest, index: int
+) -> TurnRequest:
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(first.sampling)
+    if sampling.HasField("seed"):  # one seed would make all choices equal
+        sampling.seed = choice_seed(sampling.seed, index)
+    return dataclasses.replace(
+        first,
+        choice=index,
+        sampling=sampling,
+        fingerprint=digest(sampling, index),
+        idempotency_key=_sample_key(request, index),
+    )
+
+
+def _read_chat(request: gateway_pb2.ChatRequest, session: Session) -> tuple[TurnRequest, "_Digest"]:
+    """Checks a chat request and fills in the session's defaults."""
+    spec = session.spec
+    messages, digest = session.reader.read(request)
+    stops = tuple(request.stop)
+    if len(stops) > _MAX_STOPS or any(not 0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
+        raise InvalidFieldError(
+            "stop", f"give at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters"
+        )
+    frame = _frame_of(request)
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(_defaults(spec.sampling))
+    for name in _REPLACED:  # merging would join them
+        if getattr(request.sampling, name):
+            sampling.ClearField(name)
+    sampling.MergeFrom(request.sampling)
+    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
+        raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
+    wanted = _read_wanted(request, frame)
+    returns = _read_returns(request.returns)
+    others = [
+        request.tool_choice,
+        request.tool_name,
+        wanted.one_call,
+        None if wanted.json_schema is None else [wanted.json_schema.decode(), wanted.strict],
+        _read_bad_words(request),
+        [request.include_stop, request.show_special_tokens],
+        dataclasses.astuple(returns),
+    ]
+
+    def fingerprint_of(sampling: types_pb2.SamplingParams, index: int) -> str:
+        settings = [sampling.SerializeToString(deterministic=True).hex(), stops, index, *others]
+        return fingerprint(frame, digest, settings).hex()
+
+    policy = request.disconnect_policy
+    first = TurnRequest(
+        messages=messages,
+        frame=frame,
+        sampling=sampling,
+        stops=stops,
+        wanted=wanted,
+        stream=request.stream,
+        fingerprint=fingerprint_of(sampling, 0),
+        idempotency_key=_sample_key(request, 0),
+        keeps_stop=request.include_stop,
+        shows_special=request.show_special_tokens,
+        bad_words=tuple(request.bad_words),
+        returns=returns,
+        retry_count=request.retry_count,
+        finish_on_disconnect=policy == gateway_pb2.DISCONNECT_POLICY_FINISH
+        or (policy == gateway_pb2.DISCONNECT_POLICY_UNSPECIFIED and spec.finish_on_disconnect),
+        lineage=_read_lineage(request),
+    )
+    return first, fingerprint_of
+
+
+def _read_returns(returns: gateway_pb2.ReturnOptions) -> Returns:
+    most = returns.top_logprobs
+    if most > _MAX_TOP_LOGPROBS or (most and not returns.logprobs):
+        raise InvalidFieldError(
+            "returns.top_logprobs", f"is {most}; give at most {_MAX_TOP_LOGPROBS}, with logprobs"
+        )
+    return Returns(returns.token_ids, returns.logprobs, most)
+
+
+def _read_bad_words(request: gateway_pb2.ChatRequest) -> list[str]:
+    words = list(request.bad_words)
+    if len(words) > _MAX_BAD_WORDS or any(not 0 < len(one) <= _MAX_STOP_CHARS for one in words):
+        raise InvalidFieldError(
+            "bad_words", f"give at most {_MAX_BAD_WORDS} of 1 to {_MAX_STOP_CHARS} characters"
+        )
+    return words
+
+
+def _frame_of(request: gateway_pb2.ChatRequest) -> Frame:
+    source = request.tools_json, request.template_options_json
+    return _frames.get(source, sum(map(len, source)), lambda: _read_frame(*source))
+
+
+def _read_frame(tools_json: bytes, options_json: bytes) -> Frame:
+    for field, source in (("tools_json", tools_json), ("template_options_json", options_json)):
+        try:
+            if source:
+                read_json(source.decode())
+        except ValueError as error:
+            raise InvalidFieldError(field, f"is not JSON: {error}") from error
+    try:
+        frame = make_frame(tools_json, options_json)
+    except ValueError as error:
+        field = "template_options_json" if "options" in str(error) else "tools_json"
+        raise InvalidFieldError(field, str(error)) from error
+    for name in tool_schemas(tools_json) if tools_json else ():
+        if name != replace_surrogates(name):
+            raise InvalidFieldError("tools_json", f"the name {name!r} is not Unicode")
+    return frame
+
+
+def _read_lineage(request: gateway_pb2.ChatRequest) -> Lineage | None:
+    if request.lineage not in _SAID:
+        raise InvalidFieldError(
+            "lineage", f"is {request.lineage}; give MAIN, SUB_AGENT, COMPACTION or AUXILIARY"
+        )
+    return Lineage(request.lineage) if request.lineage else None
+
+
+def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
+    calls = _CALLS.get(request.tool_choice)
+    if calls is None:
+        raise InvalidFieldError("tool_choice", f"there is no {request.tool_choice}")
+    if calls in {Calls.REQUIRED, Calls.NAMED} and not frame.tools_json:
+        raise InvalidFieldError("tool_choice", "wants a call, but there are no tools; send some")
+    named = calls is Calls.NAMED
+    if named and request.tool_name not in tool_schemas(frame.tools_json):
+        raise InvalidFieldError("tool_choice", f"names {request.tool_name!r}, which is no tool")
+    schema = request.json_format.schema_json if request.HasField("json_format") else None
+    if schema:
+        _check_schema(schema)
+    return Wanted(
+        calls,
+        request.tool_name if named else "",
+        request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
+        schema,
+        request.json_format.strict,
+    )
+
+
+def _sample_key(request: gateway_pb2.ChatRequest, index: int) -> str:
+    """Returns the name of one choice's sample: the choices of a request share its key."""
+    key = request.idempotency_key
+    if len(key) > _MAX_KEY_CHARS:
+        raise InvalidFieldError(
+            "idempotency_key", f"has {len(key)} characters; give at most {_MAX_KEY_CHARS}"
+        )
+    return f"{index} {key}" if key else ""
+
+
+def _check_schema(schema: bytes) -> None:
+    if len(schema) > _MAX_SCHEMA_BYTES:
+        raise InvalidFieldError(
+            "json_format", f"its schema has {len(schema)} bytes; give at most {_MAX_SCHEMA_BYTES}"
+        )
+    try:
+        value = read_json(schema.decode())
+    except ValueError as error:
+        raise InvalidFieldError("json_format", f"its schema is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidFieldError("json_format", "its schema is not an object")
+
+
+@lru_cache(_DEFAULTS_CACHED)
+def _defaults(sampling_json: str) -> types_pb2.SamplingParams:
+    return json_format.Parse(sampling_json, types_pb2.SamplingParams())
+
+
+def write_message(message: Message) -> types_pb2.ChatMessage:
+    """Returns the proto of a message; content is absent where it is empty."""
+    return types_pb2.ChatMessage(
+        role=write_role(message.role),
+        content=message.content or None,
+        tool_calls=[
+            types_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
+            for call in message.tool_calls
+        ],
+        reasoning_content=message.reasoning or None,
+        tool_call_id=message.tool_call_id or None,
+        name=message.name or None,
+    )
+
+
+def write_event(event: Event, index: int = 0) -> gateway_pb2.ChatResponse:
+    """Returns the proto of the beginning of a choice's answer, of a piece of it, or of its end."""
+    if isinstance(event, Begun):
+        begun = gateway_pb2.ChatBegun(answer_id=event.answer_id)
+        return gateway_pb2.ChatResponse(begun=begun, choice_index=index)
+    if isinstance(event, Answered):
+        return gateway_pb2.ChatResponse(done=_write_done(event, index), choice_index=index)
+    if isinstance(event, PromptIds):
+        prompt = gateway_pb2.ChatPrompt(token_ids_u32le=event.packed)
+        return gateway_pb2.ChatResponse(prompt=prompt, choice_index=index)
+    if isinstance(event, Told):
+        delta = gateway_pb2.ChatDelta() if event.delta is None else _write_delta(event.delta)
+        delta.tokens.CopyFrom(_write_tokens(event.tokens))
+    else:
+        delta = _write_delta(event)
+    return gateway_pb2.ChatResponse(delta=delta, choice_index=index)
+
+
+def _write_delta(delta: Delta) -> gateway_pb2.ChatDelta:
+    if isinstance(delta, str):
+        return gateway_pb2.ChatDelta(content=delta)
+    if isinstance(delta, ReasoningDelta):
+        return gateway_pb2.ChatDelta(reasoning_content=delta.text)
+    call = gateway_pb2.ToolCallDelta(
+        index=delta.index, id=delta.id, name=delta.name, arguments_json=delta.arguments
+    )
+    return gateway_pb2.ChatDelta(tool_calls=[call])
+
+
+def _write_tokens(shown: Shown) -> gateway_pb2.SampledTokens:
+    sampled = shown.sampled
+    tokens = gateway_pb2.SampledTokens(token_ids_u32le=pack_ids(sampled.token_ids))
+    if shown.texts is not None:
+        tokens.logprobs_f32le = pack_logprobs(sampled.logprobs)
+        tokens.texts.extend(shown.texts)
+        tokens.top_ids_u32le = pack_ids(sampled.tops.ids)
+        tokens.top_logprobs_f32le = pack_logprobs(sampled.tops.logprobs)
+        tokens.top_texts.extend(shown.top_texts)
+    return tokens
+
+
+def _write_done(answered: Answered, index: int) -> gateway_pb2.ChatDone:
+    node, sample, report = answered.node, answered.node.sample, answered.report
+    assert sample is not None
+    return gateway_pb2.ChatDone(
+        message=write_message(node.unit[0]),
+        finish_reason=types_pb2.FinishReason.ValueType(sample.finish),
+        prompt_tokens=sample.prompt_tokens,
+        completion_tokens=len(sample.token_ids),
+        cached_tokens=sample.cached_tokens,
+        node_id=node.node_id,
+        reasons=write_reasons(node.reasons),
+        answer_id=answered.record.answer_id,
+        created_unix_ms=answered.record.created_unix_ms,
+        tokens=None if report is None else _write_tokens(report.tokens),
+        prompt_token_ids_u32le=b"" if report is None or index else report.prompt,
+    )
+
+
+def write_nodes(tree: Tree, *, with_messages: bool) -> Iterable[gateway_pb2.SessionNode]:
+    """Yields the protos of a tree's nodes, parents first."""
+    found = lineages(tree, tree.nodes.values())
+    for node in tree.nodes.values():
+        result = _write_node(node, found[node.node_id])
+        if with_messages:
+            result.messages.extend(map(write_message, node.unit))
+        yield result
+
+
+def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
+    assert node.parent is not None
+    result = gateway_pb2.SessionNode(
+        node_id=node.node_id,
+        parent_node_id=node.parent.node_id,
+        role=write_role(node.unit[0].role),
+        token_ids_u32le=pack_ids(node.token_ids),
+        glue_tokens=node.glue,
+        sampled=node.sample is not None,
+        lineage=types_pb2.Lineage.ValueType(lineage),
+        reasons=write_reasons(node.reasons),
+    )
+    if node.sample is not None:
+        result.finish_reason = types_pb2.FinishReason.ValueType(node.sample.finish)
+    return result
+
+
+def write_role(role: RoleName) -> types_pb2.Role.ValueType:
+    """Returns the proto of a role."""
+    return types_pb2.Role.ValueType(_ROLE_NUMBERS[role])
+
+
+def write_reasons(reasons: Iterable[Fidelity]) -> list[types_pb2.FidelityReason.ValueType]:
+    """Returns the protos of reasons, sorted."""
+    return [types_pb2.FidelityReason.ValueType(reason) for reason in sorted(reasons)]

@@ -1,0 +1,40 @@
+"""Turns that end before they are committed: their clients leave, or their session ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rollmesh.gateway.sessions.session import Session, Turn
+from rollmesh.runtime.errors import GenerationAbortedError, RollmeshError
+
+
+@asynccontextmanager
+async def subscribed(session: Session, turn: Turn) -> AsyncIterator[None]:
+    """Counts who waits; the last to leave an unfinished turn ends it, unless it is to finish."""
+    turn.waiting += 1
+    turn.joins += 1
+    try:
+        yield
+    finally:
+        turn.waiting -= 1
+        abandoned = not (turn.waiting or turn.ended or turn.committing)
+        if abandoned and not turn.finish_on_disconnect:
+            session.forget(turn)
+            turn.cancel(cancelled())
+
+
+async def end_turns(session: Session, error: RollmeshError) -> None:
+    """Ends what is being sampled with an error, and waits for what is on its way to the journal."""
+    committing: list[asyncio.Task[None]] = []
+    for turn in session.in_flight:
+        if not turn.committing:
+            turn.cancel(error)
+        elif turn.task is not None:
+            committing.append(turn.task)
+    if committing:
+        await asyncio.wait(committing)
+
+
+def cancelled() -> GenerationAbortedError:
+    """Returns the error of a turn that nobody waits for any more."""
+    return GenerationAbortedError("the turn was cancelled; nothing was kept")

@@ -1,0 +1,44 @@
+"""Closes sessions that nobody uses, with what they have."""
+
+import asyncio
+import logging
+
+from rollmesh.gateway.sessions.registry import Gateway
+from rollmesh.gateway.sessions.session import Session
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.logs import fields
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+_log = logging.getLogger(__name__)
+_CHECK_S = 60.0
+
+
+async def close_idle(gateway: Gateway, idle_ms: int) -> None:
+    """Closes sessions that were not used for so long; runs until it is cancelled."""
+    while True:
+        for session in gateway.unused_since(clock.monotonic_ms() - idle_ms):
+            _log.warning("idle session", extra=fields(session=session.spec.session_id))
+            try:
+                await _close(gateway, session)
+            except RollmeshError as error:  # tried again with the next round
+                _log.warning(
+                    "not closed",
+                    extra=fields(session=session.spec.session_id, error=str(error)),
+                )
+        await asyncio.sleep(min(idle_ms / 4000, _CHECK_S))
+
+
+async def _close(gateway: Gateway, session: Session) -> None:
+    """Closes a session; one that cannot be closed is set aside, and ends nothing else."""
+    request = gateway_pb2.CloseSessionRequest(
+        session_id=session.spec.session_id,
+        outcome=types_pb2.SESSION_OUTCOME_ABORTED,
+        metadata={"closed_by": "idle"},
+    )
+    try:
+        await gateway.close(request)
+    except RollmeshError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it is this session's own fault
+        await gateway.set_aside(session, error)

@@ -1,0 +1,393 @@
+"""The gateway's sessions: opening, turns, retries, closing, and handing over to the collector."""
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator
+
+from google.protobuf import json_format
+
+from rollmesh.gateway import metrics
+from rollmesh.gateway.conversation.reasons import ExportMode, Fidelity
+from rollmesh.gateway.conversation.tree import Node, Tree
+from rollmesh.gateway.export.record import (
+    record_bytes,
+    trajectory_ends,
+    trajectory_id,
+    trajectory_ids,
+)
+from rollmesh.gateway.export.rewards import check_rewards
+from rollmesh.gateway.sessions.ending import cancelled, end_turns, subscribed
+from rollmesh.gateway.sessions.groups import GroupSizes
+from rollmesh.gateway.sessions.keys import SECRET_BYTES, SessionKeys
+from rollmesh.gateway.sessions.session import (
+    Answered,
+    Begun,
+    Event,
+    Piece,
+    Report,
+    Session,
+    Told,
+    Turn,
+    TurnRequest,
+)
+from rollmesh.gateway.storage import closed, journal
+from rollmesh.gateway.storage.closed import Close
+from rollmesh.gateway.storage.dead_letters import damaged_error
+from rollmesh.gateway.storage.journal import SessionSpec, StoredSession
+from rollmesh.gateway.storage.outbox import Outbox, dead_letter
+from rollmesh.gateway.turns.reporting import retold
+from rollmesh.gateway.turns.turns import TurnRunner
+from rollmesh.runtime import clock, faults
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import (
+    RollmeshError,
+    SessionClosedError,
+    SessionUnknownError,
+    ShuttingDownError,
+    StoreFullError,
+    TooManySessionsError,
+)
+from rollmesh.runtime.logs import fields
+from rollmesh.runtime.tasks import begun
+from rollmesh.v1 import gateway_pb2
+
+_log = logging.getLogger(__name__)
+_RETRY_MS = 1000
+_LOST_IDS = 1024
+"""More than the turns of a session that began to stream and were lost with the process."""
+
+
+class Gateway:
+    """All sessions of this gateway; everything here runs on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        new_tree: Callable[[], Tree],
+        database: Database,
+        runner: TurnRunner,
+        outbox: Outbox,
+        tasks: asyncio.TaskGroup,
+        max_sessions: int,
+    ) -> None:
+        """Begins without sessions; `restore` brings back those of the journal."""
+        self._new_tree = new_tree
+        self._database = database
+        self._runner = runner
+        self._outbox = outbox
+        self._tasks = tasks
+        self._max_sessions = max_sessions
+        self._sessions: dict[str, Session] = {}
+        self._by_request_id: dict[str, SessionSpec] = {}
+        self._closed: set[str] = set()
+        self._groups = GroupSizes()
+        self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
+        self._opens = 0
+        """Sessions on their way to the journal."""
+        self._closing: dict[str, asyncio.Future[list[str]]] = {}
+        self._draining = False
+        self.keys: SessionKeys
+        """Set by `restore`."""
+        self.forgotten: Callable[[str], None] = lambda _: None
+        """Told the id of each closed session, so that its engine need not stick."""
+        outbox.forgotten = self._closed.difference_update
+
+    @property
+    def undelivered_sessions(self) -> int:
+        """Number of closed sessions that the collector has not taken."""
+        return self._outbox.undelivered
+
+    @property
+    def live_sessions(self) -> int:
+        """Number of open sessions."""
+        return len(self._sessions)
+
+    async def restore(self) -> None:
+        """Rebuilds the open sessions from the journal, and what their keys are made with."""
+        fresh = secrets.token_bytes(SECRET_BYTES)
+        self.keys = SessionKeys(await self._database.run(lambda db: journal.keep_secret(db, fresh)))
+        sessions, damaged = await self._database.run(
+            lambda db: journal.read_open(db, self._new_tree)
+        )
+        for stored in sessions:
+            self.reopen(stored)
+        self._closed |= await self._database.run(closed.read_closes)
+        self._outbox.dead = await self._database.run(closed.dead_ids)
+        await self._outbox.set_aside(
+            [
+                dead_letter(id_, "DAMAGED", journal.DamagedSessionError(message))
+                for id_, message in damaged.items()
+            ]
+        )
+        _log.info(
+            "restored",
+            extra=fields(
+                open=len(sessions), closed=len(self._closed), dead_letters=len(self._outbox.dead)
+            ),
+        )
+
+    def reopen(self, stored: StoredSession) -> None:
+        """Serves a session of the journal."""
+        stored.tree.skip_ids(_LOST_IDS)
+        session = Session(stored.spec, stored.tree)
+        for node_id, record in stored.answers.items():
+            session.restore(Answered(stored.tree.nodes[node_id], record))
+        self._sessions[stored.spec.session_id] = session
+        self._groups.add(stored.spec.group_id, stored.spec.group_size)
+        if stored.spec.request_id:
+            self._by_request_id.setdefault(stored.spec.request_id, stored.spec)
+
+    def drain(self) -> None:
+        """Refuses new sessions and turns from now on."""
+        self._draining = True
+
+    def session(self, session_id: str) -> Session:
+        """Returns an open session.
+
+        Raises:
+            SessionClosedError: It is closed.
+            SessionUnknownError: There is none with this id.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or session.closing:
+            if session is not None or session_id in self._closed:
+                raise _closed(session_id)
+            if session_id in self._outbox.dead:
+                raise damaged_error(session_id)
+            raise SessionUnknownError(
+                f"session_id: there is no session {session_id!r}; "
+                "give the id that CreateSession returned",
+                session_id=session_id,
+            )
+        return session
+
+    async def create(self, request: gateway_pb2.CreateSessionRequest) -> SessionSpec:
+        """Opens a session, or returns the one that the same request id opened.
+
+        Raises:
+            SessionClosedError: The session that the same request id opened is closed.
+            TooManySessionsError: The gateway is full.
+            StoreFullError: The collector is behind.
+            InvalidFieldError: The group has another size.
+        """
+        known = self._by_request_id.get(request.request_id)
+        if known is not None:
+            return known
+        opening = self._opening.get(request.request_id)
+        if opening is not None:  # a repeat, while the first is on its way to the journal
+            return await asyncio.shield(opening)
+        if self._draining:
+            raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
+        if len(self._sessions) + self._opens >= self._max_sessions:
+            raise TooManySessionsError(
+                f"the gateway holds {self._max_sessions} open sessions; close some",
+                retry_delay_ms=_RETRY_MS,
+            )
+        if self._outbox.full:
+            raise StoreFullError(
+                "too many closed sessions wait for the collector", retry_delay_ms=_RETRY_MS
+            )
+        self._groups.check(request.group_id, request.group_size or 1)
+        session_id = secrets.token_hex(12)
+        spec = SessionSpec(
+            session_id=session_id,
+            opened_unix_ms=clock.unix_ms(),
+            request_id=request.request_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            group_size=request.group_size or 1,
+            sampling=json_format.MessageToJson(request.sampling, indent=None),
+            metadata=dict(request.metadata),
+            finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
+            export_mode=request.export_mode or ExportMode.LEAVES,
+        )
+        self._groups.add(spec.group_id, spec.group_size)
+        opening = begun(self._tasks, self._open(spec))
+        if spec.request_id:
+            self._opening[spec.request_id] = opening
+            opening.add_done_callback(lambda _: self._opening.pop(spec.request_id))
+        self._opens += 1
+        opening.add_done_callback(lambda _: self._opened())
+        return await asyncio.shield(opening)
+
+    def _opened(self) -> None:
+        self._opens -= 1
+
+    async def _open(self, spec: SessionSpec) -> SessionSpec:
+        await self._database.run(lambda db: journal.insert_session(db, spec))
+        self._sessions[spec.session_id] = Session(spec, self._new_tree())
+        if spec.request_id:
+            self._by_request_id[spec.request_id] = spec
+        return spec
+
+    async def chat(self, session: Session, request: TurnRequest) -> AsyncGenerator[Event, None]:
+        """Yields the beginning and the pieces of an answer, then its end, durable by then.
+
+        Raises:
+            IdempotencyKeyReusedError: The key names the sample of another request.
+            RollmeshError: There is no answer and nothing was kept.
+        """
+        session.used_ms = clock.monotonic_ms()
+        turn = session.find_turn(request)
+        if turn is None:
+            turn = self._begin(session, request)
+        turn.tries = max(turn.tries, request.retry_count)
+        turn.stream |= request.stream
+        told, again = False, list[Piece]()
+        async with subscribed(session, turn):
+            if turn.answered is not None:
+                metrics.REPLAYED_ANSWERS.inc()
+                await self._mark_replayed(session, turn.answered.node)
+                if request.stream:
+                    again = retold(await self._report(turn.answered, request))
+            async for event in turn.events():
+                if isinstance(event, Answered):
+                    await faults.reach("gateway-before-reply")
+                    report = None if told else await self._report(event, request)
+                    if report is not None and request.stream:
+                        yield Told(report.tokens, None)
+                    turn.handed = True
+                    yield event if request.stream else dataclasses.replace(event, report=report)
+                    turn.left = True
+                    await faults.reach("gateway-after-reply")
+                elif request.stream:
+                    yield event
+                    told |= isinstance(event, Told)
+                    for piece in again if isinstance(event, Begun) else ():
+                        yield piece
+                        told |= isinstance(piece, Told)
+
+    async def _report(self, answered: Answered, request: TurnRequest) -> Report | None:
+        """Returns what a request wants to know beside its answer."""
+        return await self._runner.report(answered.node, request) if request.returns else None
+
+    def _begin(self, session: Session, request: TurnRequest) -> Turn:
+        if self._draining:
+            raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
+        if session.closing:  # since the request was accepted: a large one is read in a thread
+            raise _closed(session.spec.session_id)
+        turn = Turn.of(request, session.spec.session_id, session.tree.reserve_id())
+        session.begin(turn)
+        turn.task = self._tasks.create_task(self._run(session, turn, request))
+        # Not in the task: one that is cancelled before its first step runs nothing.
+        turn.task.add_done_callback(lambda _: session.end(turn, cancelled()))
+        return turn
+
+    async def close(self, request: gateway_pb2.CloseSessionRequest) -> list[str]:
+        """Closes a session and puts its record into the outbox; a repeat gives the same ids.
+
+        Raises:
+            SessionUnknownError: There is none with this id.
+            InvalidFieldError: A reward is of what the session does not have; it stays open.
+        """
+        session_id = request.session_id
+        if session_id in self._closed:
+            leaves = await self._database.run(lambda db: closed.read_leaves(db, session_id))
+            return [trajectory_id(session_id, leaf) for leaf in leaves]
+        closing = self._closing.get(request.session_id)
+        if closing is None:
+            session = self.session(request.session_id)
+            closing = begun(self._tasks, self._close(session, request))
+            self._closing[request.session_id] = closing
+            closing.add_done_callback(lambda _: self._closing.pop(request.session_id))
+        return await asyncio.shield(closing)
+
+    async def _close(self, session: Session, request: gateway_pb2.CloseSessionRequest) -> list[str]:
+        check_rewards(session.tree, trajectory_ids(session), request.rewards)
+        session.closing = True
+        try:
+            await end_turns(session, _closed(request.session_id))
+            # Again: a turn that was being committed may have gone on from a leaf.
+            check_rewards(session.tree, trajectory_ids(session), request.rewards)
+            session_id = request.session_id
+            close = Close(
+                session_id,
+                request.SerializeToString(),
+                clock.unix_ms(),
+                record_bytes(session),
+                trajectory_ends(session),
+                session.mark_orphans(),
+            )
+            await self._database.run(lambda db: closed.close_session(db, close))
+        except BaseException:
+            session.closing = False
+            raise
+        await faults.reach("gateway-after-close")
+        self._closed.add(session_id)
+        self._forget(session)
+        self._outbox.added()
+        return [trajectory_id(session_id, leaf) for leaf in close.leaves]
+
+    def unused_since(self, time_ms: int) -> Iterator[Session]:
+        """Yields the open sessions that nobody has used since a time of the monotonic clock.
+
+        Each is looked at when it is asked for: closing those before it takes time.
+        """
+        for session in list(self._sessions.values()):
+            if not (session.in_flight or session.closing) and session.used_ms <= time_ms:
+                yield session
+
+    async def set_aside(self, session: Session, error: Exception) -> None:
+        """Makes an open session a dead letter: an error of its own keeps it from being closed.
+
+        Raises:
+            RollmeshError: The journal cannot be written; it stays open.
+        """
+        letter = dead_letter(session.spec.session_id, "UNEXPORTABLE", error)
+        session.closing = True
+        try:
+            await self._outbox.set_aside([letter])
+        except BaseException:
+            session.closing = False
+            raise
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.spec.session_id]
+        if self._by_request_id.get(session.spec.request_id) is session.spec:
+            del self._by_request_id[session.spec.request_id]
+        self.forgotten(session.spec.session_id)
+
+    async def stop(self) -> None:
+        """Ends the turns that are still running; waits for those on their way to the journal."""
+        error = ShuttingDownError("the gateway stopped; nothing was kept", retry_delay_ms=_RETRY_MS)
+        for session in list(self._sessions.values()):
+            await end_turns(session, error)
+
+    async def _mark_replayed(self, session: Session, node: Node) -> None:
+        """Records that a turn was answered more than once from one sample.
+
+        The answer is committed and goes out all the same where that cannot be stored: it informs.
+        """
+        if Fidelity.RETRY_REPLAY in node.reasons:
+            return
+        node.reasons |= {Fidelity.RETRY_REPLAY}
+        session_id = session.spec.session_id
+        try:
+            await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
+        except RollmeshError as error:
+            node.reasons -= {Fidelity.RETRY_REPLAY}  # the next replay tries again
+            _log.warning("replay not recorded", extra=fields(session=session_id, error=str(error)))
+
+    async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
+        """Owns one turn: whatever happens becomes its end."""
+        try:
+            answered = await self._runner.run(session, turn, request)
+            if turn.joins > 1:  # here, for a retry may have come while the turn was committed
+                await self._mark_replayed(session, answered.node)
+            metrics.committed(answered.node)
+            session.end(turn, answered)
+        except RollmeshError as error:
+            metrics.TURNS.labels(error.reason).inc()
+            session.end(turn, error)
+        except Exception as error:  # noqa: BLE001 - the edge of a task: one turn must not end the others
+            _log.exception("turn failed", extra=fields(session=session.spec.session_id))
+            session.end(turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
+
+
+def _closed(session_id: str) -> SessionClosedError:
+    return SessionClosedError(
+        f"session {session_id} is closed; open another", session_id=session_id
+    )

@@ -1,0 +1,4 @@
+"""The journal on disk and the outbox to the collector.
+
+May import `conversation`.
+"""

@@ -1,0 +1,83 @@
+"""Sessions that were set aside: listed, tried again, given up."""
+
+from collections.abc import Callable
+
+from rollmesh.gateway.conversation.tree import Tree
+from rollmesh.gateway.storage import closed
+from rollmesh.gateway.storage.journal import DamagedSessionError, StoredSession
+from rollmesh.gateway.storage.outbox import Outbox
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import SessionDamagedError, SessionUnknownError
+
+
+class DeadLetters:
+    """What an operator does about them."""
+
+    def __init__(
+        self,
+        database: Database,
+        outbox: Outbox,
+        new_tree: Callable[[], Tree],
+        reopen: Callable[[StoredSession], None],
+    ) -> None:
+        """Takes the journal, what sends closed sessions, and what serves open ones."""
+        self._database = database
+        self._outbox = outbox
+        self._new_tree = new_tree
+        self._reopen = reopen
+
+    @property
+    def count(self) -> int:
+        """Number of sessions that were set aside."""
+        return len(self._outbox.dead)
+
+    async def list(self, after: str, count: int) -> list[closed.DeadLetter]:
+        """Returns sessions that were set aside, by id, those after the id given."""
+        return await self._database.run(lambda db: closed.dead_letters(db, after, count))
+
+    async def retry(self, session_id: str) -> None:
+        """Takes a session back: it is sent again, or is open again where it was.
+
+        Raises:
+            SessionUnknownError: It is no dead letter.
+            SessionDamagedError: It still cannot be read, and stays one.
+        """
+        self._check(session_id)
+        try:
+            stored = await self._database.run(
+                lambda db: closed.revive(db, session_id, self._new_tree)
+            )
+        except DamagedSessionError as error:
+            raise damaged_error(session_id, f": {error}") from error
+        self._outbox.dead.discard(session_id)
+        if stored is None:
+            self._outbox.added()
+        else:
+            self._reopen(stored)
+
+    async def drop(self, session_id: str) -> None:
+        """Gives a session up: all that the journal has of it goes.
+
+        Raises:
+            SessionUnknownError: It is no dead letter.
+        """
+        self._check(session_id)
+        await self._database.run(lambda db: closed.give_up(db, session_id))
+        self._outbox.dead.discard(session_id)
+        self._outbox.wake()
+
+    def _check(self, session_id: str) -> None:
+        if session_id not in self._outbox.dead:
+            raise SessionUnknownError(
+                f"session_id: {session_id!r} is no dead letter; ListDeadLetters has those",
+                session_id=session_id,
+            )
+
+
+def damaged_error(session_id: str, why: str = "") -> SessionDamagedError:
+    """Returns the error of a session that was set aside."""
+    return SessionDamagedError(
+        f"session {session_id} cannot be read from the journal{why}; open another, and ask the "
+        "operator to look at the gateway's dead letters",
+        session_id=session_id,
+    )

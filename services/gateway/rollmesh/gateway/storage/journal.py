@@ -1,0 +1,336 @@
+"""The gateway's journal: open sessions turn by turn, closed ones until the collector has them."""
+
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Frame, Message, ToolCall
+from rollmesh.gateway.conversation.reasons import ExportMode, Fidelity, Finish, Lineage
+from rollmesh.gateway.conversation.sampled import Tops
+from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
+from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from rollmesh.runtime.errors import SessionClosedError
+
+SCHEMA_VERSION = 6  # counts up with every change of what is below
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (
+  session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS frames (
+  frame_key BLOB PRIMARY KEY, tools_json BLOB NOT NULL, options_json BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS session_frames (
+  session_id TEXT NOT NULL, frame_key BLOB NOT NULL, PRIMARY KEY (session_id, frame_key));
+CREATE INDEX IF NOT EXISTS sessions_of_frames ON session_frames (frame_key);
+CREATE TABLE IF NOT EXISTS nodes (
+  session_id TEXT NOT NULL, node_id INTEGER NOT NULL, parent_id INTEGER NOT NULL,
+  frame_key BLOB NOT NULL, unit TEXT NOT NULL, token_ids BLOB NOT NULL, glue INTEGER NOT NULL,
+  reasons TEXT NOT NULL, sample TEXT, logprobs BLOB, tops BLOB, answer TEXT,
+  PRIMARY KEY (session_id, node_id));
+CREATE INDEX IF NOT EXISTS nodes_in_order ON nodes (session_id);
+CREATE TABLE IF NOT EXISTS closes (
+  n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, request_id TEXT,
+  leaves BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS closes_by_request ON closes (request_id);
+CREATE TABLE IF NOT EXISTS outbox (
+  n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, request BLOB NOT NULL,
+  closed_unix_ms INTEGER NOT NULL, bytes INTEGER NOT NULL, state INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS outbox_states ON outbox (state, n);
+CREATE TABLE IF NOT EXISTS dead_letters (
+  n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, reason TEXT NOT NULL,
+  message TEXT NOT NULL, unix_ms INTEGER NOT NULL);
+"""
+_OPEN = (
+    "session_id NOT IN (SELECT session_id FROM outbox)"
+    " AND session_id NOT IN (SELECT session_id FROM dead_letters)"
+)
+
+
+class ModelFiles(NamedTuple):
+    """What makes the ids of a conversation; SHA-256 each, hexadecimal."""
+
+    tokenizer_sha256: str
+    template_sha256: str
+
+
+class OtherModelError(Exception):
+    """The journal has open sessions of another model."""
+
+    def __init__(self, found: ModelFiles, open_sessions: int) -> None:
+        """Says which model the journal has, and how many open sessions of it."""
+        super().__init__(found, open_sessions)
+        self.found = found
+        self.open_sessions = open_sessions
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What a session was opened with."""
+
+    session_id: str
+    opened_unix_ms: int
+    request_id: str = ""
+    group_id: str = ""
+    sample_index: int = 0
+    group_size: int = 1
+    sampling: str = "{}"
+    """Default sampling parameters: the JSON form of `SamplingParams`."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    finish_on_disconnect: bool = False
+    export_mode: int = ExportMode.LEAVES
+    """In which form the tree is exported: an `ExportMode`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRecord:
+    """How an answered turn is found again by a retry."""
+
+    answer_id: str
+    fingerprint: str
+    idempotency_key: str
+    created_unix_ms: int
+    lineage: int | None = None
+    """What the request says that the turn is: a `Lineage`."""
+
+
+@dataclass(slots=True)
+class StoredSession:
+    """A session as read back."""
+
+    spec: SessionSpec
+    tree: Tree
+    answers: dict[int, AnswerRecord] = field(default_factory=dict)
+    """By node id, oldest first."""
+
+
+def keep_secret(db: sqlite3.Connection, fresh: bytes) -> bytes:
+    """Returns the secret of the session keys; `fresh` becomes it where there is none yet."""
+    db.execute("INSERT OR IGNORE INTO secrets VALUES ('session keys', ?)", (fresh,))
+    row = db.execute("SELECT value FROM secrets WHERE name = 'session keys'").fetchone()
+    return bytes(row[0])
+
+
+def adopt_model(db: sqlite3.Connection, model: ModelFiles) -> None:
+    """Stores which model the open sessions are of; with none open, any model may have the journal.
+
+    An open session that was set aside counts: it is served again once it is retried.
+
+    Raises:
+        OtherModelError: The open sessions are another model's: their ids would mean other text.
+    """
+    row = db.execute("SELECT tokenizer_sha256, template_sha256 FROM model").fetchone()
+    if row is not None and ModelFiles(*row) == model:
+        return
+    (count,) = db.execute(
+        "SELECT count(*) FROM sessions WHERE session_id NOT IN (SELECT session_id FROM outbox)"
+    ).fetchone()
+    if row is not None and count:
+        raise OtherModelError(ModelFiles(*row), count)
+    db.execute("DELETE FROM model")
+    db.execute("INSERT INTO model VALUES (?, ?)", model)
+
+
+def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:
+    """Stores a new session.
+
+    Raises:
+        SessionClosedError: Its request id opened one that is closed and still remembered.
+    """
+    known = "SELECT session_id FROM closes WHERE request_id = ?"
+    for (session_id,) in db.execute(known, (spec.request_id,)):
+        raise SessionClosedError(
+            f"request_id: {spec.request_id!r} opened session {session_id}, which is closed; "
+            "give another to open another",
+            session_id=session_id,
+        )
+    db.execute(
+        "INSERT INTO sessions (session_id, request_id, spec) VALUES (?, ?, ?)",
+        (spec.session_id, spec.request_id or None, json.dumps(dataclasses.asdict(spec))),
+    )
+
+
+def insert_turn(
+    db: sqlite3.Connection, session_id: str, nodes: list[Node], answer: AnswerRecord
+) -> None:
+    """Stores the nodes of a turn that may not be stored yet; the last is the sampled one."""
+    frame = nodes[-1].frame
+    db.execute(
+        "INSERT OR IGNORE INTO frames VALUES (?, ?, ?)",
+        (frame.key, frame.tools_json, frame.options_json),
+    )
+    db.execute("INSERT OR IGNORE INTO session_frames VALUES (?, ?)", (session_id, frame.key))
+    for node in nodes:
+        text = json.dumps(dataclasses.asdict(answer)) if node is nodes[-1] else None
+        row = (session_id, *_node_row(node), text)
+        db.execute("INSERT OR IGNORE INTO nodes VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", row)
+
+
+def update_reasons(db: sqlite3.Connection, session_id: str, node: Node) -> None:
+    """Stores what is to be known about a node by now."""
+    db.execute(
+        "UPDATE nodes SET reasons = ? WHERE session_id = ? AND node_id = ?",
+        (json.dumps(sorted(node.reasons)), session_id, node.node_id),
+    )
+
+
+def read_open(
+    db: sqlite3.Connection, new_tree: Callable[[], Tree]
+) -> tuple[list[StoredSession], dict[str, str]]:
+    """Rebuilds all open sessions exactly.
+
+    Returns:
+        The sessions, and of each one that cannot be read its id and what is wrong with it.
+    """
+    sessions: list[StoredSession] = []
+    damaged: dict[str, str] = {}
+    ids = db.execute(f"SELECT session_id FROM sessions WHERE {_OPEN} ORDER BY rowid").fetchall()  # noqa: S608
+    for (session_id,) in ids:
+        try:
+            sessions.append(read_session(db, session_id, new_tree))
+        except DamagedSessionError as error:
+            damaged[session_id] = str(error)
+    return sessions, damaged
+
+
+def read_session(
+    db: sqlite3.Connection, session_id: str, new_tree: Callable[[], Tree]
+) -> StoredSession:
+    """Rebuilds one session exactly.
+
+    Raises:
+        DamagedSessionError: What the journal has of it makes no session.
+    """
+    try:
+        stored = StoredSession(read_spec(db, session_id), new_tree())
+        frames = read_frames(db, session_id)
+        for row in read_nodes(db, session_id):
+            attach_row(stored, row, frames)
+    except Exception as error:
+        raise DamagedSessionError(f"{type(error).__name__}: {error}") from error
+    return stored
+
+
+class DamagedSessionError(Exception):
+    """What the journal has of a session makes no session; the message says why."""
+
+
+def read_spec(db: sqlite3.Connection, session_id: str) -> SessionSpec:
+    """Returns what a session was opened with."""
+    row = db.execute("SELECT spec FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+    return SessionSpec(**json.loads(row[0]))
+
+
+def read_frames(db: sqlite3.Connection, session_id: str) -> dict[bytes, Frame]:
+    """Returns the frames of a session by their keys."""
+    rows = db.execute(
+        "SELECT frame_key, tools_json, options_json FROM session_frames JOIN frames"
+        " USING (frame_key) WHERE session_id = ?",
+        (session_id,),
+    )
+    return {key: make_frame(tools, options) for key, tools, options in rows}
+
+
+def read_nodes(
+    db: sqlite3.Connection, session_id: str, after: int = 0, limit: int = -1
+) -> list[Any]:
+    """Returns rows of a session's nodes, parents first, for `attach_row`.
+
+    Args:
+        db: The journal.
+        session_id: The session's.
+        after: First column of the last row that was read; 0 begins.
+        limit: Most rows; -1 is all.
+    """
+    return db.execute(
+        "SELECT rowid, node_id, parent_id, frame_key, unit, token_ids, glue, reasons, sample,"
+        " logprobs, tops, answer FROM nodes INDEXED BY nodes_in_order"
+        " WHERE session_id = ? AND rowid > ? ORDER BY rowid LIMIT ?",
+        (session_id, after, limit),
+    ).fetchall()
+
+
+def _node_row(node: Node) -> tuple[object, ...]:
+    assert node.parent is not None
+    sample, logprobs, tops = None, None, None
+    if node.sample is not None:
+        sample = json.dumps(
+            [
+                node.sample.spans,
+                int(node.sample.finish),
+                node.sample.engine_id,
+                node.sample.prompt_tokens,
+                node.sample.cached_tokens,
+                node.sample.prompt_crc32,
+            ]
+        )
+        logprobs = pack_logprobs(node.sample.logprobs)
+        if node.sample.tops is not None:
+            tops = pack_ids(node.sample.tops.ids) + pack_logprobs(node.sample.tops.logprobs)
+    return (
+        node.node_id,
+        node.parent.node_id,
+        node.frame.key,
+        json.dumps([dataclasses.asdict(message) for message in node.unit]),
+        pack_ids(node.token_ids),
+        node.glue,
+        json.dumps(sorted(node.reasons)),
+        sample,
+        logprobs,
+        tops,
+    )
+
+
+def attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Frame]) -> None:
+    """Attaches the node of a row to the tree of its session."""
+    _, node_id, parent_id, frame_key, unit, ids, glue, reasons, *sampled, answer = row
+    frame = frames[frame_key]
+    token_ids = np.array(unpack_ids(ids, "token_ids"))
+    stored.tree.attach(
+        Node(
+            node_id,
+            stored.tree.nodes[parent_id] if parent_id else stored.tree.root(frame),
+            frame,
+            tuple(_message(fields) for fields in json.loads(unit)),
+            token_ids,
+            glue,
+            sample=_sample(token_ids[glue:], *sampled) if sampled[0] else None,
+            reasons=frozenset(map(Fidelity, json.loads(reasons))),
+            stored=True,
+        )
+    )
+    if answer:
+        record = stored.answers[node_id] = AnswerRecord(**json.loads(answer))
+        stored.tree.nodes[node_id].said = Lineage(record.lineage) if record.lineage else None
+
+
+def _message(fields: dict[str, Any]) -> Message:
+    calls = tuple(ToolCall(**call) for call in fields.pop("tool_calls"))
+    return Message(**fields, tool_calls=calls)
+
+
+def _sample(token_ids: Any, text: str, logprobs: bytes, tops: bytes | None) -> Sample:
+    spans, finish, engine_id, prompt_tokens, cached_tokens, prompt_crc32 = json.loads(text)
+    return Sample(
+        token_ids,
+        unpack_logprobs(logprobs, "logprobs"),
+        tuple(VersionSpan(*span) for span in spans),
+        Finish(finish),
+        engine_id,
+        prompt_tokens,
+        cached_tokens,
+        prompt_crc32,
+        None if tops is None else _tops(tops, len(token_ids)),
+    )
+
+
+def _tops(data: bytes, tokens: int) -> Tops:
+    half, rows = len(data) // 2, max(tokens, 1)
+    ids, logprobs = unpack_ids(data[:half], "tops"), unpack_logprobs(data[half:], "tops")
+    width = len(ids) // rows
+    return Tops(ids.reshape(tokens, width), logprobs.reshape(tokens, width))

@@ -1,0 +1,323 @@
+"""Hands closed sessions to the collector until it has them: at least once, oldest first.
+
+What the collector refuses for good, and what makes no record, becomes a dead letter: it stays in
+the journal, holds up nobody, and waits for an operator. An error that may pass makes none.
+"""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import grpc
+
+from rollmesh.gateway import metrics
+from rollmesh.gateway.conversation.tree import Tree
+from rollmesh.gateway.export.record import exported_lineages, write_record
+from rollmesh.gateway.sessions.session import Session
+from rollmesh.gateway.storage import closed
+from rollmesh.gateway.storage.closed import PIECE_NODES, DeadLetter, Letter
+from rollmesh.gateway.storage.journal import DamagedSessionError, read_nodes
+from rollmesh.runtime import clock, faults
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
+from rollmesh.runtime.logs import fields
+from rollmesh.runtime.session_records import check_session
+from rollmesh.runtime.wire import nested
+from rollmesh.v1 import collector_pb2, gateway_pb2
+
+_log = logging.getLogger(__name__)
+_CALLS = 2
+"""At a time: the next is read and sent while the collector writes the one before."""
+_CALL_SESSIONS, _CALL_BYTES = 64, 4 * 1024 * 1024
+_INGEST_TIMEOUT_S = 30.0
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
+_DOUBLINGS = 6
+_JOURNAL_RETRY_S = 0.5
+
+
+class _Parcel(NamedTuple):
+    """The sessions of one call."""
+
+    letters: list[Letter]
+
+    @property
+    def session_ids(self) -> list[str]:
+        return [letter.session_id for letter in self.letters]
+
+
+class _Turn(NamedTuple):
+    """What one turn at the journal gave."""
+
+    letters: list[Letter]
+    damaged: list[DeadLetter]
+    forgotten: list[str]
+    """Closes that are not remembered any more."""
+    more: bool
+    """Whether there is more to remove."""
+
+
+class _Record(NamedTuple):
+    """A session as it is sent."""
+
+    session_id: str
+    data: bytes
+    lineages: list[str]
+
+
+def _request(records: Sequence[bytes]) -> bytes:
+    """Returns an `IngestRequest` of sessions as the journal has them: megabytes need no parser."""
+    number = collector_pb2.IngestRequest.SESSIONS_FIELD_NUMBER
+    return b"".join(piece for record in records for piece in nested(number, [record]))
+
+
+def write_letters(
+    letters: Sequence[Letter], new_tree: Callable[[], Tree]
+) -> tuple[list[_Record], list[DeadLetter]]:
+    """Returns the records of closed sessions, and those of which none can be made.
+
+    Runs in a worker thread.
+    """
+    records: list[_Record] = []
+    broken: list[DeadLetter] = []
+    for letter in letters:
+        try:
+            stored = closed.rebuilt(letter, new_tree)
+            request = gateway_pb2.CloseSessionRequest.FromString(letter.request)
+            session = Session(stored.spec, stored.tree)
+            record = write_record(session, request, letter.closed_unix_ms)
+            check_session(record, "session")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this session's alone
+            broken.append(dead_letter(letter.session_id, "UNEXPORTABLE", error))
+        else:
+            data = record.SerializeToString()
+            records.append(_Record(letter.session_id, data, exported_lineages(record)))
+    return records, broken
+
+
+def dead_letter(session_id: str, reason: str, error: Exception) -> DeadLetter:
+    """Returns why a session is set aside, and says it to the log."""
+    message = str(error) if isinstance(error, (RollmeshError, DamagedSessionError)) else repr(error)
+    _log.error(
+        "set aside", extra=fields(session=session_id, reason=reason, error=message), exc_info=error
+    )
+    return DeadLetter(session_id, reason, message, clock.unix_ms())
+
+
+def _is_final(error: Exception) -> bool:
+    """Says whether a session that was sent alone would be refused again and again."""
+    too_large = isinstance(error, RemoteError) and "larger than max" in error.message
+    return too_large or isinstance(error, InvalidFieldError)
+
+
+class Outbox:
+    """The closed sessions that the collector has not taken; they are in the journal."""
+
+    def __init__(
+        self,
+        database: Database,
+        collector: str,
+        *,
+        new_tree: Callable[[], Tree],
+        max_undelivered: int,
+        remembered: int,
+    ) -> None:
+        """Begins with nothing; `run` finds what waits in the journal.
+
+        Args:
+            database: The journal.
+            collector: `host:port`.
+            new_tree: Returns an empty tree.
+            max_undelivered: Sessions that may wait.
+            remembered: Closes that are remembered once they are delivered.
+        """
+        self._database = database
+        self._new_tree = new_tree
+        self._channel: grpc.aio.Channel = open_channel(collector)
+        self._ingest = self._channel.unary_unary(
+            "/rollmesh.v1.CollectorService/Ingest",
+            request_serializer=_request,
+            response_deserializer=collector_pb2.IngestResponse.FromString,
+        )
+        self._max_undelivered = max_undelivered
+        self._remembered = remembered
+        self._changed = asyncio.Event()
+        self._calls = asyncio.Semaphore(_CALLS)
+        self._busy: set[str] = set()
+        """Sessions that are with the collector, or wait to be sent again."""
+        self._delivered: list[str] = []
+        """What the collector has, and the journal too."""
+        self._tries: dict[str, int] = {}
+        """How often a session was sent in vain; such a one goes alone."""
+        self.undelivered = 0
+        """Number of sessions that wait."""
+        self.dead: set[str] = set()
+        """Sessions that were set aside, open ones that cannot be read among them."""
+        self.forgotten: Callable[[list[str]], None] = lambda _: None
+        """Told the ids of the closes that are not remembered any more."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no more sessions should be opened until the collector catches up."""
+        return self.undelivered >= self._max_undelivered
+
+    def added(self, count: int = 1) -> None:
+        """Says that sessions were closed and journalled."""
+        self.undelivered += count
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Says that there is something to remove."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Delivers for ever; cancelled when the gateway stops."""
+        self.undelivered = await self._database.run(closed.count_undelivered)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._calls.acquire()
+                parcel = await self._next()
+                group.create_task(self._hand_over(parcel))
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+    async def set_aside(self, letters: list[DeadLetter]) -> None:
+        """Makes sessions dead letters.
+
+        Raises:
+            RollmeshError: The journal cannot be written; they are what they were.
+        """
+        await self._database.run(lambda db: closed.set_aside(db, letters))
+        self.dead.update(letter.session_id for letter in letters)
+
+    async def _next(self) -> _Parcel:
+        """Waits for sessions to send; forgets what the collector has on the way."""
+        while True:
+            self._changed.clear()
+            delivered, self._delivered = self._delivered, []
+            try:
+                turn = await self._database.run(lambda db: self._turn(db, delivered))  # noqa: B023
+            except RollmeshError as error:  # a full disk, or too much to write: it passes
+                _log.warning("no hand-over", extra=fields(reason=error.reason, error=str(error)))
+                self._delivered += delivered
+                await asyncio.sleep(_JOURNAL_RETRY_S)
+                continue
+            self.undelivered -= len(delivered) + len(turn.damaged)
+            self.dead.update(letter.session_id for letter in turn.damaged)
+            self._busy.difference_update(delivered)
+            self.forgotten(turn.forgotten)
+            if turn.letters:
+                parcel = _Parcel(turn.letters)
+                self._busy.update(parcel.session_ids)
+                if turn.more:
+                    self._changed.set()
+                return parcel
+            if not (turn.more or turn.damaged):
+                await self._changed.wait()
+
+    def _turn(self, db: sqlite3.Connection, delivered: list[str]) -> _Turn:
+        """Removes what was delivered and reads what comes next: one wait for the disk."""
+        closed.mark_delivered(db, delivered)
+        more = closed.sweep(db)
+        forgotten = closed.forget_closes(db, self._remembered)
+        letters: list[Letter] = []
+        damaged: list[DeadLetter] = []
+        size = 0
+        for session_id, length in closed.undelivered(db, len(self._busy) + _CALL_SESSIONS):
+            if session_id in self._busy:
+                continue
+            size += length
+            alone = session_id in self._tries
+            if letters and (alone or size > _CALL_BYTES):
+                break
+            try:
+                letters.append(closed.read_letter(db, session_id))
+            except DamagedSessionError as error:
+                damaged.append(dead_letter(session_id, "DAMAGED", error))
+                continue
+            if alone or len(letters) == _CALL_SESSIONS:
+                break
+        closed.set_aside(db, damaged)
+        return _Turn(letters, damaged, forgotten, more)
+
+    async def _hand_over(self, parcel: _Parcel) -> None:
+        """Sends sessions once; those that the collector does not take are sent again later, alone.
+
+        A session that is wrong itself holds up no other; what else fails would fail for the others.
+        """
+        ids = parcel.session_ids
+        try:
+            await self._send(parcel)
+        except Exception as error:  # noqa: BLE001 - one parcel must not end the others
+            known = isinstance(error, RollmeshError)
+            reason = error.reason if isinstance(error, RollmeshError) else type(error).__name__
+            _log.warning(
+                "not delivered yet",
+                extra=fields(reason=reason, error=str(error)),
+                exc_info=None if known else error,
+            )
+            tries = max(self._tries.get(session_id, 0) for session_id in ids)
+            self._tries |= dict.fromkeys(ids, tries + 1)
+            own = _is_final(error)
+            if own:
+                self._calls.release()
+            await asyncio.sleep(min(_FIRST_RETRY_S * 2 ** min(tries, _DOUBLINGS), _LAST_RETRY_S))
+            self._busy.difference_update(ids)
+            if not own:
+                self._calls.release()
+        else:
+            for session_id in ids:
+                self._tries.pop(session_id, None)
+            self._calls.release()
+        self._changed.set()
+
+    async def _send(self, parcel: _Parcel) -> None:
+        """Sends sessions; one that can never be sent becomes a dead letter.
+
+        Raises:
+            RollmeshError: Nothing was taken: it may pass, or one of several is to blame.
+        """
+        for letter in parcel.letters:
+            await self._read_rest(letter)
+        records, broken = await asyncio.to_thread(write_letters, parcel.letters, self._new_tree)
+        await self._bury(broken)
+        if not records:
+            return
+        try:
+            with typed_errors():
+                await self._ingest(
+                    [record.data for record in records],
+                    timeout=_INGEST_TIMEOUT_S,
+                    wait_for_ready=True,
+                )
+        except RollmeshError as error:
+            if len(records) > 1 or not _is_final(error):
+                raise
+            await self._bury([dead_letter(records[0].session_id, "REFUSED", error)])
+            return
+        await faults.reach("gateway-after-handover")
+        self._delivered += [record.session_id for record in records]
+        for record in records:
+            for lineage in record.lineages:
+                metrics.TRAJECTORIES.labels(lineage).inc()
+
+    async def _read_rest(self, letter: Letter) -> None:
+        """Reads what is left of a large session, in pieces: commits of others go between."""
+        count = len(letter.rows)
+        while count == PIECE_NODES:
+            last = letter.rows[-1][0]
+            rows = await self._database.run(
+                lambda db: read_nodes(db, letter.session_id, last, PIECE_NODES)  # noqa: B023
+            )
+            letter.rows.extend(rows)
+            count = len(rows)
+
+    async def _bury(self, letters: list[DeadLetter]) -> None:
+        if letters:
+            await self.set_aside(letters)
+            self.undelivered -= len(letters)
+            self._busy.difference_update(letter.session_id for letter in letters)

@@ -1,0 +1,155 @@
+"""What came back from an engine, and whether it may become a turn.
+
+An engine is another process, and may be wrong: a message is checked before anything of it leaves.
+"""
+
+from dataclasses import dataclass, field
+
+from rollmesh.chat.parsing.answer import Answer
+from rollmesh.gateway.conversation.reasons import Finish
+from rollmesh.gateway.conversation.sampled import Sampled, Tops, joined
+from rollmesh.gateway.conversation.tree import Sample, VersionSpan
+from rollmesh.runtime.arrays import (
+    Logprobs,
+    TokenIds,
+    unpack_ids,
+    unpack_logprobs,
+    wrong_logprob,
+)
+from rollmesh.runtime.errors import (
+    EngineFaultError,
+    GenerationAbortedError,
+    InvalidFieldError,
+    RollmeshError,
+)
+from rollmesh.v1 import engine_pb2, types_pb2
+
+_FINISHES = set(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSPECIFIED}
+
+
+@dataclass(slots=True)
+class Generation:
+    """What came back from the engine so far."""
+
+    answer: Answer
+    engine_id: str
+    top_logprobs: int = 0
+    """How many of the most likely ids were asked for at each place."""
+    vocabulary_tokens: int = 0
+    """Ids are below it; 0 where that is not known."""
+    max_tokens: int = 2**32
+    """Most ids that were asked for."""
+    prompt_crc32: int = 0
+    """What the engine must say it received."""
+    runs: list[Sampled] = field(default_factory=list)
+    finish: engine_pb2.GenerateFinish | None = None
+    _taken: int = 0
+    _told: int = 0
+    _untold: list[Sampled] = field(default_factory=list)
+
+    def take(self, response: engine_pb2.GenerateResponse) -> list[int]:
+        """Takes a message of the engine; returns its ids.
+
+        Raises:
+            EngineFaultError: It cannot be right; nothing of it was taken.
+        """
+        if self.finish is not None:
+            raise EngineFaultError("the engine went on after the end of its answer")
+        try:
+            ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
+            logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
+            top_ids = unpack_ids(response.top_ids_u32le, "top_ids_u32le")
+            top_logprobs = unpack_logprobs(response.top_logprobs_f32le, "top_logprobs_f32le")
+        except InvalidFieldError as error:
+            raise EngineFaultError(f"the engine's {error.message}") from error
+        if not len(top_ids) == len(top_logprobs) == len(ids) * self.top_logprobs:
+            raise EngineFaultError(
+                f"the engine gave {len(top_ids)} most likely ids with {len(top_logprobs)} "
+                f"log-probs for {len(ids)} tokens; {self.top_logprobs} for each were asked for"
+            )
+        self._check(ids, logprobs)
+        if response.HasField("finish"):
+            _check_finish(response.finish, self._taken + len(ids), self.prompt_crc32)
+        shape = len(ids), self.top_logprobs
+        run = Sampled(ids, logprobs, Tops(top_ids.reshape(shape), top_logprobs.reshape(shape)))
+        self.runs.append(run)
+        self._untold.append(run)
+        self._taken += len(ids)
+        if response.HasField("finish"):
+            self.finish = response.finish
+        return [int(id_) for id_ in ids.tolist()]
+
+    def _check(self, ids: TokenIds, logprobs: Logprobs) -> None:
+        if len(ids) != len(logprobs):
+            raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
+        if self._taken + len(ids) > self.max_tokens:
+            raise EngineFaultError(f"the engine gave more ids than the {self.max_tokens} asked for")
+        if not len(ids):
+            return
+        if self.vocabulary_tokens and (largest := int(ids.max())) >= self.vocabulary_tokens:
+            raise EngineFaultError(
+                f"the engine gave id {largest}; ids are below {self.vocabulary_tokens}"
+            )
+        if wrong_logprob(logprobs) is not None:
+            raise EngineFaultError("the engine gave a log-prob that is NaN, infinite or above 0")
+
+    def tell(self, *, over: bool = False) -> Sampled | None:
+        """Returns the tokens that were not told yet and are certainly kept; None where none are."""
+        certain = self.answer.stopped_at if over else self.answer.certain
+        end = self._taken if certain is None else certain
+        if end <= self._told:
+            return None
+        run = joined(self._untold).until(end - self._told)
+        self._untold.clear()
+        self._told = end
+        return run
+
+
+def _check_finish(finish: engine_pb2.GenerateFinish, sampled: int, prompt_crc32: int) -> None:
+    if finish.prompt_crc32 != prompt_crc32:
+        raise EngineFaultError("the engine received other prompt ids than the session recorded")
+    if finish.reason not in _FINISHES:
+        raise EngineFaultError(f"the engine ended for no known reason ({finish.reason})")
+    at = 0
+    for span in finish.version_spans:
+        # vLLM gives an empty span where weights changed and no token followed.
+        if span.start != at or span.end < span.start or span.policy_version < 0:
+            raise EngineFaultError("the engine's version spans have gaps or negative versions")
+        at = span.end
+    if at < sampled:
+        raise EngineFaultError("the engine's version spans do not cover what it sampled")
+
+
+def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
+    """Returns what was sampled, cut at the stop string.
+
+    Raises:
+        GenerationAbortedError: An operator aborted the generation.
+        RollmeshError: There is no token.
+    """
+    finish = generation.finish
+    assert finish is not None
+    sampled = joined(generation.runs)
+    cut = generation.answer.stopped_at
+    if cut is None and finish.reason == types_pb2.FINISH_REASON_ABORT:
+        raise GenerationAbortedError("the generation was aborted; nothing was kept, try again")
+    size = len(sampled) if cut is None else cut
+    sampled = sampled.until(size)
+    spans = tuple(
+        VersionSpan(span.policy_version, span.start, min(span.end, size))
+        for span in finish.version_spans
+        if span.start < min(span.end, size)
+    )
+    if not size:
+        raise RollmeshError("the engine ended without a token; nothing was kept, try again")
+    return Sample(
+        token_ids=sampled.token_ids,
+        logprobs=sampled.logprobs,
+        spans=spans,
+        finish=Finish.STOP if cut is not None else Finish(finish.reason),
+        engine_id=generation.engine_id,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=finish.cached_tokens,
+        prompt_crc32=finish.prompt_crc32,
+        tops=sampled.tops if generation.top_logprobs else None,
+    )

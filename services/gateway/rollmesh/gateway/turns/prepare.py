@@ -1,0 +1,196 @@
+"""A chat request as tokens: what the tree holds of it, and what the template adds."""
+
+import asyncio
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rollmesh.chat.constraints.masks import bad_sequences
+from rollmesh.chat.constraints.structural_tag import constraint_of
+from rollmesh.chat.messages import Frame, Unit, units_of
+from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError
+from rollmesh.gateway.conversation.tree import Match
+from rollmesh.gateway.sessions.session import Session, TurnRequest
+from rollmesh.gateway.turns.fairness import FairExecutor
+from rollmesh.gateway.turns.prompt import Prompt, build_prompt
+from rollmesh.runtime.arrays import pack_ids
+from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
+from rollmesh.v1 import engine_pb2, types_pb2
+
+_SHORT_CHARS = 16_384  # tokenised in about 3 ms; more text than this has threads of its own
+
+_LIKELY_CHARS = 4
+"""Characters for each token of room up to which text is tokenised as a whole at once."""
+_CHUNK_CHARS = 65_536
+_CUT_TOKENS = 64
+
+_Result = TypeVar("_Result")
+
+
+class Workers:
+    """The threads that tokenise; long texts have their own, so that no short one waits for them."""
+
+    def __init__(self, short: Executor, long: FairExecutor) -> None:
+        """Takes the two pools."""
+        self._short = short
+        self._long = long
+
+    def run(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """Begins short work off the event loop."""
+        return asyncio.get_running_loop().run_in_executor(self._short, work)
+
+    def run_long(self, session_id: str, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """Begins long work of a session off the event loop, when it is the session's turn."""
+        return self._long.begin(session_id, work)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request as tokens."""
+
+    prompt: Prompt
+    packed: bytes
+    """The whole prompt, as it goes to the engine."""
+    prompt_tokens: int
+    """Number of its ids."""
+    prompt_crc32: int
+    """What the engine must say it received."""
+    inside_reasoning: bool
+    """Whether the generation prompt has opened the reasoning."""
+    constraint: engine_pb2.Constraint | None
+    """What the answer must be."""
+    bad_sequences: list[list[int]]
+    """Ids of what the answer must not hold."""
+
+
+class Preparer:
+    """Turns requests into tokens; holds no state of its own."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: ModelTokenizer,
+        continuation: Continuation,
+        answer_format: AnswerFormat,
+        workers: Workers,
+        max_context_tokens: int,
+        rewrite_history: bool,
+        special_text: SpecialText,
+    ) -> None:
+        """Takes what a model's requests are turned into tokens with."""
+        self._tokenizer = tokenizer
+        self._continuation = continuation
+        self._format = answer_format
+        self._workers = workers
+        self._max_context_tokens = max_context_tokens
+        self._rewrite_history = rewrite_history
+        self._special_text = special_text
+
+    def begin(self, session: Session, request: TurnRequest) -> asyncio.Future[Prepared]:
+        """Begins to make a request into tokens."""
+        units = units_of(request.messages)
+        match = session.tree.match(request.frame, units)
+        if _new_chars(match, request.frame, units) <= _SHORT_CHARS:
+            return self._workers.run(lambda: self._prepare(match, request, units))
+        return self._workers.run_long(
+            session.spec.session_id, lambda: self._prepare_long(match, request, units)
+        )
+
+    def _prepare_long(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
+        """Prepares a request with much new text, unless that cannot fit the context."""
+        room = self._max_context_tokens - match.node.end
+        texts = (message.content for unit in units[match.depth :] for message in unit)
+        least = least_tokens(texts, room, self._tokenizer)
+        if least > room:
+            raise self._too_long(f"at least {match.node.end + least}", match.node.end + least)
+        return self._prepare(match, request, units)
+
+    def _prepare(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
+        """Tokenises what the tree does not hold. Runs in a worker thread."""
+        frame = request.frame
+        try:
+            prompt = build_prompt(
+                self._continuation,
+                self._special_text,
+                match,
+                units,
+                frame,
+                rewrite=self._rewrite_history,
+            )
+        except (TemplateRenderError, TemplateRefusedError, SpecialTextError) as error:
+            raise InvalidMessagesError("messages", f"the chat template: {error}") from error
+        opening = self._format.opening
+        inside = bool(opening) and self._continuation.opens_reasoning(units, frame, opening)
+        constraint = constraint_of(request.wanted, self._format, frame, inside_reasoning=inside)
+        ids = prompt.ids()
+        packed = pack_ids(ids)
+        crc32 = zlib.crc32(packed)
+        bad = bad_sequences(request.bad_words, self._tokenizer)
+        return Prepared(prompt, packed, len(ids), crc32, inside, constraint, bad)
+
+    def sampling(self, request: TurnRequest, prepared: Prepared) -> types_pb2.SamplingParams:
+        """Returns how the engine is to sample.
+
+        Raises:
+            ContextLengthExceededError: The prompt leaves no room for an answer.
+        """
+        prompt_tokens = prepared.prompt_tokens
+        room = self._max_context_tokens - prompt_tokens
+        if room < 1:
+            raise self._too_long(str(prompt_tokens), prompt_tokens)
+        sampling = types_pb2.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        if not sampling.ignore_eos:
+            sampling.stop_token_ids.extend(self._continuation.stop_ids)
+        sampling.max_tokens = min(sampling.max_tokens, room) if sampling.max_tokens else room
+        for ids in prepared.bad_sequences:
+            sampling.bad_sequences.add(token_ids=ids)
+        return sampling
+
+    def _too_long(self, said: str, prompt_tokens: int) -> ContextLengthExceededError:
+        return ContextLengthExceededError(
+            "messages",
+            f"This model's maximum context length is {self._max_context_tokens} tokens. "
+            f"However, your messages resulted in {said} tokens. "
+            "Please reduce the length of the messages.",
+            max_tokens=self._max_context_tokens,
+            prompt_tokens=prompt_tokens,
+        )
+
+
+def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> int:
+    """Returns a number of tokens that texts have at least, 0 where they may well fit.
+
+    Tokenising takes time in proportion to the text, so text that is far too long is counted chunk
+    by chunk, until it is known not to fit: what that costs is bounded by the context, not by the
+    text. A cut between two chunks may add tokens; that many are left out of account.
+
+    Args:
+        texts: What a prompt is going to hold, about.
+        room: Tokens that there is room for.
+        tokenizer: Of the model.
+    """
+    stripped = [text.strip() for text in texts]
+    if sum(map(len, stripped)) <= _LIKELY_CHARS * max(room, 1):
+        return 0
+    least = 0
+    for text in stripped:
+        for at in range(0, len(text), _CHUNK_CHARS):
+            ids = tokenizer.encode(text[at : at + _CHUNK_CHARS])
+            least += max(len(ids) - _CUT_TOKENS, 0)
+            if least > room:
+                return least
+    return least
+
+
+def _new_chars(match: Match, frame: Frame, units: list[Unit]) -> int:
+    """Returns the size of the text that the tree does not hold, about."""
+    fresh = sum(len(message.content) for unit in units[match.depth :] for message in unit)
+    return fresh if match.depth else fresh + len(frame.tools_json)

@@ -1,0 +1,93 @@
+"""What an engine is given for a turn: what the tree holds, and what a request adds to it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollmesh.chat.messages import Frame, Unit
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.path import Seen
+from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.gateway.conversation.reasons import Fidelity
+from rollmesh.gateway.conversation.tree import Match, Node, Tree
+from rollmesh.runtime.arrays import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation as tokens, the model's turn opened."""
+
+    match: Match
+    """Where it leaves the tree, and what is to be said of that."""
+    new_units: list[tuple[Unit, TokenIds]]
+    """Units the tree does not hold, each with the ids it adds."""
+    glue: TokenIds
+    """What stands between the last unit and the sampled ids."""
+    seen: Seen | None
+    """What the last unit is to remember of the template's render."""
+
+    def ids(self) -> TokenIds:
+        """Returns all of it; uint32 [N]."""
+        added = (ids for _, ids in self.new_units)
+        return np.concatenate([*self.match.node.context(), *added, self.glue])
+
+
+def new_tree(continuation: Continuation) -> Tree:
+    """Returns an empty tree, with what counts where the template prints conversations."""
+    return Tree(continuation.closing_ids, call_ids=continuation.prints_call_ids)
+
+
+def build_prompt(
+    continuation: Continuation,
+    special_text: SpecialText,
+    match: Match,
+    units: list[Unit],
+    frame: Frame,
+    *,
+    rewrite: bool,
+) -> Prompt:
+    """Returns the prompt of a turn; costs what it adds, where the template is append-only.
+
+    Where the template would print otherwise by now what the tree holds, the prompt says so. It
+    keeps what the tree holds all the same, or leaves it there for what the template prints.
+
+    Args:
+        continuation: Continues conversations by the model's template.
+        special_text: Says how the template is to see what comes from outside.
+        match: Where the request meets the tree.
+        units: The whole request.
+        frame: What is rendered beside it.
+        rewrite: Leave the tree for what the template prints.
+
+    Raises:
+        TemplateRenderError: The template refuses a unit.
+        TemplateRefusedError: It cannot be continued exactly under the frame's options.
+        InvalidMessagesError: It spells a special token, and such text is refused.
+    """
+    path, new = match.node.path(), units[match.depth :]
+    shown, framed, spelled = special_text.apply(units, match.depth, frame)
+    if spelled:
+        match = match._replace(reasons=match.reasons | {Fidelity.SPECIAL_TEXT})
+    fresh = continuation.pieces(shown, match.depth, framed)
+    glue = continuation.glue(units, frame)
+    if fresh:
+        fresh[0] = continuation.behind(match.node, fresh[0])
+    else:
+        glue = continuation.behind(match.node, glue)
+    show = special_text.show
+    at, seen = continuation.compare(path, new, framed, [*fresh, glue], show)
+    if at is not None:
+        match = match._replace(reasons=match.reasons | {Fidelity.TEMPLATE_REWRITE})
+        printed = continuation.reprint(path[:at], units, framed, show) if rewrite else None
+        if printed is not None:
+            fresh, glue = printed
+            match = Match(_parent(match.node, path, at), at, match.reasons)
+    # What closes an answer that was cut belongs to the unit behind it: there must be one.
+    new_units = list(zip(units[match.depth :], fresh, strict=True))
+    return Prompt(match, new_units, glue, seen if fresh else None)
+
+
+def _parent(node: Node, path: list[Node], at: int) -> Node:
+    parent = path[at].parent if at < len(path) else node
+    assert parent is not None
+    return parent

@@ -1,0 +1,325 @@
+"""How one turn happens: match, prepare, lease, generate, commit."""
+
+import asyncio
+import itertools
+import secrets
+import string
+import uuid
+from contextlib import aclosing
+
+from rollmesh.chat.constraints.masks import is_masked
+from rollmesh.chat.constraints.structural_tag import Calls
+from rollmesh.chat.messages import Message
+from rollmesh.chat.parsing.answer import Answer
+from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.parsing.detection import check_readable
+from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat.parsing.reasoning import ReasoningSplitter
+from rollmesh.chat.parsing.vllm.client import VllmParser
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.gateway import metrics
+from rollmesh.gateway.conversation.reasons import ExportMode, Fidelity
+from rollmesh.gateway.conversation.tree import Node, Sample, path_bytes
+from rollmesh.gateway.export.record import record_bytes
+from rollmesh.gateway.sessions.session import (
+    Answered,
+    PromptIds,
+    Report,
+    Session,
+    SessionLimits,
+    Turn,
+    TurnRequest,
+)
+from rollmesh.gateway.storage import journal
+from rollmesh.gateway.turns.engines import EngineClients
+from rollmesh.gateway.turns.generate import Generation, checked_sample
+from rollmesh.gateway.turns.prepare import Prepared, Preparer, Workers
+from rollmesh.gateway.turns.reporting import Reporter
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.runtime import clock, faults
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineFaultError,
+    EngineLostError,
+    InvalidConstraintError,
+    RemoteError,
+    RollmeshError,
+)
+from rollmesh.v1 import engine_pb2, router_pb2, types_pb2
+
+_STREAMED_CHUNK = 16
+_INLINE_IDS = 128  # more ids than these are decoded off the event loop
+_ATTEMPTS = 3
+_ID_CHARS, _ID_SIZE = string.ascii_letters + string.digits, 9
+
+
+class TurnRunner:
+    """Runs turns; holds no state of its own."""
+
+    def __init__(  # noqa: PLR0913 - keywords, given once
+        self,
+        *,
+        tokenizer: ModelTokenizer,
+        continuation: Continuation,
+        answer_format: AnswerFormat,
+        leases: LeaseClient,
+        engines: EngineClients,
+        database: Database,
+        workers: Workers,
+        vllm_parser: VllmParser | None,
+        max_context_tokens: int,
+        vocabulary_tokens: int,
+        special_text: SpecialText,
+        limits: SessionLimits,
+        rewrite_history: bool,
+        lease_timeout_ms: int,
+        turn_timeout_ms: int,
+    ) -> None:
+        """Takes what a turn needs."""
+        self._tokenizer = tokenizer
+        self._format = answer_format
+        self._leases = leases
+        self._engines = engines
+        self._database = database
+        self._vocabulary_tokens = vocabulary_tokens
+        self._workers = workers
+        self._preparer = Preparer(
+            tokenizer=tokenizer,
+            continuation=continuation,
+            answer_format=answer_format,
+            workers=self._workers,
+            max_context_tokens=max_context_tokens,
+            rewrite_history=rewrite_history,
+            special_text=special_text,
+        )
+        self._reporter = Reporter(tokenizer, self._workers)
+        self._vllm_parser = vllm_parser
+        self._limits = limits
+        self._lease_timeout_ms = lease_timeout_ms
+        self._turn_timeout_ms = turn_timeout_ms
+
+    async def report(self, node: Node, request: TurnRequest) -> Report:
+        """Returns what a request wants to know of a turn beside its answer."""
+        return await self._reporter.report(node, request)
+
+    async def run(self, session: Session, turn: Turn, request: TurnRequest) -> Answered:
+        """Samples and commits one turn; what is on its way to the journal is not cut short.
+
+        Raises:
+            RollmeshError: Nothing was committed.
+        """
+        try:
+            async with asyncio.timeout(self._turn_timeout_ms / 1000):
+                sampled = await self._sample(session, turn, request)
+        except TimeoutError as error:
+            message = f"the turn took longer than {self._turn_timeout_ms} ms"
+            raise DeadlineError(message) from error
+        turn.committing = True
+        return await self._commit(session, turn, *sampled)
+
+    async def _sample(
+        self, session: Session, turn: Turn, request: TurnRequest
+    ) -> tuple[Prepared, Message, Sample, frozenset[Fidelity]]:
+        if request.frame.tools_json and request.wanted.calls is not Calls.NONE:
+            check_readable(self._format)
+        self._limits.check(session)
+        prepared: Prepared = await request.shared.get(
+            lambda: self._preparer.begin(session, request)
+        )
+        if request.returns.token_ids:
+            turn.begin(PromptIds(prepared.packed))
+        sampling = self._preparer.sampling(request, prepared)
+        known = prepared.prompt.match.node.end if session.spec.export_mode == ExportMode.TREE else 0
+        tokens = prepared.prompt_tokens - known + sampling.max_tokens
+        self._limits.reserve(
+            session, turn, record_bytes(session), path_bytes(tokens, len(request.messages) + 1)
+        )
+        generation = await self._generate_somewhere(session, turn, request, prepared, sampling)
+        turn.emit(generation.answer.end_text())
+        if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
+            whole.take(await self._vllm_parser.read(whole.text, request.frame.tools_json))
+        turn.emit(self._reporter.pieces(request, generation, generation.answer.finish(), over=True))
+        sample = checked_sample(
+            generation,
+            prompt_tokens=prepared.prompt_tokens,
+        )
+        reasons = set(prepared.prompt.match.reasons)
+        if generation.answer.malformed:
+            reasons.add(Fidelity.MALFORMED_TOOL_CALL)
+        if generation.answer.stopped_at is not None:
+            reasons.add(Fidelity.STOP_STRING)
+        if prepared.constraint is not None or is_masked(sampling):
+            reasons.add(Fidelity.CONSTRAINED)
+        return prepared, generation.answer.message(), sample, frozenset(reasons)
+
+    async def _generate_somewhere(
+        self,
+        session: Session,
+        turn: Turn,
+        request: TurnRequest,
+        prepared: Prepared,
+        sampling: types_pb2.SamplingParams,
+    ) -> Generation:
+        """Generates; begins anew on another engine as long as nothing of the answer has left."""
+        lost: list[str] = []
+        for attempt in itertools.count(1):
+            engine_id = ""
+            try:
+                async with self._leases.lease(
+                    session_id=session.spec.session_id,
+                    group_id=session.spec.group_id,
+                    excluded=lost,
+                    deadline_ms=self._lease_timeout_ms,
+                ) as grant:
+                    engine_id = grant.engine_id
+                    return await self._generate(session, turn, request, prepared, sampling, grant)
+            except InvalidConstraintError as error:
+                raise request.wanted.refused(error) from error
+            except (EngineDeadError, EngineFaultError, RemoteError) as error:
+                metrics.ENGINE_LOSSES.inc()
+                lost.append(engine_id)
+                if turn.has_emitted or attempt == _ATTEMPTS:
+                    did = "is wrong" if isinstance(error, EngineFaultError) else "went away"
+                    raise EngineLostError(
+                        f"engine {engine_id} {did} in the middle of the turn; "
+                        "nothing was kept, try again",
+                        retry_delay_ms=1000,
+                    ) from error
+            turn.begin_again()
+            # The only engine may be the one that just came back: leave it out no longer.
+            lost = lost[-1:] if attempt == 1 else []
+        raise AssertionError("unreachable")
+
+    async def _generate(
+        self,
+        session: Session,
+        turn: Turn,
+        request: TurnRequest,
+        prepared: Prepared,
+        sampling: types_pb2.SamplingParams,
+        grant: router_pb2.LeaseGrant,
+    ) -> Generation:
+        address, engine_id = grant.address, grant.engine_id
+        generation = Generation(
+            self._answer(request, prepared, sampling),
+            engine_id,
+            request.returns.top_logprobs,
+            vocabulary_tokens=self._vocabulary_tokens,
+            max_tokens=sampling.max_tokens,
+            prompt_crc32=prepared.prompt_crc32,
+        )
+        message = engine_pb2.GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            session_id=session.spec.session_id,
+            token_ids_u32le=prepared.packed,
+            sampling=sampling,
+            max_chunk_tokens=_STREAMED_CHUNK if request.may_stop_early else 0,
+            constraint=prepared.constraint,
+            top_logprobs=request.returns.top_logprobs,
+        )
+        stream = self._engines.generate(address, message, self._turn_timeout_ms)
+        aborted = False
+        async with aclosing(stream) as responses:
+            async for response in responses:
+                await self._take(generation, turn, request, response)
+                if generation.answer.stopped_at is not None and not aborted:
+                    aborted = True  # the engine then ends its stream, version spans included
+                    await self._engines.abort(address, message.request_id)
+        if generation.finish is None:
+            raise EngineDeadError(f"engine {engine_id} ended its stream without a finish")
+        return generation
+
+    def _answer(
+        self, request: TurnRequest, prepared: Prepared, sampling: types_pb2.SamplingParams
+    ) -> Answer:
+        splitter = ReasoningSplitter(
+            inside=prepared.inside_reasoning, tags=self._format.reasoning_tags
+        )
+        return Answer(
+            IncrementalDecoder(
+                self._tokenizer,
+                self._format.marks,
+                hidden=() if request.keeps_stop else sampling.stop_token_ids,
+                special=request.shows_special,
+            ),
+            request.stops,
+            parser=self._format.parser(
+                request.frame,
+                calls=request.wanted.calls is not Calls.NONE,
+                inside_reasoning=prepared.inside_reasoning,
+            ),
+            reasoning=splitter if self._format.reasoning else None,
+            new_call_id=new_call_id,
+            one_call=request.wanted.one_call,
+            keeps_stop=request.keeps_stop,
+        )
+
+    async def _take(
+        self,
+        generation: Generation,
+        turn: Turn,
+        request: TurnRequest,
+        response: engine_pb2.GenerateResponse,
+    ) -> None:
+        await faults.reach("gateway-mid-turn")
+        tokens = generation.take(response)
+        if len(tokens) > _INLINE_IDS:
+            deltas = await self._workers.run(lambda: generation.answer.feed(tokens))
+        else:
+            deltas = generation.answer.feed(tokens)
+        turn.emit(self._reporter.pieces(request, generation, deltas))
+
+    async def _commit(
+        self,
+        session: Session,
+        turn: Turn,
+        prepared: Prepared,
+        message: Message,
+        sample: Sample,
+        reasons: frozenset[Fidelity],
+    ) -> Answered:
+        """Attaches the turn, and takes it back where the journal cannot keep it."""
+        tree, prompt = session.tree, prepared.prompt
+        parent = prompt.match.node
+        tree.reattach(parent)
+        for unit, ids in prompt.new_units:
+            parent = tree.add_unit(parent, unit, ids)
+        parent.seen = prompt.seen or parent.seen
+        node = tree.add_sample(
+            parent,
+            message,
+            prompt.glue,
+            sample,
+            reasons,
+            node_id=turn.node_id,
+            said=turn.lineage,
+        )
+        # Another turn that shares a unit with this one may not have stored it, or may fail to.
+        added = [one for one in node.path() if not one.stored]
+        record = journal.AnswerRecord(
+            answer_id=turn.answer_id,
+            fingerprint=turn.fingerprint,
+            idempotency_key=turn.idempotency_key,
+            created_unix_ms=clock.unix_ms(),
+            lineage=turn.lineage,
+        )
+        session_id = session.spec.session_id
+        try:
+            await self._database.run(lambda db: journal.insert_turn(db, session_id, added, record))
+        except RollmeshError:
+            for one in reversed(added):
+                tree.detach(one)
+            raise
+        for one in added:
+            one.stored = True
+        await faults.reach("gateway-after-commit")
+        return Answered(node, record)
+
+
+def new_call_id() -> str:
+    """Returns an id for a tool call: nine letters and digits, which every template takes."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_SIZE))

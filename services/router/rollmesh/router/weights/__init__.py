@@ -1,0 +1,1 @@
+"""Weights: updates of engines, and what is kept for engines that come late."""

@@ -1,0 +1,172 @@
+"""Gives engines the weights that they are to hold, one update at a time for each.
+
+A push that is offered comes first: it ends whatever else was being tried with that engine. What
+fails is tried again, later and later.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from rollmesh.router.leases import Engine
+from rollmesh.router.weights.engine_calls import call_engine
+from rollmesh.runtime.errors import EngineFaultError, RollmeshError
+from rollmesh.runtime.logs import fields
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
+
+_log = logging.getLogger(__name__)
+_CHUNK_BYTES = 1024 * 1024
+_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 300.0
+
+
+def retry_delay_s(failures: int, dice: float) -> float:
+    """Returns how long to wait after so many failures in a row, seconds.
+
+    Args:
+        failures: At least 1.
+        dice: Uniform from 0 to 1, so that engines that failed together do not return together.
+    """
+    longest = min(_FIRST_RETRY_S * 2.0 ** min(failures - 1, 32), _LAST_RETRY_S)
+    return longest * (0.5 + dice / 2)
+
+
+class Updates:
+    """The updates that are under way."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        *,
+        wanted: Callable[[Engine], engine_pb2.UpdateWeightsHeader | None],
+        file_of: Callable[[engine_pb2.UpdateWeightsHeader], Path | None],
+        taken: Callable[[Engine], Awaitable[None]],
+    ) -> None:
+        """Takes the longest update of one engine, seconds, and whom to ask.
+
+        Args:
+            timeout_s: Longest update of one engine, seconds.
+            wanted: Says what an engine is to be given; None where it has it.
+            file_of: Says where the bytes of a push are.
+            taken: Is told of an engine that took an update.
+        """
+        self._timeout_s = timeout_s
+        self._wanted = wanted
+        self._file_of = file_of
+        self._taken = taken
+        self._running: dict[Engine, asyncio.Task[router_pb2.EngineResult]] = {}
+        self._ended = False
+        self.tasks: asyncio.TaskGroup
+        """Owns the updates; set before the first."""
+
+    async def offer(
+        self, engine: Engine, header: engine_pb2.UpdateWeightsHeader
+    ) -> router_pb2.EngineResult:
+        """Asks an engine to take a push; a later offer, or the engine's end, ends that."""
+        task = self._start(engine, self._update(engine, header))
+        await asyncio.wait({task})
+        if not task.cancelled():
+            return task.result()
+        return router_pb2.EngineResult(
+            engine_id=engine.engine_id,
+            error_reason="SUPERSEDED",
+            error_message="the engine left, or a later push came, before it answered",
+        )
+
+    def bring(self, engine: Engine) -> None:
+        """Begins to give an engine what it lacks, unless an update of it is under way."""
+        if engine not in self._running and not self._ended and self._wanted(engine) is not None:
+            self._start(engine, self._bring(engine))
+
+    def drop(self, engine: Engine) -> None:
+        """Ends the updates of an engine that is gone."""
+        if (task := self._running.pop(engine, None)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Ends all updates."""
+        self._ended = True
+        tasks = set(self._running.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _start(
+        self, engine: Engine, work: Coroutine[Any, Any, router_pb2.EngineResult]
+    ) -> asyncio.Task[router_pb2.EngineResult]:
+        self.drop(engine)
+        task = self.tasks.create_task(work)
+        self._running[engine] = task
+        task.add_done_callback(lambda done: self._done(engine, done))
+        return task
+
+    def _done(self, engine: Engine, task: asyncio.Task[router_pb2.EngineResult]) -> None:
+        if self._running.get(engine) is task:
+            del self._running[engine]
+            self.bring(engine)  # what is wanted may have changed meanwhile
+
+    async def _bring(self, engine: Engine) -> router_pb2.EngineResult:
+        failures, result = 0, router_pb2.EngineResult(engine_id=engine.engine_id)
+        while (header := self._wanted(engine)) is not None:
+            result = await self._update(engine, header)
+            if not result.error_reason:
+                _log.info(
+                    "brought up to date",
+                    extra=fields(engine=engine.engine_id, policy_version=header.policy_version),
+                )
+                continue
+            failures += 1
+            delay_s = retry_delay_s(failures, random.random())  # noqa: S311 - no secret
+            _log.warning(
+                "weight update failed",
+                extra=fields(
+                    engine=engine.engine_id,
+                    policy_version=header.policy_version,
+                    reason=result.error_reason,
+                    error=result.error_message,
+                    retry_in_ms=int(delay_s * 1000),
+                ),
+            )
+            await asyncio.sleep(delay_s)
+        return result
+
+    async def _update(
+        self, engine: Engine, header: engine_pb2.UpdateWeightsHeader
+    ) -> router_pb2.EngineResult:
+        path = self._file_of(header)
+        try:
+            file = await asyncio.to_thread(path.open, "rb") if path is not None else None
+        except OSError as error:
+            return router_pb2.EngineResult(
+                engine_id=engine.engine_id, error_reason="STORE_FAILED", error_message=str(error)
+            )
+
+        async def parts() -> AsyncIterator[engine_pb2.UpdateWeightsRequest]:
+            yield engine_pb2.UpdateWeightsRequest(header=header)
+            while file is not None and (chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES)):
+                yield engine_pb2.UpdateWeightsRequest(safetensors_chunk=chunk)
+
+        async def call(stub: "engine_pb2_grpc.EngineServiceAsyncStub") -> None:
+            response = await stub.UpdateWeights(parts(), timeout=self._timeout_s)
+            if response.policy_version != header.policy_version:
+                raise EngineFaultError(
+                    f"the engine was given version {header.policy_version} and says "
+                    f"{response.policy_version}"
+                )
+
+        try:
+            result = await call_engine(engine, call)
+        finally:
+            if file is not None:
+                file.close()
+        engine.update_error = result.error_message
+        if not result.error_reason:
+            engine.policy_version, engine.push_id = header.policy_version, header.push_id
+            try:
+                await self._taken(engine)
+            except RollmeshError as error:
+                result.error_reason, result.error_message = error.reason, error.message
+        return result

@@ -1,0 +1,86 @@
+import json
+
+import numpy as np
+import pytest
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.parsing.answer import Answer, CallDelta, Delta
+from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat.tokenizer import Tokenizer
+
+
+def new_answer(tokenizer: Tokenizer, *stops: str) -> Answer:
+    return Answer(
+        IncrementalDecoder(tokenizer),
+        stops,
+        parser=None,
+        reasoning=None,
+        new_call_id=lambda: "call",
+    )
+
+
+def test_what_comes_together_leaves_together(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("The answer is 42.").tolist()
+    assert len(ids) > 1  # else this shows nothing
+    assert new_answer(tokenizer).feed(ids) == ["The answer is 42."]
+
+
+def test_a_stop_string_cuts_at_its_token_however_the_ids_came(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("The answer is 42. I am not sure.").tolist()
+    whole, single = new_answer(tokenizer, "42"), new_answer(tokenizer, "42")
+    together = whole.feed(ids)
+    apart = [delta for id_ in ids for delta in single.feed([id_])]
+    assert together == ["The answer is "]
+    assert "".join(map(str, apart)) == "The answer is "
+    assert whole.stopped_at == single.stopped_at
+
+
+def call(name: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": 6}}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "content"),
+    [
+        pytest.param(f"{call('f')}\n{call('g')} more", f"{call('f')}", "", id="two calls"),
+        pytest.param(
+            f"Ah. {call('f')} Oh. {call('g')}", f"Ah. {call('f')} Oh.", "Ah. Oh.", id="text"
+        ),
+        pytest.param(f"{call('f')} <tool_call> no", None, " <tool_call> no", id="no second call"),
+        pytest.param(call("f"), None, "", id="one call"),
+        pytest.param("No call.", None, "No call.", id="none"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_an_answer_of_one_call_ends_where_a_second_begins_however_the_ids_came(
+    tokenizer: Tokenizer, text: str, kept: str | None, content: str, size: int
+) -> None:
+    frame = make_frame(
+        json.dumps([{"type": "function", "function": {"name": name}} for name in "fg"]).encode(),
+        b"",
+    )
+    answer = Answer(
+        IncrementalDecoder(tokenizer, AnswerFormat("hermes", reasoning=False).marks),
+        (),
+        parser=AnswerFormat("hermes", reasoning=False).parser(frame),
+        reasoning=None,
+        new_call_id=lambda: "call",
+        one_call=True,
+    )
+    ids = tokenizer.encode(text).tolist()
+    deltas: list[Delta] = []
+    for at in range(0, len(ids), size):
+        deltas += answer.feed(ids[at : at + size])
+    deltas += [*answer.end_text(), *answer.finish()]
+    message = answer.message()
+    assert len(message.tool_calls) == text.startswith("No") ^ 1
+    assert message.content == content
+    assert "".join(one for one in deltas if isinstance(one, str)) == content
+    assert all(one.index == 0 for one in deltas if isinstance(one, CallDelta))
+    if kept is None:
+        assert answer.stopped_at is None
+    else:
+        assert answer.stopped_at is not None
+        assert tokenizer.decode(np.array(ids[: answer.stopped_at], np.uint32)).rstrip() == kept
+        assert not answer.malformed

@@ -1,0 +1,40 @@
+"""What must hold for every answer that models write or spoil."""
+
+import random
+
+import pytest
+
+from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, HARMONY
+from tests.chat.parsing.outputs import WRITERS, outputs
+from tests.chat.parsing.test_against_vllm import ours
+from tests.chat.parsing.test_formats import joined, parse
+
+
+def test_every_format_has_a_writer() -> None:
+    named = FORMATS.keys() | CHANNELS.keys() - {HARMONY}
+    assert {writer.format for writer in WRITERS.values()} == named
+
+
+@pytest.mark.parametrize("writer", sorted(WRITERS))
+def test_whole_answers_give_the_calls_that_were_meant(writer: str) -> None:
+    for output in outputs(writer, 20):
+        reading = ours(WRITERS[writer].format, output.text)
+        in_prose = output.kind == "lead" and writer in {"llama3_json", "pythonic"}
+        if output.meant is not None and not in_prose:
+            assert reading.calls == output.meant, output.text
+            assert not reading.malformed, output.text
+
+
+@pytest.mark.parametrize("writer", sorted(WRITERS))
+def test_answers_are_the_same_however_they_are_cut(writer: str) -> None:
+    rng = random.Random(writer)
+    name = WRITERS[writer].format
+    for output in outputs(writer, 6):
+        text, at = output.text, rng.randrange(len(output.text) + 1)
+        whole, pieces = parse(name, [text])
+        expected = (whole.content, whole.calls, whole.malformed)
+        assert joined(pieces) == expected[:2], text
+        for parts in ([text[:at], text[at:]], list(text)):
+            parser, pieces = parse(name, parts)
+            assert (parser.content, parser.calls, parser.malformed) == expected, parts
+            assert joined(pieces) == expected[:2], parts

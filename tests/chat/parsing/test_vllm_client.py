@@ -1,0 +1,219 @@
+"""A parser of vLLM's, by its name, in a process of its own."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollmesh.chat.parsing.events import ArgumentsPiece, CallStart, TextPiece
+from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat.parsing.vllm import client as vllm_parser
+from rollmesh.chat.parsing.vllm.answers import Reading, WholeCallParser
+from rollmesh.chat.parsing.vllm.client import VllmParser
+from rollmesh.runtime.config import ConfigError
+from tests.chat.parsing.test_formats import FRAME, TOOLS
+from tests.meshes import scripted_mesh
+
+TOOLS_JSON = json.dumps(TOOLS).encode()
+CALL = '[f(n=1, s="it\'s"), g()]'
+CALLS = (("f", '{"n": 1, "s": "it\'s"}'), ("g", "{}"))
+
+
+def whole(text: str, reading: Reading | None) -> WholeCallParser:
+    parser = AnswerFormat("vllm:any", reasoning=False).parser(FRAME)
+    assert isinstance(parser, WholeCallParser)
+    assert parser.feed(text[:3]) == parser.feed(text[3:]) == []
+    parser.take(reading)
+    parser.finish()
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("text", "reading", "expected"),
+    [
+        ("Now. CALL", Reading("Now. ", (("f", "{}"),)), ("Now.", [("f", "{}")], False)),
+        (" just text\n", Reading(" just text\n", ()), (" just text\n", [], False)),
+        ("", Reading("", ()), ("", [], False)),
+        ("CALL", None, ("CALL", [], True)),
+        ("a CALL", Reading("a", ()), ("a CALL", [], True)),
+        ("CALL", Reading("", (("no", "{}"),)), ("CALL", [], True)),
+        ("CALL", Reading("", (("f", "{}"), ("f", '{"n"'))), ("CALL", [], True)),
+        ("CALL", Reading("", (("f", "[1]"),)), ("CALL", [], True)),
+        ("CALL", Reading("CALL", (("no", "{}"),)), ("CALL", [], True)),
+    ],
+)
+def test_calls_count_only_if_all_are_whole_and_known(
+    text: str, reading: Reading | None, expected: tuple[str, list[tuple[str, str]], bool]
+) -> None:
+    parser = whole(text, reading)
+    assert (parser.content, parser.calls, parser.malformed) == expected
+
+
+def test_the_pieces_come_at_the_end() -> None:
+    parser = WholeCallParser({"f"})
+    assert parser.feed("text and a call") == []
+    parser.take(Reading("text", (("f", "{}"),)))
+    assert parser.finish() == [TextPiece("text"), CallStart(0, "f"), ArgumentsPiece(0, "{}")]
+
+
+def test_what_cannot_work_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_parser.check("pythonic")
+    with pytest.raises(ConfigError, match="vLLM has no parser 'pythnic'; it has apertus, "):
+        vllm_parser.check("pythnic")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the vllm package, which is not installed"):
+        vllm_parser.check("pythonic")
+
+
+async def test_the_check_does_not_import_vllm() -> None:
+    code = (
+        "import sys; from rollmesh.gateway import vllm_parser; "
+        "vllm_parser.check('pythonic'); sys.exit('vllm' in sys.modules)"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    assert await process.wait() == 0
+
+
+@pytest.fixture
+async def pythonic(tokenizer_dir: Path) -> AsyncIterator[VllmParser]:
+    parser = VllmParser("pythonic", tokenizer_dir, timeout_ms=90_000)
+    yield parser
+    await parser.close()
+    assert parser.pid is None
+
+
+@pytest.mark.vllm
+async def test_a_killed_worker_is_started_again(pythonic: VllmParser) -> None:
+    assert pythonic.pid is None
+    first, second = await asyncio.gather(
+        pythonic.read(CALL, TOOLS_JSON), pythonic.read("text", TOOLS_JSON)
+    )
+    assert first == Reading("", CALLS)
+    assert second == Reading("text", ())
+    before = pythonic.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    assert await pythonic.read(CALL, TOOLS_JSON) == Reading("", CALLS)
+    assert pythonic.pid not in {None, before}
+
+
+@pytest.mark.vllm
+async def test_who_leaves_and_who_is_late_do_not_disturb_others(tokenizer_dir: Path) -> None:
+    parser = VllmParser("pythonic", tokenizer_dir, timeout_ms=90_000)
+    try:
+        assert await parser.read("text", TOOLS_JSON) == Reading("text", ())
+        worker = psutil.Process(parser.pid)
+        worker.suspend()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await parser.read("left", TOOLS_JSON)
+        worker.resume()
+        assert await parser.read("text", TOOLS_JSON) == Reading("text", ())
+        assert parser.pid == worker.pid
+        worker.suspend()
+        parser._timeout_s = 0.2  # noqa: SLF001 - no start is that fast
+        assert await parser.read("late", TOOLS_JSON) is None
+        await asyncio.to_thread(worker.wait, 10)
+    finally:
+        await parser.close()
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> None:
+    """Puts a program in the place of the worker."""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\nimport json, sys\n{program}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+ECHO = """
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    question = json.loads(line)
+    if question["text"] == "die":
+        sys.exit(3)
+    if question["text"] == "raise":
+        print(json.dumps({"id": question["id"], "error": "KeyError: 5"}), flush=True)
+        continue
+    if question["text"] == "garbage":
+        print("5", flush=True)
+        continue
+    print(json.dumps({"id": question["id"], "content": "ok", "calls": []}), flush=True)
+"""
+
+
+async def test_failures_give_none_and_the_next_answer_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, tmp_path, ECHO)
+    parser = VllmParser("any", tmp_path, timeout_ms=30_000, max_waiting=2)
+    for broken in ("die", "raise", "garbage"):
+        assert await parser.read(broken, b"[]") is None
+        assert await parser.read("text", b"[]") == Reading("ok", ())
+    three = await asyncio.gather(*(parser.read("text", b"[]") for _ in range(3)))
+    assert three == [Reading("ok", ()), Reading("ok", ()), None]
+    await parser.close()
+
+
+async def test_a_worker_that_cannot_start_is_not_tried_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    count = tmp_path / "count"
+    stand_in(
+        monkeypatch,
+        tmp_path,
+        f'open({str(count)!r}, "a").write("x")\n'
+        'print(json.dumps({"error": "RuntimeError: no such token"}), flush=True)',
+    )
+    parser = VllmParser("any", tmp_path, timeout_ms=30_000)
+    assert await parser.read("text", b"[]") is None
+    assert await parser.read("text", b"[]") is None
+    assert count.read_text() == "x"
+    await parser.close()
+
+
+@pytest.mark.vllm
+async def test_a_turn_has_the_calls_that_vllm_found_and_survives_its_worker(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    rules = [("call", CALL), ("again", CALL), ("talk", "Just text."), ("wrong", "[h(n=1)]")]
+    async with scripted_mesh(tmp_path, tokenizer_dir, rules) as mesh, mesh.client() as client:
+        gateway = await mesh.restart("gateway", tool_parser="vllm:pythonic")
+        async with client.session() as session:
+            agent = mesh.openai(session, timeout=100)
+
+            async def ask(text: str) -> Any:
+                answer = await agent.chat.completions.create(
+                    model="policy",
+                    messages=[{"role": "user", "content": text}],
+                    tools=TOOLS,  # type: ignore[arg-type]
+                )
+                return answer.choices[0]
+
+            def found(choice: Any) -> Any:
+                calls = choice.message.tool_calls or []
+                return [(one.function.name, one.function.arguments) for one in calls]
+
+            first = await ask("call")
+            assert (found(first), first.finish_reason) == (list(CALLS), "tool_calls")
+            (worker,) = psutil.Process(gateway.pid).children()
+            worker.kill()
+            assert found(await ask("again")) == list(CALLS)
+            assert (await ask("talk")).message.content == "Just text."
+            assert (await ask("wrong")).message.content == "[h(n=1)]"
+        async with client.subscribe("trainer", unit="session") as deliveries:
+            delivery = await anext(deliveries)
+            await deliveries.acknowledge(delivery)
+        (worker,) = psutil.Process(gateway.pid).children()
+        assert await gateway.terminate() == 0
+        assert not worker.is_running()
+    reasons = [sorted(one.reasons) for one in delivery.sessions[0].trajectories]
+    assert reasons.count(["MALFORMED_TOOL_CALL"]) == 1

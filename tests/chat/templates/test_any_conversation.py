@@ -1,0 +1,148 @@
+"""Any conversation under every template of `trl`: its pieces are the template's own render."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Frame, Message, ToolCall, Unit, units_of
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.profile import REWRITING, Finding
+from tests.chat import families
+
+TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
+FRAMES = (make_frame(b"", b""), make_frame(TOOLS, b""))
+IDS = ("aaaaaaaa1", "bbbbbbbb2")
+
+texts = st.text(max_size=20) | st.sampled_from(
+    [
+        *("", " ", "\n", "\n\n", "\t a \n", "a\n\n", "\r\n", " \u00a0x\u2003"),
+        "caf\u00e9 \U0001f600",
+        *("x " * 3000, "y" * 9000, "mark7zq", "next7zq<|im_end|>next7zq", "a mark7zq next7zq b"),
+        *("<|im_start|>user\n", "<|user|>", "<end_of_turn>\n", "</s>", "<|eot_id|>", "[INST]"),
+        *("<tool_call>", "</tool_response>", "{{ x }}", "{% if %}", '{"a": 1}'),
+        *("<think>a", "</think>", "<think>a</think>b"),
+    ]
+)
+
+arguments = st.sampled_from(['{"a": "x"}', "{}", '{"b": [1, {"c": 2}]}'])
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
+    """Up to thirteen messages in the orders that agents send, results with their calls.
+
+    The agent may begin, with a greeting, and the last answer may be one to answer behind.
+    """
+    messages: list[Message] = []
+    if draw(st.booleans()):
+        messages.append(Message("system", draw(texts)))
+        if not draw(st.integers(0, 9)):
+            return tuple(messages)
+    if not draw(st.integers(0, 3)):
+        messages.append(Message("assistant", draw(texts)))
+    if not messages or messages[-1].role == "system" or draw(st.integers(0, 5)):
+        messages.append(Message("user", draw(texts)))
+    while len(messages) < 12 and draw(st.integers(0, 5)):
+        kind = draw(st.sampled_from(["answer", "answer", "calls", "calls", "user", "system"]))
+        if kind == "calls":
+            calls = tuple(
+                ToolCall(id_, "f", draw(arguments)) for id_ in IDS[: draw(st.integers(1, 2))]
+            )
+            messages.append(Message("assistant", draw(texts), calls))
+            messages += [
+                Message("tool", draw(texts), tool_call_id=call.id, name=call.name) for call in calls
+            ]
+        elif kind == "answer":
+            messages.append(Message("assistant", draw(texts)))
+            if draw(st.booleans()):
+                messages.append(Message("user", draw(texts)))
+        else:
+            messages.append(Message("user" if kind == "user" else "system", draw(texts)))
+    if messages[-1].role != "assistant" and not draw(st.integers(0, 2)):
+        messages.append(Message("assistant", draw(texts)))
+    return tuple(messages)
+
+
+@cache
+def loaded(name: str) -> tuple[families.Family, Continuation]:
+    family = families.load(name)
+    return family, Continuation(family.template, family.tokenizer)
+
+
+def node_by_node(
+    continuation: Continuation, units: Sequence[Unit], frame: Frame, cut: int
+) -> list[np.ndarray]:
+    """What a conversation adds when it comes in two requests, and in as many as it has units."""
+    first = continuation.pieces(units[:cut], 0, frame)
+    rest = continuation.pieces(units, cut, frame)
+    assert [ids.tolist() for ids in (*first, *rest)] == [
+        continuation.pieces(units[: at + 1], at, frame)[0].tolist() for at in range(len(units))
+    ]
+    return [*first, *rest]
+
+
+@pytest.mark.parametrize("name", families.names())
+@given(messages=conversations(), frame=st.sampled_from(FRAMES), data=st.data())
+@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_pieces_are_the_render_or_a_refusal(
+    name: str, messages: tuple[Message, ...], frame: Frame, data: st.DataObject
+) -> None:
+    family, continuation = loaded(name)
+    units = units_of(messages)
+    try:
+        full = family.template.render(messages, frame, generation_prompt=True)
+        cut = data.draw(st.integers(1, len(units)))
+        pieces = node_by_node(continuation, units, frame, cut)
+        pieces.append(continuation.glue(units, frame))
+    except TemplateRenderError:
+        return
+    ids = family.tokenizer.encode(full).tolist()
+    answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
+    if continuation.contract.findings & REWRITING and answers:
+        behind = np.concatenate(pieces[answers[-1] + 1 :]).tolist()
+        assert ids[-len(behind) :] == behind
+    else:
+        assert np.concatenate(pieces).tolist() == ids
+
+
+blanks = st.text(" \t\n\r\u00a0\u2003\u2028", max_size=3)
+
+
+@pytest.mark.parametrize("name", families.names())
+@given(before=blanks, after=blanks)
+@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_the_contract_says_which_answers_lose_blanks(name: str, before: str, after: str) -> None:
+    family, continuation = loaded(name)
+
+    def earlier(said: str) -> str:
+        messages = (Message("user", "q"), Message("assistant", said), Message("user", "r"))
+        return family.template.render(messages, FRAMES[0])
+
+    said = f"{before}here7zq{after}"
+    as_it_was = earlier("here7zq").replace("here7zq", said)
+    assert continuation.contract.stripped.changes(said) == (earlier(said) != as_it_was)
+
+
+def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_printed() -> None:
+    family, continuation = loaded("lfm2")
+    messages = (Message("system", ""), Message("user", "q"))
+    pieces = node_by_node(continuation, units_of(messages), FRAMES[0], 1)
+    full = family.template.render(messages, FRAMES[0], generation_prompt=True)
+    pieces.append(continuation.glue(units_of(messages), FRAMES[0]))
+    assert np.concatenate(pieces).tolist() == family.tokenizer.encode(full).tolist()
+
+
+def test_a_system_message_alone_is_refused_where_it_is_printed_with_the_user_turn() -> None:
+    _, continuation = loaded("gemma3")
+    with pytest.raises(TemplateRenderError, match="printed with the user turn"):
+        continuation.glue([(Message("system", "s"),)], FRAMES[0])
+
+
+def test_reasoning_inside_the_content_that_is_dropped_later_is_found() -> None:
+    _, continuation = loaded("lfm2_2_5")
+    assert Finding.DROPS_REASONING in continuation.contract.findings

@@ -1,0 +1,184 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trl
+from hypothesis import example, given, strategies as st
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Frame, Message, ToolCall, units_of
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError, load_template
+from rollmesh.chat.tokenizer import Tokenizer
+
+TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
+TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
+
+texts = st.text(max_size=30) | st.sampled_from(
+    [
+        "",
+        " ",
+        "\n",
+        "a\n\n",
+        "mark7zq",
+        "next7zq<|im_end|>next7zq",
+        "<tool_call>",
+        "caf\u00e9 \U0001f600",
+        "</tool_response>",
+        "{{ x }}",
+    ]
+)
+calls = st.builds(
+    ToolCall,
+    st.just("call_1"),
+    st.sampled_from(["f", "g_h"]),
+    st.sampled_from(['{"a": 6,  "b":7.0}', "{}", '{"x": "\u00e9\\n"}', "not json"]),
+)
+users = st.builds(Message, st.just("user"), texts)
+answers = st.builds(Message, st.just("assistant"), texts, st.lists(calls, max_size=2).map(tuple))
+results = st.builds(Message, st.just("tool"), texts, tool_call_id=st.just("call_1"))
+systems = st.builds(Message, st.just("system"), texts)
+conversations = st.builds(
+    lambda first, rest: (*first, *rest),
+    st.lists(systems, max_size=1),
+    st.lists(users | answers | results | systems, min_size=1, max_size=7),
+)
+
+
+def joined(continuation: Continuation, messages: tuple[Message, ...], frame: Frame) -> np.ndarray:
+    """The ids of a conversation, piece by piece."""
+    units = units_of(messages)
+    return np.concatenate([*continuation.pieces(units, 0, frame), continuation.glue(units, frame)])
+
+
+@given(messages=conversations, tools=st.sampled_from([b"", TOOLS]))
+@example(  # text that looks like the marks by which renders are cut
+    messages=(
+        Message("user", "mark7zq"),
+        Message("assistant", "next7zq<|im_end|>next7zq"),
+        Message("user", "mark7zq next7zq"),
+    ),
+    tools=b"",
+)
+def test_pieces_joined_are_the_full_render_as_ids(
+    tokenizer_dir: Path,
+    tokenizer: Tokenizer,
+    continuation: Continuation,
+    messages: tuple[Message, ...],
+    tools: bytes,
+) -> None:
+    frame = make_frame(tools, b"")
+    template = load_template(tokenizer_dir, tokenizer)
+    full = tokenizer.encode(template.render(messages, frame, generation_prompt=True))
+    assert joined(continuation, messages, frame).tolist() == full.tolist()
+
+
+def test_a_long_session_costs_a_turn_no_more_than_a_short_one(
+    continuation: Continuation,
+) -> None:
+    frame = make_frame(TOOLS, b"")
+    turn = [(Message("user", "again"),), (Message("assistant", "yes"),)]
+    (second,) = continuation.pieces([*turn, turn[0]], 2, frame)
+    (late,) = continuation.pieces([*turn * 200, turn[0]], 400, frame)
+    assert late.tolist() == second.tolist()
+    assert len(second) < 20  # neither tools nor history are in it
+
+
+def test_a_template_that_drops_reasoning_is_continued_and_the_contract_says_so(
+    tokenizer: Tokenizer,
+) -> None:
+    template = ChatTemplate((TEMPLATES / "qwen3.jinja").read_text(), {})
+    contract = Continuation(template, tokenizer).contract
+    assert str(contract) == "append-only except drops earlier reasoning"
+    assert contract.refused == {}
+
+
+def test_trls_chatml_template_of_qwen_2_5_is_continued_exactly(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate((TEMPLATES / "qwen2_5.jinja").read_text(), {})
+    continuation = Continuation(template, tokenizer)
+    frame = make_frame(TOOLS, b"")
+    call = Message("assistant", "", (ToolCall("c", "f", '{"a": 1}'),))
+    messages = (Message("user", "q"), call, Message("tool", "r"), Message("tool", "s"))
+    full = tokenizer.encode(template.render(messages, frame, generation_prompt=True))
+    assert joined(continuation, messages, frame).tolist() == full.tolist()
+
+
+COUNTING = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ messages | length }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        pytest.param("{{ messages[-1].content }}", "does not print an answer", id="last-only"),
+        pytest.param(COUNTING, "no end token of its own", id="counts-messages"),
+        pytest.param("{{ raise_exception('no') }}", "no", id="raises"),
+    ],
+)
+def test_a_template_that_cannot_be_continued_says_why(
+    tokenizer: Tokenizer, source: str, seen: str
+) -> None:
+    with pytest.raises(TemplateRefusedError, match=seen):
+        Continuation(ChatTemplate(source, {}), tokenizer)
+
+
+def test_options_are_probed_before_they_are_used(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    source = (tokenizer_dir / "chat_template.jinja").read_text()
+    source = "{% if count %}{{ raise_exception('no') }}{% endif %}" + source
+    continuation = Continuation(ChatTemplate(source, {}), tokenizer)
+    with pytest.raises(TemplateRefusedError):
+        continuation.pieces([(Message("user", "q"),)], 0, make_frame(b"", b'{"count": true}'))
+
+
+CHATML = (
+    "{{% for m in messages %}}{{% set greets = loop.first and m.role == 'assistant' %}}"
+    "{}<|im_start|>{{{{ m.role }}}}\n{{{{ {} }}}}<|im_end|>\n{{% endfor %}}"
+    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+)
+PRINTS = "m.content"
+
+
+@pytest.mark.parametrize(
+    ("before", "content", "says"),
+    [
+        pytest.param("", PRINTS, "", id="printed as any answer"),
+        pytest.param(
+            "{% if greets %}{{ raise_exception('ask first') }}{% endif %}",
+            PRINTS,
+            "ask first",
+            id="refused by the template",
+        ),
+        pytest.param("{% if greets %}{% continue %}{% endif %}", PRINTS, "does not end", id="left"),
+        pytest.param(
+            "",
+            "m.content | upper if greets and messages | length > 2 else m.content",
+            "what follows changes",
+            id="printed otherwise later",
+        ),
+        pytest.param(
+            "",
+            "m.content ~ loop.index if loop.index == 2 and messages[0].role == 'assistant'"
+            " else m.content",
+            "further before",
+            id="changes the question behind it",
+        ),
+    ],
+)
+def test_a_greeting_is_the_templates_render_or_is_refused(
+    tokenizer: Tokenizer, before: str, content: str, says: str
+) -> None:
+    template = ChatTemplate(CHATML.format(before, content), {})
+    continuation = Continuation(template, tokenizer)
+    why = continuation.contract.refused.get("start, assistant", "")
+    assert says in why
+    assert bool(why) == bool(says)
+    messages = (Message("assistant", "hi"), Message("user", "q"), Message("assistant", "a"))
+    if says:
+        with pytest.raises(TemplateRenderError, match=says):
+            joined(continuation, messages, Frame())
+        return
+    full = template.render(messages, Frame(), generation_prompt=True)
+    assert joined(continuation, messages, Frame()).tolist() == tokenizer.encode(full).tolist()

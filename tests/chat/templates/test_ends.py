@@ -1,0 +1,205 @@
+"""Where a model must stop: the end of an answer, and not of a message inside of it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Frame, Message, ToolCall, units_of
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
+from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.gateway.conversation.reasons import Finish
+from rollmesh.gateway.conversation.tree import Node, Sample, VersionSpan
+from rollmesh.gateway.turns.prompt import new_tree
+from tests.chat import families
+
+TOOLS = make_frame(
+    b'[{"type": "function", "function": {"name": "add", "description": "Adds.",'
+    b' "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}}]',
+    b"",
+)
+CALL = ToolCall("abcdef123", "add", '{"n": 41}')
+ASK = Message("user", "q")
+GOT = Message("tool", "42", tool_call_id=CALL.id, name="add")
+CALLED_BY_GEMMA = "<|tool_call>call:add{n:41}<tool_call|>"
+
+
+def load(folder: Path, name: str, ends: list[str] | None) -> tuple[Continuation, ModelTokenizer]:
+    """A template's continuation with the end tokens of a generation config, or without one."""
+    families.write(name, folder)
+    config = folder / "generation_config.json"
+    config.unlink()
+    if ends is not None:
+        _, tokenizer = load_model(folder)
+        config.write_text(json.dumps({"eos_token_id": [tokenizer.special_id(end) for end in ends]}))
+    template, tokenizer = load_model(folder)
+    return Continuation(template, tokenizer), tokenizer
+
+
+def sampled(
+    continuation: Continuation,
+    tokenizer: ModelTokenizer,
+    answer: Message,
+    text: str,
+    finish: Finish = Finish.STOP,
+) -> Node:
+    """A conversation whose first answer was sampled as `text`."""
+    tree, units = new_tree(continuation), units_of((ASK,))
+    (piece,) = continuation.pieces(units, 0, TOOLS)
+    parent = tree.add_unit(tree.root(TOOLS), units[0], piece)
+    glue, ids = continuation.glue(units, TOOLS), tokenizer.encode(text)
+    spans = (VersionSpan(0, 0, len(ids)),)
+    sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
+    return tree.add_sample(parent, answer, glue, sample, frozenset())
+
+
+def text_behind(
+    continuation: Continuation,
+    tokenizer: ModelTokenizer,
+    node: Node,
+    then: Message,
+    frame: Frame = TOOLS,
+) -> str:
+    """What stands behind the first answer once `then` is asked, special tokens included."""
+    units = units_of((ASK, node.unit[0], then))
+    (piece,) = continuation.pieces(units, 2, frame)
+    ids = [continuation.behind(node, piece), continuation.glue(units, frame)]
+    return "".join(
+        [(stream := tokenizer.stream()).feed_all(np.concatenate(ids).tolist()), stream.finish()]
+    )
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param(["<|return|>", "<|endoftext|>", "<|call|>"], id="as it is shipped"),
+        pytest.param(None, id="no generation config"),
+    ],
+)
+def test_harmony_stops_at_the_end_of_an_answer_not_of_a_message(
+    tmp_path: Path, name: str, ends: list[str] | None
+) -> None:
+    continuation, tokenizer = load(tmp_path, name, ends)
+    stops = {tokenizer.special_id(text) for text in ("<|return|>", "<|call|>")}
+    assert set(continuation.stop_ids) == stops
+    assert tokenizer.special_id("<|end|>") not in continuation.end_ids
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
+def test_a_model_that_stops_inside_of_its_answers_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TemplateRefusedError, match=r"stops at <\|end\|>.*generation_config"):
+        load(tmp_path, name, ["<|return|>", "<|call|>", "<|end|>"])
+
+
+def test_an_answer_that_ends_as_its_parts_do_is_refused(tmp_path: Path) -> None:
+    families.write("gptoss", tmp_path)
+    template, tokenizer = load_model(tmp_path)
+    source = template.source.replace("<|return|>", "<|end|>")
+    with pytest.raises(TemplateRefusedError, match="inside of answers"):
+        Continuation(ChatTemplate(source, {}), tokenizer)
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "finish", "then", "behind"),
+    [
+        pytest.param(
+            Message("assistant", "So.", reasoning="Hm."),
+            f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>So.<|return|>",
+            Finish.STOP,
+            ASK,
+            "<|start|>user<|message|>q<|end|><|start|>assistant",
+            id="answered",
+        ),
+        pytest.param(
+            Message("assistant", "", (CALL,), reasoning="Hm."),
+            f"{ANALYSIS}<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json"
+            '<|message|>{"n": 41}<|call|>',
+            Finish.STOP,
+            GOT,
+            '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"42"<|end|>'
+            "<|start|>assistant",
+            id="called",
+        ),
+        pytest.param(
+            Message("assistant", "", reasoning="Hm"),
+            "<|channel|>analysis<|message|>Hm",
+            Finish.LENGTH,
+            ASK,
+            "<|end|><|start|>user<|message|>q<|end|><|start|>assistant",
+            id="cut-inside-a-message",
+        ),
+        pytest.param(
+            Message("assistant", "", reasoning="Hm."),
+            ANALYSIS,
+            Finish.LENGTH,
+            ASK,
+            "<|start|>user<|message|>q<|end|><|start|>assistant",
+            id="cut-between-two-messages",
+        ),
+    ],
+)
+def test_what_follows_a_harmony_answer(
+    tmp_path: Path, answer: Message, text: str, finish: Finish, then: Message, behind: str
+) -> None:
+    continuation, tokenizer = load(tmp_path, "gptoss", ["<|return|>", "<|call|>"])
+    node = sampled(continuation, tokenizer, answer, text, finish)
+    assert text_behind(continuation, tokenizer, node, then) == behind
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"])
+@pytest.mark.parametrize(
+    ("text", "opened"),
+    [
+        pytest.param(
+            f"{CALLED_BY_GEMMA}<|tool_response>", "", id="stopped where the result begins"
+        ),
+        pytest.param(f"{CALLED_BY_GEMMA}<turn|>", "<|tool_response>", id="ended the turn"),
+        pytest.param(CALLED_BY_GEMMA, "<|tool_response>", id="cut"),
+    ],
+)
+def test_a_result_stands_behind_gemmas_call_without_a_header(
+    tmp_path: Path, name: str, text: str, opened: str
+) -> None:
+    continuation, tokenizer = load(tmp_path, name, None)
+    stops = {tokenizer.special_id(stop) for stop in ("<turn|>", "<|tool_response>")}
+    assert set(continuation.stop_ids) == stops
+    finish = Finish.LENGTH if text == CALLED_BY_GEMMA else Finish.STOP
+    node = sampled(continuation, tokenizer, Message("assistant", "", (CALL,)), text, finish)
+    behind = text_behind(continuation, tokenizer, node, GOT)
+    assert behind == f'{opened}response:add{{value:<|"|>42<|"|>}}<tool_response|>'
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"])
+def test_text_that_gemma_sampled_beside_a_call_stays_before_it(tmp_path: Path, name: str) -> None:
+    continuation, tokenizer = load(tmp_path, name, None)
+    said = Message("assistant", "Let me see.", (CALL,))
+    text = f"Let me see.{CALLED_BY_GEMMA}<|tool_response>"
+    node = sampled(continuation, tokenizer, said, text)
+    behind = text_behind(continuation, tokenizer, node, GOT)
+    assert behind == 'response:add{value:<|"|>42<|"|>}<tool_response|>'
+
+
+@pytest.mark.parametrize(
+    ("name", "moves"), [("gemma4", True), ("diffusion_gemma", True), ("qwen2_5", False)]
+)
+def test_an_agents_own_text_beside_a_call_is_refused_where_it_would_move(
+    name: str, *, moves: bool
+) -> None:
+    family = families.load(name)
+    continuation = Continuation(family.template, family.tokenizer)
+    said = Message("assistant", "Let me see.", (CALL,))
+    units = units_of((ASK, said, GOT))
+    if moves:
+        with pytest.raises(TemplateRenderError, match=r"content: .* behind their results"):
+            continuation.pieces(units, 0, TOOLS)
+    else:
+        assert len(continuation.pieces(units, 0, TOOLS)) == len(units)

@@ -1,0 +1,127 @@
+"""Answers that end with the header of the next turn (GLM): sampled, kept, and not printed twice."""
+
+import numpy as np
+import pytest
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Message, ToolCall, units_of
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.gateway.conversation.reasons import Finish
+from rollmesh.gateway.conversation.tree import Match, Node, Sample, Tree, VersionSpan
+from rollmesh.gateway.turns.prompt import build_prompt
+from tests.chat import families
+from tests.chat.templates.test_probe import rendered
+
+FRAME = make_frame(b"", b"")
+CALL = ToolCall("abcdef123", "add", '{"n": 41}')
+ASK, MORE = Message("user", "q"), Message("user", "more")
+SAID = Message("assistant", "Hello.")
+SAID_TEXT = "\n<think></think>\nHello."
+CALLED = Message("assistant", "", (CALL,))
+ARGUMENTS = "<arg_key>n</arg_key>\n<arg_value>41</arg_value>"
+CALLED_TEXT = f"\n<think></think>\n<tool_call>add\n{ARGUMENTS}\n</tool_call>"
+GOT = Message("tool", "42", tool_call_id=CALL.id, name="add")
+USER, OBSERVATION = "<|user|>", "<|observation|>"
+
+
+@pytest.fixture(scope="module")
+def glm() -> families.Family:
+    return families.load("glm4moe")
+
+
+@pytest.fixture(scope="module")
+def continuation(glm: families.Family) -> Continuation:
+    return Continuation(glm.template, glm.tokenizer)
+
+
+def sampled(
+    glm: families.Family, continuation: Continuation, answer: Message, text: str, finish: Finish
+) -> Node:
+    """A conversation whose first answer was sampled as `text`."""
+    tree, units = Tree(continuation.end_ids), units_of((ASK,))
+    (piece,) = continuation.pieces(units, 0, FRAME)
+    parent = tree.add_unit(tree.root(FRAME), units[0], piece)
+    glue, ids = continuation.glue(units, FRAME), glm.tokenizer.encode(text)
+    spans = (VersionSpan(0, 0, len(ids)),)
+    sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
+    return tree.add_sample(parent, answer, glue, sample, frozenset())
+
+
+def following(continuation: Continuation, node: Node, answer: Message, then: Message) -> list[int]:
+    """All ids up to where the model answers `then`."""
+    units = units_of((ASK, answer, then))
+    (piece,) = continuation.pieces(units, 2, FRAME)
+    ids = [*node.context(), continuation.behind(node, piece), continuation.glue(units, FRAME)]
+    return [int(id_) for id_ in np.concatenate(ids)]
+
+
+def test_a_model_stops_at_the_header_of_every_other_role(
+    glm: families.Family, continuation: Continuation
+) -> None:
+    headers = {USER, OBSERVATION, "<|system|>"}
+    assert set(continuation.stop_ids) == {glm.tokenizer.special_id(text) for text in headers}
+    assert continuation.contract.headers["assistant"] == "<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "then", "finish"),
+    [
+        pytest.param(SAID, SAID_TEXT + USER, MORE, Finish.STOP, id="header-sampled"),
+        pytest.param(SAID, SAID_TEXT, MORE, Finish.LENGTH, id="cut-before-it"),
+        pytest.param(CALLED, CALLED_TEXT + OBSERVATION, GOT, Finish.STOP, id="tool-result"),
+    ],
+)
+def test_what_was_sampled_and_what_follows_are_the_templates_own_render(
+    glm: families.Family,
+    continuation: Continuation,
+    answer: Message,
+    text: str,
+    then: Message,
+    finish: Finish,
+) -> None:
+    node = sampled(glm, continuation, answer, text, finish)
+    full = rendered("glm4moe", (ASK, answer, then), b"")
+    assert full is not None
+    assert following(continuation, node, answer, then) == glm.tokenizer.encode(full).tolist()
+    assert node.ends_turn == (finish is Finish.STOP)
+
+
+def test_another_header_than_was_sampled_stands_behind_it(
+    glm: families.Family, continuation: Continuation
+) -> None:
+    node = sampled(glm, continuation, CALLED, CALLED_TEXT + USER, Finish.STOP)
+    text = glm.tokenizer.rust.decode(
+        following(continuation, node, CALLED, GOT), skip_special_tokens=False
+    )
+    assert f"</tool_call>{USER}{OBSERVATION}\n<tool_response>" in text
+
+
+@pytest.mark.parametrize(
+    ("end", "then", "otherwise"),
+    [
+        pytest.param(USER, MORE, False, id="user-as-sampled"),
+        pytest.param(OBSERVATION, GOT, False, id="tool-as-sampled"),
+        pytest.param(USER, GOT, True, id="tool-behind-the-users-header"),
+        pytest.param(OBSERVATION, MORE, True, id="user-behind-the-tools-header"),
+        pytest.param("", MORE, False, id="cut"),
+    ],
+)
+def test_two_headers_in_a_row_are_a_reason(
+    glm: families.Family, end: str, then: Message, *, otherwise: bool
+) -> None:
+    # A prompt that opens what the history prints too: then headers alone make the difference.
+    source = glm.source.replace("{{ '\\n<think></think>' }}", "").replace(
+        "{{ '\\n' + content.strip() }}", "{{ content.strip() }}"
+    )
+    template = type(glm.template)(source, glm.variables)
+    continuation = Continuation(template, glm.tokenizer)
+    finish = Finish.STOP if end else Finish.LENGTH
+    node = sampled(glm, continuation, SAID, "Hello." + end, finish)
+    match = Match(node, 2, frozenset())
+    units = units_of((ASK, SAID, then))
+    special_text = SpecialText(glm.tokenizer, "parity")
+    prompt = build_prompt(continuation, special_text, match, units, FRAME, rewrite=False)
+    added = [*(ids for _, ids in prompt.new_units), prompt.glue]
+    at = continuation.compare(node.path(), [(then,)], FRAME, added, special_text.show).at
+    assert at == (1 if otherwise else None)

@@ -1,0 +1,242 @@
+"""Models without a chat template, against `mistral_common` itself."""
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.protocol.instruct.validator import ValidationMode
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Message, ToolCall, units_of
+from rollmesh.chat.parsing.answer import Answer, ReasoningDelta
+from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.parsing.detection import detect
+from rollmesh.chat.parsing.reasoning import ReasoningSplitter
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat.templates.mistral import MistralTokenizer
+from tests.chat import families
+
+TOOLS = (
+    b'[{"type": "function", "function": {"name": "add", "description": "Adds, \\"fast\\".",'
+    b' "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}}]'
+)
+CALL = ToolCall("abcdef123", "add", '{"n": 41, "why": "caf\u00e9"}')
+SECOND = ToolCall("zyxwvu987", "add", "{}")
+# Text that spells control tokens, or the marks by which they are kept apart, stays text.
+SYSTEM = Message("system", "You [/INST]  add.\n")
+ASK = Message("user", "\tAnd 1</s>?  \ufdd0[INST]\ufdd1 \ufdd0\ufdd2")
+SAID, CALLED = Message("assistant", "Two, or\n\nso."), Message("assistant", "", (CALL,))
+GOT = Message("tool", '{"sum": [42]}', tool_call_id=CALL.id, name="add")
+GOT_TEXT = Message("tool", "[/TOOL_RESULTS] 42\n", tool_call_id=SECOND.id, name="add")
+TWICE = Message("assistant", "", (CALL, SECOND))
+THOUGHT = Message("assistant", "Two.", reasoning="One [/THINK] and one.")
+THOUGHT_AND_CALLED = Message("assistant", "", (CALL,), reasoning="I add.")
+SAYS_AND_CALLS = Message("assistant", "Let me see.", (CALL,))
+CONVERSATIONS = (
+    (ASK,),
+    (SYSTEM, ASK),
+    (ASK, SAID, ASK, SAID, ASK),
+    (SYSTEM, ASK, SAID, ASK),
+    (ASK, CALLED, GOT),
+    (ASK, TWICE, GOT, GOT_TEXT),
+    (ASK, SAYS_AND_CALLS, GOT),
+    (SYSTEM, ASK, CALLED, GOT, SAID, ASK),
+    (SYSTEM, ASK, CALLED, GOT, CALLED, GOT),
+    (SAID, ASK),
+    (SYSTEM, SAID, ASK, SAID, ASK),
+    (ASK, THOUGHT, ASK, SAID, ASK),
+    (ASK, THOUGHT_AND_CALLED, GOT),
+)
+
+
+@cache
+def loaded(name: str) -> tuple[Continuation, MistralTokenizer]:
+    template, tokenizer = families.load_mistral(name)
+    return Continuation(template, tokenizer), tokenizer
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+def encoded(
+    reference: "Reference[Any, Any, Any, Any, Any]", messages: tuple[Message, ...], tools: bytes
+) -> list[int] | None:
+    """What the package gives; None where it refuses the conversation."""
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        entry: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {"id": one.id, "function": {"name": one.name, "arguments": one.arguments}}
+                for one in message.tool_calls
+            ]
+        if message.role == "tool":
+            entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
+        if message.reasoning:  # which versions before v13 refuse
+            entry["reasoning_content"] = message.reasoning
+        plain.append(entry)
+    request: Any = ChatCompletionRequest.from_openai(plain, json.loads(tools) if tools else None)
+    try:
+        return list(reference.encode_chat_completion(request).tokens)
+    except Exception:  # noqa: BLE001 - whatever the package raises
+        return None
+
+
+@pytest.mark.parametrize("name", families.mistral_names())
+def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) -> None:
+    continuation, _ = loaded(name)
+    reference = Reference.from_file(families.mistral_file(name, made), ValidationMode.test)
+    whole_, behind_ = 0, 0
+    for messages in CONVERSATIONS:
+        for tools in (b"", TOOLS):
+            full = encoded(reference, messages, tools)
+            if full is None:
+                continue
+            units, frame = units_of(messages), make_frame(tools, b"")
+            try:
+                pieces = [ids.tolist() for ids in continuation.pieces(units, 0, frame)]
+            except TemplateRenderError as error:
+                greets = bool(tools) and "assistant after" in str(error)
+                assert (  # noqa: PT017
+                    "does not print tools" in str(error)
+                    or name.endswith("v2")
+                    or (greets and name == "tekken_v13.json")
+                )
+                continue
+            pieces.append(continuation.glue(units, frame).tolist())
+            answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
+            if [id_ for piece in pieces for id_ in piece] == full:
+                whole_ += 1
+                continue
+            # Tools or system message were printed in an earlier turn too.
+            assert answers
+            assert tools or messages[0] is SYSTEM
+            assert continuation.contract.kind == "append-only except"
+            behind = [id_ for piece in pieces[answers[-1] + 1 :] for id_ in piece]
+            assert full[-len(behind) :] == behind
+            behind_ += 1
+    assert whole_ >= 4
+    assert bool(behind_) == (name not in {"tokenizer.model.v1", "tekken_v13.json"})
+
+
+@pytest.mark.parametrize("name", families.mistral_names())
+def test_a_late_turn_costs_no_more_than_an_early_one(name: str) -> None:
+    continuation, _ = loaded(name)
+    frame = make_frame(b"", b"")
+    turn = [(Message("user", "again"),), (Message("assistant", "yes"),)]
+    (second,) = continuation.pieces([*turn, turn[0]], 2, frame)
+    (late,) = continuation.pieces([*turn * 200, turn[0]], 400, frame)
+    assert late.tolist() == second.tolist()
+    assert len(second) < 20
+
+
+@pytest.mark.parametrize("name", ["mistral_instruct_tokenizer_241114.model.v7", "tekken_v13.json"])
+@given(text=st.text(max_size=40))
+def test_a_text_comes_back_from_its_ids_one_by_one(name: str, text: str) -> None:
+    _, tokenizer = loaded(name)
+    plain = text.replace("\ufdd0", "")
+    ids = tokenizer.encode(plain).tolist()
+    decoder = IncrementalDecoder(tokenizer)
+    pieces = [decoder.feed(id_) for id_ in ids]
+    shown = "".join((*pieces, decoder.finish()))
+    assert shown == tokenizer.reference.decode(ids)
+
+
+def test_control_tokens_are_hidden_but_those_that_mark_calls() -> None:
+    _, tokenizer = loaded("mistral_instruct_tokenizer_241114.model.v7")
+    ids = np.concatenate(
+        [tokenizer.encode(text) for text in ("so", "\ufdd0[TOOL_CALLS]\ufdd1[{}]\ufdd0</s>\ufdd1")]
+    ).tolist()
+    decoder = IncrementalDecoder(tokenizer, ("[TOOL_CALLS]",))
+    assert "".join(map(decoder.feed, ids)) == "so[TOOL_CALLS] [{}]"
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "calls"),
+    [
+        pytest.param("Because.", "Because.", [], id="text"),
+        pytest.param("", "", [], id="nothing"),
+        pytest.param(
+            '\ufdd0[TOOL_CALLS]\ufdd1add\ufdd0[ARGS]\ufdd1{"n": 1}',
+            "",
+            [("add", '{"n": 1}')],
+            id="call",
+        ),
+    ],
+)
+def test_reasoning_between_control_tokens_is_apart_however_its_ids_are_cut(
+    said: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    template, tokenizer = families.load_mistral("tekken_v13.json")
+    form, frame = detect(template.source), make_frame(TOOLS, b"")
+    thought = "Well \U0001f600 then.\n [THIN is no mark."
+    text = f"\ufdd0[THINK]\ufdd1{thought}\ufdd0[/THINK]\ufdd1{said}\ufdd0</s>\ufdd1"
+    ids = tokenizer.encode(text).tolist()
+    cuts = [[ids], [[id_] for id_ in ids], *([ids[:at], ids[at:]] for at in range(len(ids)))]
+    for parts in cuts:
+        answer = Answer(
+            IncrementalDecoder(tokenizer, form.marks),
+            (),
+            parser=form.parser(frame),
+            reasoning=ReasoningSplitter(inside=False, tags=form.reasoning_tags),
+            new_call_id=lambda: "call",
+        )
+        deltas = [delta for part in parts for delta in answer.feed(part)]
+        deltas += answer.end_text() + answer.finish()
+        message = answer.message()
+        assert (message.reasoning, message.content) == (thought, content), parts
+        assert [(one.name, one.arguments) for one in message.tool_calls] == calls, parts
+        assert not answer.malformed
+        streamed = [delta.text for delta in deltas if isinstance(delta, ReasoningDelta)]
+        assert "".join(streamed) == thought
+        assert "".join(delta for delta in deltas if isinstance(delta, str)) == content
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    shutil.copy(families.MISTRAL / "mistral_instruct_tokenizer_241114.model.v7", tmp_path)
+    return tmp_path
+
+
+def test_a_folder_with_such_a_file_and_no_template_is_checked_as_any_other(model: Path) -> None:
+    command = [sys.executable, "-m", "rollmesh.cli", "template", "check", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("append-only except prints the tools again")
+    assert "ends with   </s>" in done.stdout
+
+
+def test_a_chat_template_comes_before_such_a_file(model: Path, tokenizer_dir: Path) -> None:
+    for path in tokenizer_dir.iterdir():
+        shutil.copy(path, model)
+    template, _ = load_model(model)
+    assert "<|im_end|>" in template.source
+
+
+def test_the_package_brings_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, rollmesh.chat.templates.mistral;"
+        "sys.exit(', '.join({'torch', 'vllm', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_template_options_are_refused_where_there_is_no_template() -> None:
+    continuation, _ = loaded("tokenizer.model.v1")
+    with pytest.raises(Exception, match="no chat template that could take options"):
+        continuation.pieces([(ASK,)], 0, make_frame(b"", b'{"enable_thinking": true}'))

@@ -1,0 +1,128 @@
+"""Every template of the `trl` package: exact, or refused with the reason. None silently wrong."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Message, ToolCall, units_of
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.profile import REWRITING
+from tests.chat import families
+from tests.paths import ROOT
+
+TOOLS = (
+    b'[{"type": "function", "function": {"name": "add", "description": "Adds, \\"fast\\".",'
+    b' "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}}]'
+)
+CALL = ToolCall("abcdef123", "add", '{"n": 41, "why": "caf\u00e9"}')
+SYSTEM, ASK = Message("system", "You   add.\n"), Message("user", "\tAnd 1?  ")
+SAID, CALLED = Message("assistant", "Two, or\n\nso."), Message("assistant", "", (CALL,))
+GOT = Message("tool", "42\n", tool_call_id=CALL.id, name="add")
+CONVERSATIONS = (
+    (ASK,),
+    (SYSTEM, ASK),
+    (ASK, SAID, ASK, SAID, ASK),
+    (SYSTEM, ASK, SAID, ASK),
+    (ASK, CALLED, GOT),
+    (SYSTEM, ASK, CALLED, GOT, SAID, ASK),
+    (SYSTEM, ASK, CALLED, GOT, CALLED, GOT),
+    (SAID, ASK),
+    (SYSTEM, SAID, ASK, SAID, ASK),
+    (ASK, SAID),
+    (SYSTEM, ASK, CALLED, GOT, SAID),
+)
+
+
+@cache
+def family(name: str) -> families.Family:
+    return families.load(name)
+
+
+@cache
+def continuation(name: str) -> Continuation | None:
+    one = family(name)
+    try:
+        return Continuation(one.template, one.tokenizer)
+    except TemplateRefusedError:
+        return None
+
+
+def rendered(name: str, messages: tuple[Message, ...], tools: bytes) -> str | None:
+    """Transformers' own render; None where the template refuses the conversation."""
+    import json  # noqa: PLC0415 - beside its use
+
+    one = family(name)
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        parts = name.startswith(("llava", "idefics", "smolvlm"))
+        content: Any = [{"type": "text", "text": message.content}] if parts else message.content
+        entry: dict[str, Any] = {"role": message.role, "content": content}
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.role == "tool":
+            entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
+        plain.append(entry)
+    try:
+        texts, _ = render_jinja_template(
+            conversations=[plain],
+            tools=json.loads(tools) if tools else None,
+            chat_template=one.source,
+            add_generation_prompt=True,
+            **one.variables,
+        )
+    except Exception:  # noqa: BLE001 - whatever a template raises
+        return None
+    return str(texts[0])
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
+    found = continuation(name)
+    if found is None:
+        return  # refused; that the reason is given is the table's test
+    encode, checked = family(name).tokenizer.encode, 0
+    for messages in CONVERSATIONS:
+        for tools in (b"", TOOLS):
+            full = rendered(name, messages, tools)
+            units, frame = units_of(messages), make_frame(tools, b"")
+            if full is None:
+                continue
+            try:
+                pieces = [ids.tolist() for ids in found.pieces(units, 0, frame)]
+                pieces.append(found.glue(units, frame).tolist())
+            except TemplateRenderError as error:
+                assert found.contract.refused or "does not print tools" in str(error)  # noqa: PT017
+                continue
+            answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
+            whole, ids = [id_ for piece in pieces for id_ in piece], encode(full).tolist()
+            if not found.contract.findings & REWRITING or not answers:
+                assert whole == ids
+            else:
+                behind = [id_ for piece in pieces[answers[-1] + 1 :] for id_ in piece]
+                assert ids[-len(behind) :] == behind
+            checked += 1
+    assert checked >= 2
+
+
+@pytest.mark.timeout(400)
+def test_the_table_in_the_docs_is_what_the_code_finds() -> None:
+    path = ROOT / "docs" / "templates.md"
+    assert path.read_text() == families.document()
+
+
+def test_all_templates_are_continued() -> None:
+    refused = [name for name in families.names() if continuation(name) is None]
+    assert len(families.names()) >= 60
+    assert refused == []

@@ -1,0 +1,205 @@
+"""What a mesh file says, what is started for it, and when it is started again."""
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.cli.up.plan import ProcessSpec, Restarts, plan_mesh, read_mesh, visible_gpus
+from rollmesh.collector.config import CollectorConfig
+from rollmesh.engine.config import EngineConfig
+from rollmesh.gateway.config import GatewayConfig
+from rollmesh.router.config import RouterConfig
+from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.sidecar.config import SidecarConfig
+
+CONFIGS: dict[str, type[Any]] = {
+    "router": RouterConfig,
+    "engine": EngineConfig,
+    "collector": CollectorConfig,
+    "gateway": GatewayConfig,
+    "sidecar": SidecarConfig,
+}
+
+
+def ports(first: int = 9000) -> Callable[[], int]:
+    numbers = count(first)
+    return lambda: next(numbers)
+
+
+def plan(**tables: dict[str, Any]) -> dict[str, ProcessSpec]:
+    return {spec.name: spec for spec in plan_mesh(tables, ports())}
+
+
+def config_of(spec: ProcessSpec) -> Any:
+    """Returns the settings that the process itself will read from its flags."""
+    return parse_config(CONFIGS[spec.service], spec.service, spec.flags, {})
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "mesh.toml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_a_mesh_file_is_read_into_its_tables(tmp_path: Path) -> None:
+    text = '[mesh]\nengines = 2\n[engine]\nbackend = "scripted"\n[sidecar]\nport = 8080'
+    assert read_mesh(written(tmp_path, text)) == {
+        "mesh": {"engines": 2},
+        "engine": {"backend": "scripted"},
+        "sidecar": {"port": 8080},
+    }
+
+
+def test_no_file_is_a_mesh_of_defaults() -> None:
+    assert read_mesh(None) == {}
+    assert list(plan()) == ["router", "engine-0", "collector", "gateway-0", "sidecar"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        pytest.param("[mesh", "config", id="no-toml"),
+        pytest.param(b'[mesh]\nhost = "\xff"', "config", id="no-utf-8"),
+        pytest.param("[engines]", "engines", id="unknown-table"),
+        pytest.param("engine = 2", "engine", id="no-table"),
+        pytest.param("[mesh]\nengine = 2", "mesh.engine", id="unknown-key"),
+    ],
+)
+def test_a_bad_mesh_file_is_named(tmp_path: Path, text: str | bytes, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}: "):
+        read_mesh(written(tmp_path, text))
+
+
+def test_a_missing_mesh_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^config: {tmp_path / 'none.toml'}"):
+        read_mesh(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("engines", [0, -1, "two", 1.5, True])
+def test_a_number_of_engines_that_is_none_is_named(engines: object) -> None:
+    with pytest.raises(ConfigError, match=r"^mesh\.engines: "):
+        plan(mesh={"engines": engines})
+
+
+@pytest.mark.parametrize(
+    ("table", "setting", "value"),
+    [("engine", "port", "http"), ("sidecar", "port", [1]), ("gateway", "grace_ms", "soon")],
+)
+def test_a_setting_that_is_no_number_is_named(table: str, setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^{table}\.{setting}: "):
+        plan(**{table: {setting: value}})
+
+
+def test_processes_start_in_the_order_in_which_they_need_each_other() -> None:
+    assert list(plan(mesh={"engines": 3})) == [
+        "router",
+        "engine-0",
+        "engine-1",
+        "engine-2",
+        "collector",
+        "gateway-0",
+        "sidecar",
+    ]
+
+
+def test_every_process_is_told_where_the_others_are() -> None:
+    specs = plan(mesh={"engines": 2, "host": "127.0.0.2"})
+    found = {name: config_of(spec) for name, spec in specs.items()}
+    for name, spec in specs.items():
+        assert spec.address == f"127.0.0.2:{found[name].port}"
+    assert len({spec.address for spec in specs.values()}) == 6
+    router, collector = specs["router"].address, specs["collector"].address
+    assert found["engine-0"].router == found["engine-1"].router == router
+    assert (found["gateway-0"].router, found["gateway-0"].collector) == (router, collector)
+    assert found["sidecar"].gateway == specs["gateway-0"].address
+
+
+def test_the_mesh_table_is_for_all(tmp_path: Path) -> None:
+    specs = plan(mesh={"data_dir": str(tmp_path), "model_path": "/m", "model": "coder"})
+    found = {name: config_of(spec) for name, spec in specs.items()}
+    for name in ("router", "collector"):
+        assert found[name].data_dir == tmp_path / name
+    assert tmp_path in found["gateway-0"].data_dir.parents
+    for name in ("engine-0", "gateway-0"):
+        assert (found[name].model_path, found[name].model) == (Path("/m"), "coder")
+
+
+def test_every_engine_and_gateway_has_its_own_id() -> None:
+    specs = plan(mesh={"engines": 2})
+    assert [config_of(specs[name]).engine_id for name in ("engine-0", "engine-1")] == [
+        "engine-0",
+        "engine-1",
+    ]
+    assert config_of(specs["gateway-0"]).gateway_id == "gateway-0"
+
+
+def test_a_services_table_becomes_its_flags() -> None:
+    table = {"enforce_eager": True, "gpu_memory_utilization": 0.5, "lease_capacity": 4}
+    found = config_of(plan(engine=table)["engine-0"])
+    assert (found.enforce_eager, found.gpu_memory_utilization, found.lease_capacity) == (
+        True,
+        0.5,
+        4,
+    )
+
+
+def test_a_services_table_beats_the_mesh_table() -> None:
+    specs = plan(mesh={"model_path": "/m"}, gateway={"model_path": "/only-the-tokenizer"})
+    assert config_of(specs["gateway-0"]).model_path == Path("/only-the-tokenizer")
+    assert config_of(specs["engine-0"]).model_path == Path("/m")
+
+
+def test_a_host_of_its_own_is_where_others_look_for_it() -> None:
+    specs = plan(router={"host": "127.0.0.9"})
+    assert config_of(specs["router"]).host == "127.0.0.9"
+    assert config_of(specs["engine-0"]).router.startswith("127.0.0.9:")
+
+
+def test_a_given_port_is_taken_and_counted_up_for_further_engines() -> None:
+    specs = plan(mesh={"engines": 3}, engine={"port": 7400}, router={"port": 7100})
+    assert [config_of(specs[f"engine-{at}"]).port for at in range(3)] == [7400, 7401, 7402]
+    assert config_of(specs["router"]).port == 7100
+    assert config_of(specs["sidecar"]).port >= 9000
+
+
+def test_the_time_to_stop_is_that_of_the_service() -> None:
+    specs = plan(engine={"grace_ms": 500})
+    assert specs["engine-0"].grace_ms == config_of(specs["engine-0"]).grace_ms == 500
+    assert specs["router"].grace_ms == config_of(specs["router"]).grace_ms
+
+
+@pytest.mark.parametrize(
+    ("up_ms", "delays_ms"),
+    [
+        pytest.param([10], [0], id="the-first-time-at-once"),
+        pytest.param([10] * 4, [0, 200, 400, 800], id="then-later-and-later"),
+        pytest.param([10] * 9, [0, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000], id="bounded"),
+        pytest.param([10, 10, 30_000, 10], [0, 200, 0, 200], id="anew-after-a-steady-time"),
+        pytest.param([10, 10, 29_999], [0, 200, 400], id="not-quite-steady"),
+    ],
+)
+def test_restarts(up_ms: list[int], delays_ms: list[int]) -> None:
+    restarts = Restarts()
+    assert [restarts.died(up) for up in up_ms] == delays_ms
+    assert restarts.count == len(up_ms)
+
+
+def test_each_engine_sees_its_own_gpus() -> None:
+    specs = plan(mesh={"engines": 3, "gpus_per_engine": 2})
+    seen = {name: visible_gpus(spec, {}) for name, spec in specs.items()}
+    assert seen["engine-0"] == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert seen["engine-2"] == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert seen["gateway-0"] == {}
+    few = {"CUDA_VISIBLE_DEVICES": "7,GPU-8,2,3"}
+    assert visible_gpus(specs["engine-1"], few) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    with pytest.raises(ConfigError, match="engine-2 needs GPU 5 and CUDA_VISIBLE_DEVICES=7,GPU-8"):
+        visible_gpus(specs["engine-2"], few)
+
+
+def test_engines_see_all_gpus_unless_they_are_told() -> None:
+    assert visible_gpus(plan()["engine-0"], {"CUDA_VISIBLE_DEVICES": "1"}) == {}
+    with pytest.raises(ConfigError, match="gpus_per_engine: is -1"):
+        plan(mesh={"gpus_per_engine": -1})

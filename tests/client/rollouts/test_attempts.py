@@ -1,0 +1,186 @@
+"""Attempts that fail, are late or cut off: each place of a group has one that counts."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rollmesh.client import Client, Limits, Retries, Session, rollout_groups
+from rollmesh.client.rollouts.rollout import rollout
+from rollmesh.runtime.errors import SessionUnknownError
+from rollmesh.v1 import types_pb2
+from tests.client.conftest import addresses_of, length, one_sample
+from tests.sidecar.scripted_gateway import ScriptedGateway, serving
+
+
+async def test_cancelling_a_rollout_closes_what_is_open_as_aborted(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    started = asyncio.Event()
+
+    async def run(prompt: Any, session: Session) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        running = group.create_task(rollout(client, [None], runner=run, n=1))
+        await started.wait()
+        running.cancel()
+    assert gateway.closed[0].outcome == types_pb2.SESSION_OUTCOME_ABORTED
+
+
+async def test_a_failed_attempt_is_superseded_by_one_in_a_new_session(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    async def run(prompt: str, session: Session) -> float:
+        if session.session_id == "5e550001":
+            session.reward = 7.0
+            raise ValueError("once")
+        return 1.0
+
+    summary, outcome = await one_sample(
+        client,
+        run,
+        retries=Retries(tries=2, delay_s=0.01),
+        metadata=lambda prompt: {"prompt": prompt},
+    )
+    assert (summary.counts, summary.retries, outcome.attempts) == ({"COMPLETED": 1}, 1, 2)
+    first, second = gateway.closed
+    assert (first.superseded, first.outcome) == (True, types_pb2.SESSION_OUTCOME_FAILED)
+    assert not first.rewards.HasField("reward")
+    assert (second.superseded, second.rewards.reward) == (False, 1.0)
+    one, two = gateway.opened
+    assert (one.group_id, one.sample_index) == (two.group_id, two.sample_index)
+    assert dict(one.metadata) == {"prompt": "p"}
+    assert dict(two.metadata) == {"prompt": "p", "attempt": "2"}
+
+
+async def test_a_failed_attempt_that_cannot_be_closed_has_no_successor(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    async def run(prompt: str, session: Session) -> float:
+        gateway.failures.append(SessionUnknownError("lost"))
+        raise ValueError
+
+    summary = await rollout(client, ["p"], runner=run, n=1, retries=Retries(tries=5))
+    assert (summary.counts, summary.errors) == ({"FAILED": 1}, {"ValueError": 1})
+    assert len(gateway.opened) == 1
+
+
+@pytest.mark.parametrize(("time_limits", "attempts"), [(False, 1), (True, 2)])
+async def test_an_agent_over_its_time_is_tried_again_only_where_that_is_wanted(
+    gateway: ScriptedGateway, client: Client, time_limits: object, attempts: int
+) -> None:
+    async def run(prompt: str, session: Session) -> None:
+        await asyncio.Event().wait()
+
+    retries = Retries(tries=2, delay_s=0.01, time_limits=bool(time_limits))
+    await rollout(client, ["p"], runner=run, n=1, retries=retries, timeout_s=0.05)
+    assert len(gateway.opened) == attempts
+
+
+@settings(max_examples=30)
+@given(
+    plan=st.lists(
+        st.lists(
+            st.lists(st.sampled_from(["raises", "is late"]), max_size=4), min_size=3, max_size=3
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    needed=st.integers(0, 3),
+    concurrency=st.integers(1, 5),
+)
+def test_every_place_of_every_group_has_one_session_that_counts_whatever_fails(
+    plan: list[list[list[str]]], needed: int, concurrency: int
+) -> None:
+    gateway, whole = ScriptedGateway(), []
+
+    async def run(sample: int, session: Session) -> float:
+        request = gateway.opened[int(session.session_id, 16) - 0x5E550000 - 1]
+        fates = plan[sample][request.sample_index]
+        attempt = int(request.metadata["attempt"] or 1)
+        if attempt <= len(fates):
+            if fates[attempt - 1] == "raises":
+                raise ValueError
+            await asyncio.Event().wait()
+        return 1.0
+
+    async def roll() -> None:
+        async with serving(gateway) as address, Client(addresses_of(gateway=address)) as client:
+            async with rollout_groups(
+                client,
+                range(len(plan)),
+                runner=run,
+                n=3,
+                needed=needed,
+                concurrency=concurrency,
+                timeout_s=0.02,
+                retries=Retries(tries=3, delay_s=0.001, time_limits=True),
+            ) as groups:
+                whole.extend([group async for group in groups])
+
+    asyncio.run(roll())
+    opened = {f"5e55{at:04x}": request for at, request in enumerate(gateway.opened, 1)}
+    closed = Counter(close.session_id for close in gateway.closed)
+    assert closed == Counter(opened.keys())  # each once, none left open
+    counting = [opened[close.session_id] for close in gateway.closed if not close.superseded]
+    assert len({request.group_id for request in counting}) == len(plan)
+    places = Counter((request.group_id, request.sample_index) for request in counting)
+    assert set(places.values()) == {1}
+    assert len(places) == 3 * len(plan)
+    assert len(whole) == len(plan)
+    for group in whole:
+        completed = sum(session.outcome == "COMPLETED" for session in group.sessions)
+        assert group.succeeded == (completed >= needed)
+        last = {session.session_id for session in group.sessions}
+        assert not last & {close.session_id for close in gateway.closed if close.superseded}
+
+
+async def test_cancelling_twice_still_closes_what_is_open(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    started, cleaning = asyncio.Event(), asyncio.Event()
+
+    async def run(prompt: Any, session: Session) -> None:
+        session.reward = 7.0
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            await asyncio.Event().wait()
+
+    limits = Limits(grace_s=0.2)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        running = group.create_task(rollout(client, [None], runner=run, n=1, limits=limits))
+        await started.wait()
+        running.cancel()
+        await cleaning.wait()
+        running.cancel()
+    assert [closed.outcome for closed in gateway.closed] == [types_pb2.SESSION_OUTCOME_ABORTED]
+    assert not gateway.closed[0].rewards.HasField("reward")
+
+
+async def test_a_session_that_opens_while_the_rollout_is_cancelled_is_closed(
+    gateway: ScriptedGateway, client: Client
+) -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+    create = gateway.CreateSession
+
+    async def slow(request: Any, context: Any) -> Any:
+        asked.set()
+        await answer.wait()
+        return await create(request, context)
+
+    gateway.CreateSession = slow  # type: ignore[method-assign]
+    async with asyncio.timeout(60), serving(gateway) as address:
+        async with Client(addresses_of(gateway=address)) as other, asyncio.TaskGroup() as group:
+            running = group.create_task(rollout(other, [None], runner=length, n=1))
+            await asked.wait()
+            running.cancel()
+            await asyncio.sleep(0)
+            answer.set()
+    assert [closed.outcome for closed in gateway.closed] == [types_pb2.SESSION_OUTCOME_ABORTED]

@@ -1,0 +1,144 @@
+"""The collector's command line, as people run it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.collector.commands import read_position
+from rollmesh.collector.export import export, rows_of
+from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.config import ConfigError
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, subscribing
+from tests.collector.records import record
+from tests.processes import ServiceProcess, running
+
+
+@pytest.fixture
+async def collector(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
+    async with running("collector", tmp_path, port=0, data_dir=tmp_path / "data") as process:
+        async with open_channel(process.address) as channel:
+            stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
+            await ingest_all(stub, "a", "b")
+            open_group = record("c", "g", 0, 2)
+            await stub.Ingest(pb.IngestRequest(sessions=[open_group]), timeout=TIMEOUT_S)
+            late = record("late", "a", 0, 1)
+            await stub.Ingest(pb.IngestRequest(sessions=[late]), timeout=TIMEOUT_S)
+            async with subscribing(stub, "trainer", GROUP, credits_=2) as stream:
+                assert await stream.delivered(2) == ["a", "b"]
+                await stream.acknowledge("a")
+                await stream.acknowledged()
+        yield process
+
+
+def tool(collector: ServiceProcess, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "rollmesh.cli", "collector", *words),
+            *("--collector", collector.address),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+async def test_export_writes_a_row_for_each_trajectory(
+    collector: ServiceProcess, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    done = tool(collector, "export", "--to", str(path))
+    assert done.stdout.startswith("4 sessions, 4 trajectories"), done.stderr
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["session_id"] for row in rows] == ["a", "b", "c", "late"]
+    (expected,) = rows_of(record("a"))
+    assert rows[0] == expected
+    assert rows[0]["token_ids"] == [0, 1, 2, 3, 4, 5]
+    assert rows[0]["policy_versions"] == [-1, -1, 0, 0, 0, 0]
+    assert rows[0]["loss_mask"] == [False, False, True, True, True, True]
+    one = tool(collector, "export", "--to", str(path), "--session", "b")
+    assert one.stdout.startswith("1 sessions")
+    missing = tool(collector, "export", "--to", str(path), "--session", "x")
+    assert (missing.returncode, "no session 'x'" in missing.stderr) == (1, True)
+    assert [json.loads(line)["session_id"] for line in path.read_text().splitlines()] == ["b"]
+    assert not list(tmp_path.glob("*.part"))  # nor is there half a file
+    wrong = tool(collector, "export", "--to", str(tmp_path / "out.csv"))
+    assert (wrong.returncode, ".jsonl or .parquet" in wrong.stderr) == (2, True)
+
+
+async def test_inspect_shows_counts_groups_filtered_and_sessions(collector: ServiceProcess) -> None:
+    stats, group, entry = lines(tool(collector, "inspect", "--groups", "--filtered", "trainer"))
+    assert (stats["sessions"], stats["consumers"][0]["acknowledged"]) == ("4", "1")
+    assert (group["group_id"], group["samples"], group["group_size"]) == ("g", 1, 2)
+    assert (entry["session_id"], entry["reason"]) == ("late", "FILTER_REASON_SURPLUS")
+    (session,) = lines(tool(collector, "inspect", "--session", "c"))
+    assert session["group_id"] == "g"
+    assert "token_ids_u32le" not in session["trajectories"][0]
+
+
+async def test_replay_brings_acknowledged_units_back(collector: ServiceProcess) -> None:
+    done = tool(collector, "replay", "--consumer", "trainer", "--from", "earliest")
+    assert done.stdout == "trainer: 1 units come again, 0 are skipped\n", done.stderr
+    async with open_channel(collector.address) as channel:
+        stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
+        async with subscribing(stub, "trainer", GROUP, credits_=2) as stream:
+            assert await stream.delivered(2) == ["a", "b"]
+    unknown = tool(collector, "replay", "--consumer", "x", "--from", "latest")
+    assert (unknown.returncode, "'x' is not known" in unknown.stderr) == (1, True)
+    said = [tool(collector, "drop", "--consumer", "trainer").stdout for _ in range(2)]
+    assert said == ["trainer: forgotten\n", "trainer: is not known\n"]
+
+
+@pytest.mark.parametrize(
+    ("text", "position"),
+    [
+        pytest.param("earliest", pb.Position(end=pb.LOG_END_EARLIEST), id="earliest"),
+        pytest.param("latest", pb.Position(end=pb.LOG_END_LATEST), id="latest"),
+        pytest.param("17", pb.Position(unix_ms=17), id="time"),
+        pytest.param("id:17", pb.Position(delivery_id="17"), id="unit"),
+    ],
+)
+def test_positions_are_read(text: str, position: pb.Position) -> None:
+    assert read_position(text) == position
+
+
+@pytest.mark.parametrize("text", ["yesterday", "-5", "1.5", "", str(2**63)])
+def test_a_position_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="from"):
+        read_position(text)
+
+
+async def sessions() -> AsyncIterator[types_pb2.SessionRecord]:
+    rewarded = record("a")
+    rewarded.trajectories[0].segments[1].reward = 0.5
+    rewarded.metadata["task"] = "7"
+    yield rewarded
+    yield record("b")
+
+
+async def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert await export(sessions(), tmp_path / "out.parquet") == (2, 2)
+    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    expected = [row async for session in sessions() for row in rows_of(session)]
+    assert rows == expected
+    assert rows[0]["turn_rewards"] == [{"node_id": 2, "end": 6, "reward": 0.5}]
+
+
+async def test_parquet_without_pyarrow_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match="pyarrow"):
+        await export(sessions(), tmp_path / "out.parquet")

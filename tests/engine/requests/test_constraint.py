@@ -1,0 +1,232 @@
+"""Constraints on the real model: what is sampled under them, and that none of them can do harm."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+from tests.engine.test_conformance import PROMPT, Engine, Result
+from tests.processes import running
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(400),
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["small", "large"]},
+    },
+    "required": ["name", "count", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, other_model_dir: Path
+) -> AsyncIterator[Engine]:
+    flags = {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
+    folder = tmp_path_factory.mktemp("engine")
+    async with (
+        running("engine", folder, backend="vllm", max_context_tokens=2048, **flags) as process,
+        open_channel(process.address) as channel,
+    ):
+        yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other_model_dir)
+
+
+def tag(schema: object, **fields: Any) -> str:
+    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1, **fields}
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def request(
+    engine: Engine, text: str, count: int = 400, chunk: int = 0, **sampling: Any
+) -> engine_pb2.GenerateRequest:
+    strict = sampling.pop("strict", False)
+    made = engine.request(
+        count, chunk, constraint=engine_pb2.Constraint(structural_tag=text, strict=strict)
+    )
+    made.sampling.CopyFrom(types_pb2.SamplingParams(max_tokens=count, **sampling))
+    return made
+
+
+async def test_every_sample_is_a_value_of_the_schema(engine: Engine, model_dir: Path) -> None:
+    tokenizer = Tokenizer(model_dir)
+    results = await asyncio.gather(
+        *(engine.generate(request(engine, tag(SCHEMA), seed=seed)) for seed in range(20))
+    )
+    values = []
+    for result in results:
+        assert result.finish.reason == types_pb2.FINISH_REASON_STOP
+        assert result.finish.stop_token_id == result.ids[-1]
+        value = json.loads(tokenizer.decode(np.array(result.ids, np.uint32)))
+        assert set(value) == {"name", "count", "kind"}
+        assert 0 <= value["count"] <= 99
+        assert value["kind"] in {"small", "large"}
+        values.append(json.dumps(value))
+    assert len(set(values)) > 10  # sampled, not one value
+
+
+async def test_log_probs_are_those_of_the_allowed_tokens(engine: Engine, model_dir: Path) -> None:
+    """What the reason CONSTRAINED says; checked against torch."""
+    tokenizer = Tokenizer(model_dir)
+    forced = json.dumps(
+        {"type": "structural_tag", "format": {"type": "const_string", "value": "The answer"}}
+    )
+    result = await engine.generate(request(engine, forced, seed=1))
+    assert tokenizer.decode(np.array(result.ids, np.uint32)) == "The answer"
+    network = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        logits = network(torch.tensor([PROMPT.tolist() + result.ids])).logits[0].float()
+    rows = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+    free = rows.gather(1, torch.tensor(result.ids)[:, None]).squeeze(1).numpy()
+    assert result.logprobs[-1] == 0.0  # only the end was left
+    assert (np.array(result.logprobs) >= free - 1e-4).all()
+    # The first token begins the string: the model's own chances of those that do, renormalised.
+    texts = [tokenizer.decode(np.array([id_], np.uint32)) for id_ in range(rows.shape[1])]
+    allowed = [id_ for id_, text in enumerate(texts) if text and "The answer".startswith(text)]
+    left = rows[0] - torch.logsumexp(rows[0][allowed], 0)
+    assert result.logprobs[0] == pytest.approx(float(left[result.ids[0]]), abs=1e-3)
+
+
+async def test_the_limit_cuts_a_constrained_answer_too(engine: Engine) -> None:
+    result = await engine.generate(request(engine, tag(SCHEMA), count=3))
+    assert (len(result.ids), result.finish.reason) == (3, types_pb2.FINISH_REASON_LENGTH)
+
+
+BOUND = {"type": "string", "minLength": 2, "maxLength": 5}
+LONG = {"type": "array", "items": {"type": "integer"}, "minItems": 900}
+
+
+async def test_an_update_and_an_abort_take_effect_in_the_middle(engine: Engine) -> None:
+    made, result = request(engine, tag(LONG), count=1900, chunk=1), Result()
+    async with asyncio.timeout(120), aclosing(engine.stream(made)) as responses:
+        async for response in responses:
+            result.take(response)
+            if result.messages == 3:
+                await engine.update(1, engine.weights)
+                await engine.stub.Abort(engine_pb2.AbortRequest(request_ids=[made.request_id]))
+    assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
+    assert result.spans[0][0] == 0
+    assert len(result.ids) == len(result.logprobs) == result.spans[-1][2]
+
+
+def deep(levels: int) -> object:
+    schema: object = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("{", "not JSON", id="no JSON"),
+        pytest.param("[]", "no format", id="no object"),
+        pytest.param('{"format": {"type": "made_up"}}', "cannot be compiled", id="no such format"),
+        pytest.param(tag({"type": "strin"}), "Unsupported type", id="no such type"),
+        pytest.param(tag({"$ref": "#/$defs/gone"}), "cannot be compiled", id="no such reference"),
+        pytest.param(tag({"type": "string", "pattern": "((("}), "Regex", id="no regex"),
+        pytest.param(tag({"minimum": 5, "maximum": 3, "type": "integer"}), "range", id="empty"),
+        pytest.param(tag(schema=False), "cannot", id="nothing allowed"),
+        pytest.param(tag(deep(200)), "nested deeper", id="deep"),
+        pytest.param("[" * 100_000, "not JSON|nested", id="deeper than the parser"),
+        pytest.param(tag({"enum": ["x" * 200_000]}), "larger than", id="large"),
+        pytest.param(
+            tag({"properties": {f"p{at}": {"type": "string"} for at in range(300)}}),
+            "300 optional properties",
+            id="wide",
+        ),
+    ],
+)
+async def test_rubbish_is_refused_with_its_field_and_harms_nobody(
+    engine: Engine, text: str, says: str
+) -> None:
+    with pytest.raises(InvalidConstraintError, match=says) as caught:
+        await engine.generate(request(engine, text))
+    assert caught.value.field == "constraint.structural_tag"
+    assert (await engine.generate(engine.request(4, 0))).ids
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param({"$ref": "#"}, id="itself"),
+        pytest.param({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, id="a loop"),
+        pytest.param(
+            {"type": "object", "properties": {"next": {"$ref": "#"}}}, id="recursive object"
+        ),
+        pytest.param(
+            {
+                "properties": {f"p{at}": {"type": "string"} for at in range(1000)},
+                "required": [f"p{at}" for at in range(750)],
+            },
+            id="wide",
+        ),
+        pytest.param({"type": "string", "minLength": 100_000}, id="longer than the context"),
+    ],
+)
+async def test_odd_schemas_end_in_an_answer_or_an_error_and_harm_nobody(
+    engine: Engine, schema: object
+) -> None:
+    try:
+        result = await engine.generate(request(engine, tag(schema), count=40))
+        assert result.finish.reason in {
+            types_pb2.FINISH_REASON_STOP,
+            types_pb2.FINISH_REASON_LENGTH,
+        }
+    except InvalidConstraintError as refused:
+        assert "constraint.structural_tag" in str(refused)  # noqa: PT017 - either is right
+    assert (await engine.generate(engine.request(4, 0))).ids
+
+
+async def test_a_strict_schema_is_refused_where_a_part_of_it_would_not_hold(engine: Engine) -> None:
+    loose = {"type": "integer", "multipleOf": 7, "maximum": 99, "minimum": 0}
+    assert (await engine.generate(request(engine, tag(loose)))).ids
+    with pytest.raises(InvalidConstraintError, match="multipleOf"):
+        await engine.generate(request(engine, tag(loose), strict=True))
+    tags = tag({"type": "object", "properties": {"a": BOUND}}, style="qwen_xml")
+    with pytest.raises(InvalidConstraintError, match="lengths of strings"):
+        await engine.generate(request(engine, tags, strict=True))
+    assert (await engine.generate(request(engine, tag(BOUND), strict=True))).ids
+
+
+@pytest.mark.parametrize(
+    "sampling", [pytest.param({"ignore_eos": True}, id="eos"), pytest.param({"min_tokens": 3})]
+)
+async def test_what_contradicts_a_constraint_is_refused(engine: Engine, sampling: Any) -> None:
+    with pytest.raises(InvalidSamplingError, match=f"sampling.{next(iter(sampling))}"):
+        await engine.generate(request(engine, tag(SCHEMA), **sampling))
+
+
+async def test_an_engine_without_a_tokenizer_starts_and_refuses_constraints(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model_dir, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    flags = {"model_path": bare, "dtype": "float32", "enforce_eager": True}
+    async with (
+        running("engine", tmp_path, backend="vllm", max_context_tokens=2048, **flags) as process,
+        open_channel(process.address) as channel,
+    ):
+        engine = Engine(process, engine_pb2_grpc.EngineServiceStub(channel), bare)
+        with pytest.raises(InvalidConstraintError, match="has no tokenizer"):
+            await engine.generate(request(engine, tag(SCHEMA)))
+        assert (await engine.generate(engine.request(4, 0))).ids

@@ -1,0 +1,70 @@
+"""How transfers are described: what fits is read, all else is refused before vLLM sees it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from rollmesh.engine.requests.transfer import read_init, read_transfer
+from rollmesh.runtime.errors import InvalidFieldError, WeightTransferError
+from rollmesh.v1 import engine_pb2
+
+
+def init(text: str, backend: str = "nccl") -> engine_pb2.InitWeightTransferRequest:
+    return engine_pb2.InitWeightTransferRequest(backend=backend, init_json=text)
+
+
+def updates(*texts: str, backend: str = "nccl") -> engine_pb2.WeightTransfer:
+    return engine_pb2.WeightTransfer(backend=backend, update_json=texts)
+
+
+def test_what_fits_is_read_as_it_was_written() -> None:
+    assert read_init(init('{"rank_offset": 1, "master_port": 7}'), "nccl") == {
+        "rank_offset": 1,
+        "master_port": 7,
+    }
+    given: tuple[Any, ...] = ({"names": ["a"]}, [{"names": ["b"]}, {}])
+    assert read_transfer(updates(*map(json.dumps, given)), "nccl").updates == given
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        pytest.param("", "has none, not 'nccl'; start it with --weight-transfer", id="none"),
+        pytest.param("ipc", "has 'ipc', not 'nccl'", id="another"),
+    ],
+)
+def test_a_backend_that_the_engine_lacks_is_named(own: str, says: str) -> None:
+    with pytest.raises(WeightTransferError, match=says):
+        read_init(init("{}"), own)
+    with pytest.raises(WeightTransferError, match=says):
+        read_transfer(updates("{}"), own)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("[1]", id="a list"),
+        pytest.param('"x"', id="a text"),
+        pytest.param("{", id="cut"),
+        pytest.param("[" * 100_000, id="too deep"),
+    ],
+)
+def test_an_init_that_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        read_init(init(text), "nccl")
+    assert caught.value.field == "init_json"
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param([], id="nothing"),
+        pytest.param(["{}", "7"], id="a number"),
+        pytest.param(["{"], id="cut"),
+    ],
+)
+def test_an_update_that_describes_nothing_is_refused(texts: list[str]) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        read_transfer(updates(*texts), "nccl")
+    assert caught.value.field == "header.transfer.update_json"

@@ -1,0 +1,202 @@
+"""How branches are told apart: what agents do beside their work is kept, and not trained."""
+
+from collections.abc import Callable
+
+import pytest
+
+from rollmesh.chat.messages import Message, ToolCall
+from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
+from tests.gateway.worlds import BARE, TOOLS, World, said, user
+
+SYSTEM, OTHER = Message("system", "You work."), Message("system", "Write a title.")
+
+
+def worked(world: World, turns: int, system: Message = SYSTEM) -> tuple[Message, ...]:
+    """A main conversation with tools."""
+    messages: tuple[Message, ...] = (system, user("go"))
+    for at in range(turns):
+        reply = said(f"step {at}")
+        world.turn(messages, reply, frame=TOOLS)
+        messages = (*messages, reply, user(f"on {at}"))
+    return messages
+
+
+def found(world: World) -> list[Lineage]:
+    return [trajectory.lineage for trajectory in world.export()]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "beside"])
+def test_a_title_call_is_auxiliary_wherever_it_comes(*, first: bool) -> None:
+    world = World()
+    if not first:
+        worked(world, 2)
+    world.turn((OTHER, user("<session>go</session>")), said("A title"))
+    if first:
+        worked(world, 2)
+    title, main = sorted(world.export(), key=lambda trajectory: trajectory.turns)
+    assert (title.lineage, main.lineage) == (Lineage.AUXILIARY, Lineage.MAIN)
+    assert Fidelity.AUXILIARY in title.reasons
+    assert not title.loss_mask.any()
+    assert main.loss_mask.sum() == 8
+
+
+def test_a_probe_of_one_token_is_auxiliary() -> None:
+    world = World()
+    worked(world, 1)
+    world.turn((user("quota"),), said("x"), finish=Finish.LENGTH, tokens=1)
+    assert found(world) == [Lineage.MAIN, Lineage.AUXILIARY]
+
+
+def test_a_conversation_under_another_system_message_is_a_sub_agent() -> None:
+    world = World()
+    main = worked(world, 2)
+    sub = (OTHER, user("find it"))
+    world.turn(sub, said("looking"), frame=TOOLS)
+    world.turn((*sub, said("looking"), user("and?")), said("found"), frame=TOOLS)
+    world.turn(main, said("thanks"), frame=TOOLS)
+    assert sorted(found(world)) == [Lineage.MAIN, Lineage.SUB_AGENT]
+
+
+def test_a_history_begun_anew_is_a_compaction() -> None:
+    world = World()
+    worked(world, 3)
+    summary = (SYSTEM, user("so far: much"))
+    world.turn(summary, said("go on"), frame=TOOLS)
+    world.turn((*summary, said("go on"), user("yes")), said("done"), frame=TOOLS)
+    assert found(world) == [Lineage.MAIN, Lineage.COMPACTION]
+    assert all(trajectory.loss_mask.any() for trajectory in world.export())
+
+
+def test_an_edit_of_the_first_message_is_a_branch() -> None:
+    world = World()
+    worked(world, 1)
+    world.turn((SYSTEM, user("stop")), said("ok"), frame=TOOLS)
+    assert found(world) == [Lineage.MAIN, Lineage.BRANCH]
+
+
+def test_a_second_conversation_of_an_agent_without_tools_is_a_root_and_trained() -> None:
+    world = World()
+    world.turn((user("a"),), said("A"), frame=BARE)
+    world.turn((user("b"),), said("B"), frame=BARE)
+    assert found(world) == [Lineage.MAIN, Lineage.ROOT]
+    assert all(trajectory.loss_mask.any() for trajectory in world.export())
+
+
+WORK = "Fix the failing test of the parser."
+CALL = ToolCall("c", "f", "{}")
+Say = Lineage | None
+
+
+def work(world: World, turns: int, *, frame: object = TOOLS, marked: Say = None) -> None:
+    """The conversation of an agent, which calls a tool in every turn but the last."""
+    messages: tuple[Message, ...] = (SYSTEM, user(WORK))
+    for at in range(turns):
+        reply = said("done") if at == turns - 1 else said(f"step {at}", CALL)
+        world.turn(messages, reply, frame=frame, said=marked)
+        messages = (*messages, reply, Message("tool", f"r{at}", tool_call_id="c"))
+
+
+def title(world: World, *, frame: object = BARE, marked: Say = None) -> None:
+    asked = user(f"<session>{WORK}</session>")
+    world.turn((OTHER, asked), said("A title"), frame=frame, said=marked)
+
+
+def memory(world: World, *, frame: object = TOOLS, marked: Say = None) -> None:
+    """An agent of its own that reads and writes notes before the work begins."""
+    messages: tuple[Message, ...] = (Message("system", "Keep notes."), user("What is known?"))
+    for at in range(3):
+        world.turn(messages, said(f"note {at}", CALL), frame=frame, said=marked)
+        result = Message("tool", f"n{at}", tool_call_id="c")
+        messages = (*messages, said(f"note {at}", CALL), result)
+
+
+def main_of(world: World) -> list[str]:
+    """What the main trajectories say at their end."""
+    return [
+        world.tree.nodes[one.leaf_node_id].unit[0].content
+        for one in world.export()
+        if one.lineage is Lineage.MAIN
+    ]
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("order", ["title first", "title last"])
+@pytest.mark.parametrize(
+    ("works", "titles", "title_is"),
+    [
+        pytest.param(TOOLS, BARE, Lineage.AUXILIARY, id="title without tools"),
+        pytest.param(TOOLS, TOOLS, Lineage.SUB_AGENT, id="title with the tools"),
+        pytest.param(BARE, BARE, Lineage.SUB_AGENT, id="nothing has tools"),
+    ],
+)
+def test_a_title_call_is_not_the_work_and_not_auxiliary_where_that_is_not_sure(
+    works: object, titles: object, title_is: Lineage, order: str, turns: int
+) -> None:
+    world = World()
+    if order == "title first":
+        title(world, frame=titles)
+    work(world, turns, frame=works)
+    if order == "title last":
+        title(world, frame=titles)
+    assert main_of(world) == ["done"]
+    assert sorted(found(world)) == sorted([Lineage.MAIN, title_is])
+    world_trains = {t.lineage for t in world.export() if t.loss_mask.any()}
+    assert (title_is in world_trains) == (title_is is not Lineage.AUXILIARY)
+
+
+@pytest.mark.parametrize(
+    ("beside", "marked"),
+    [
+        pytest.param(memory, Lineage.AUXILIARY, id="memory calls of several turns"),
+        pytest.param(memory, Lineage.SUB_AGENT, id="a sub-agent"),
+        pytest.param(title, Lineage.AUXILIARY, id="title"),
+        pytest.param(memory, Lineage.COMPACTION, id="compaction"),
+    ],
+)
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_what_a_request_says_that_it_is_wins(
+    beside: Callable[..., None], marked: Lineage, order: str
+) -> None:
+    world = World()
+    if order == "first":
+        beside(world, frame=TOOLS, marked=marked)
+    work(world, 2)
+    if order == "last":
+        beside(world, frame=TOOLS, marked=marked)
+    assert main_of(world) == ["done"]
+    assert sorted(found(world)) == sorted([Lineage.MAIN, marked])
+    trained = {one.lineage for one in world.export() if one.loss_mask.any()}
+    assert (marked in trained) == (marked is not Lineage.AUXILIARY)
+
+
+def test_a_conversation_that_says_it_is_main_is() -> None:
+    world = World()
+    memory(world)
+    work(world, 1, frame=BARE, marked=Lineage.MAIN)
+    assert main_of(world) == ["done"]
+
+
+@pytest.mark.parametrize("marked", [None, Lineage.AUXILIARY])
+def test_a_call_that_leaves_the_work_does_not_become_it(marked: Say) -> None:
+    world = World()
+    start = (SYSTEM, user(WORK))
+    first = said("step", CALL)
+    world.turn(start, first, frame=TOOLS)
+    world.turn((*start, first, user("Summarise.")), said("A summary"), frame=TOOLS, said=marked)
+    world.turn((*start, first, Message("tool", "r", tool_call_id="c")), said("done"), frame=TOOLS)
+    assert main_of(world) == ["done"]
+    assert sorted(found(world)) == sorted([Lineage.MAIN, marked or Lineage.BRANCH])
+    trained = [
+        segment.node_id for one in world.export() for segment in one.segments if segment.trained
+    ]
+    assert len(trained) == len(set(trained)) == (2 if marked else 3)
+
+
+def test_an_auxiliary_call_at_the_end_leaves_the_work_before_it_trained() -> None:
+    world = World()
+    start = (SYSTEM, user(WORK))
+    world.turn(start, said("done"), frame=TOOLS)
+    after = (*start, said("done"), user("Summarise."))
+    world.turn(after, said("A summary"), frame=TOOLS, said=Lineage.AUXILIARY)
+    (trajectory,) = world.export()
+    assert [one.trained for one in trajectory.segments if one.sampled] == [True, False]

@@ -1,0 +1,309 @@
+"""Random conversations with a real gateway, real failures between, and every export of the end."""
+
+import asyncio
+import dataclasses
+import json
+import random
+import sqlite3
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rollmesh.client import SessionResult, Subscription
+from rollmesh.gateway.conversation.reasons import ExportMode
+from rollmesh.gateway.export.record import write_record
+from rollmesh.gateway.sessions.session import Session
+from rollmesh.gateway.storage import journal
+from rollmesh.runtime.statuses import from_rpc_error
+from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.gateway.live import LiveMesh
+
+TOOLS = json.dumps([{"type": "function", "function": {"name": "f"}}]).encode()
+TIMEOUT_S = 60
+PASSING = {"ENGINE_LOST", "ENGINE_DEAD", "GENERATION_ABORTED", "SHUTTING_DOWN", "REMOTE"}
+PASSING |= {"NO_ENGINE", "STORE_FAILED", "STARTING"}
+MODES = dict(zip(ExportMode, gateway_pb2.ExportMode.values()[1:], strict=True))
+ORPHANED = types_pb2.FIDELITY_REASON_ORPHANED
+EXCUSES = {types_pb2.FIDELITY_REASON_AUXILIARY, ORPHANED}
+POLICIES = gateway_pb2.DisconnectPolicy.values()
+
+
+@dataclass
+class Agent:
+    """Asks in one session, by chance."""
+
+    mesh: LiveMesh
+    dice: random.Random
+    session_id: str
+    session_key: str
+    histories: list[tuple[list[types_pb2.ChatMessage], bytes]] = field(
+        default_factory=lambda: [([], b"")]
+    )
+    answered: dict[str, gateway_pb2.ChatDone] = field(default_factory=dict)
+    asked: list[tuple[gateway_pb2.ChatRequest, str]] = field(default_factory=list)
+    unanswered: int = 0
+    """Calls that ended without an answer."""
+
+    def request(self) -> gateway_pb2.ChatRequest:
+        """A new turn on any conversation so far, perhaps edited, perhaps with other tools."""
+        dice = self.dice
+        history, tools = dice.choice(self.histories)
+        messages = []
+        for message in history:
+            messages.append(types_pb2.ChatMessage())
+            messages[-1].CopyFrom(message)
+        if messages and dice.random() < 0.15:
+            edited = dice.choice(messages)
+            edited.content += dice.choice([" ", "!"])
+        messages.append(
+            types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=dice.choice(["x", "y", " z "]))
+        )
+        if dice.random() < 0.1:
+            tools = TOOLS if not tools else b""
+        max_tokens = dice.randrange(1, 12) if dice.random() < 0.3 else None
+        return gateway_pb2.ChatRequest(
+            session_id=self.session_id,
+            session_key=self.session_key,
+            messages=messages,
+            tools_json=tools,
+            sampling=types_pb2.SamplingParams(max_tokens=max_tokens),
+            stop=[dice.choice("aeinst")] if dice.random() < 0.3 else [],
+            stream=dice.random() < 0.5,
+            idempotency_key=f"{dice.random()}" if dice.random() < 0.4 else "",
+            disconnect_policy=dice.choice(POLICIES),
+        )
+
+    async def new_turn(self) -> None:
+        """Asks, goes on asking while the mesh fails, and echoes the answer as agents do."""
+        request = self.request()
+        leave_after = self.dice.choice([0, 1, 2]) if self.dice.random() < 0.2 else None
+        if leave_after is not None:
+            await self.call(request, leave_after)
+            if self.dice.random() < 0.5:
+                return
+        async with asyncio.timeout(TIMEOUT_S):
+            while (done := await self.call(request)) is None:
+                request.retry_count += 1
+                await asyncio.sleep(0.02)  # as the SDKs do between tries
+        echo = types_pb2.ChatMessage()
+        echo.CopyFrom(done.message)
+        if self.dice.random() < 0.3:
+            echo.content = echo.content.strip()
+        self.histories.append(([*request.messages, echo], request.tools_json))
+        self.asked.append((request, done.answer_id))
+
+    async def again(self) -> None:
+        """Asks for an answer again that was given: a retry, or another sample."""
+        if not self.asked:
+            return
+        first, answer_id = self.dice.choice(self.asked)
+        request = gateway_pb2.ChatRequest()
+        request.CopyFrom(first)
+        request.retry_count = self.dice.randrange(2)
+        request.stream = self.dice.random() < 0.5
+        done = await self.call(request)
+        if done is not None and request.idempotency_key:
+            assert done.answer_id == answer_id
+
+    async def twins(self) -> None:
+        """Asks the same twice at a time."""
+        request = self.request()
+        first, second = await asyncio.gather(self.call(request), self.call(request))
+        if first is not None and second is not None:
+            assert (first.answer_id == second.answer_id) == bool(request.idempotency_key)
+
+    async def call(
+        self, request: gateway_pb2.ChatRequest, leave_after: int | None = None
+    ) -> gateway_pb2.ChatDone | None:
+        """Returns the answer; None where there was none, or the agent left before it."""
+        call = self.mesh.stub.Chat(request, timeout=TIMEOUT_S, wait_for_ready=True)
+        pieces: list[gateway_pb2.ChatDelta] = []
+        begun = ""
+        try:
+            async for response in call:
+                if response.HasField("begun"):
+                    begun = response.begun.answer_id
+                    continue
+                if response.HasField("done"):
+                    assert begun == (response.done.answer_id if request.stream else "")
+                    self.check(response.done, pieces, request)
+                    return response.done
+                pieces.append(response.delta)
+                if leave_after is not None and len(pieces) >= leave_after:
+                    break
+        except grpc.aio.AioRpcError as error:
+            if from_rpc_error(error).reason not in PASSING:
+                raise
+        finally:
+            call.cancel()
+        self.unanswered += 1
+        return None
+
+    def check(
+        self,
+        done: gateway_pb2.ChatDone,
+        pieces: list[gateway_pb2.ChatDelta],
+        request: gateway_pb2.ChatRequest,
+    ) -> None:
+        if request.stream:
+            assert "".join(piece.content for piece in pieces) == done.message.content
+        else:
+            assert not pieces
+        said = types_pb2.FIDELITY_REASON_RETRY_REPLAY
+        kept = [reason for reason in done.reasons if reason != said]
+        del done.reasons[:]
+        done.reasons.extend(kept)  # a retry's answer says that it is one
+        before = self.answered.setdefault(done.answer_id, done)
+        assert before == done
+
+
+@dataclass
+class Rows:
+    """How often each sampled node stands in an export, and in how many places it is trained."""
+
+    mesh: LiveMesh
+    trained: Counter[int] = field(default_factory=Counter)
+    excused: set[int] = field(default_factory=set)
+    orphaned: set[int] = field(default_factory=set)
+    nodes: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+
+    def add(
+        self,
+        ids: np.ndarray,
+        place: tuple[int, int],
+        part: types_pb2.TrajectorySegment | types_pb2.TrajectoryNode,
+        mask: np.ndarray,
+    ) -> None:
+        """Takes what was sampled at `place` behind `ids[: place[0]]`."""
+        start, end = place
+        prompt, sampled = ids[:start].tolist(), ids[start:end].tolist()
+        assert zlib.crc32(np.asarray(ids[:start], "<u4").tobytes()) == part.prompt_crc32
+        assert self.nodes.setdefault(part.node_id, (prompt, sampled)) == (prompt, sampled)
+        assert bool(mask[start:end].all()) == part.trained or not sampled
+        assert bool(mask[start:end].any()) == (part.trained and bool(sampled))
+        self.trained[part.node_id] += part.trained
+        if set(part.reasons) & EXCUSES:
+            self.excused.add(part.node_id)
+        if ORPHANED in part.reasons:
+            self.orphaned.add(part.node_id)
+
+    def check(self, agent: Agent) -> None:
+        for node_id in self.nodes:
+            assert self.trained[node_id] == (node_id not in self.excused)
+        answered = {done.node_id: done for done in agent.answered.values()}
+        assert answered.keys() <= self.nodes.keys()
+        assert not answered.keys() & self.orphaned  # what an agent got is none
+        assert len(self.nodes) <= len(answered) + agent.unanswered
+        for node_id, done in answered.items():
+            prompt, sampled = self.nodes[node_id]
+            assert (done.prompt_tokens, done.completion_tokens) == (len(prompt), len(sampled))
+        seen = Counter(tuple(one.prompt) for one in self.mesh.generations)
+        used = Counter(tuple(prompt) for prompt, _ in self.nodes.values())
+        assert used <= seen  # nobody's sample was taken twice
+        replies = {tuple(one.prompt): one.sampled for one in self.mesh.generations}
+        for one in self.mesh.generations:  # the longest, where some were cut
+            if len(one.sampled) > len(replies[tuple(one.prompt)]):
+                replies[tuple(one.prompt)] = one.sampled
+        for prompt, sampled in self.nodes.values():
+            assert replies[tuple(prompt)][: len(sampled)] == sampled
+
+
+def rows_of(mesh: LiveMesh, result: SessionResult) -> Rows:
+    rows = Rows(mesh)
+    for trajectory in result.trajectories:
+        for segment in trajectory.segments:
+            if segment.sampled:
+                place = (segment.start, segment.end)
+                rows.add(trajectory.token_ids, place, segment, trajectory.loss_mask)
+    if result.tree is not None:
+        for at, node in enumerate(result.tree.nodes):
+            if node.sampled:
+                path = result.tree.path(at)
+                ids, mask = result.tree.token_ids[path], result.tree.loss_mask[path]
+                place = (len(path) - (node.end - node.start - node.glue_tokens), len(path))
+                mask[: place[0]] = False
+                rows.add(ids, place, node, mask)
+    return rows
+
+
+def check_memory(session: Session) -> None:
+    """At most 16 bytes per stored token, whatever the arrays are cut from."""
+    held: dict[int, int] = {}
+    for node in session.tree.nodes.values():
+        arrays: list[np.ndarray] = [node.token_ids]
+        if node.sample is not None:
+            arrays += [node.sample.token_ids, node.sample.logprobs]
+        for array in arrays:
+            base = array
+            while isinstance(base.base, np.ndarray):
+                base = base.base
+            held[id(base)] = base.nbytes
+    assert sum(held.values()) <= 16 * session.tree.tokens
+
+
+def exported(session: Session, mode: ExportMode) -> SessionResult:
+    close = gateway_pb2.CloseSessionRequest(outcome=types_pb2.SESSION_OUTCOME_COMPLETED)
+    spec = dataclasses.replace(session.spec, export_mode=mode)
+    return SessionResult.from_proto(write_record(Session(spec, session.tree), close, 1))
+
+
+async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
+    dice = random.Random(seed)
+    async with LiveMesh(folder, model, dice, faults=0.25) as mesh:
+        mode = dice.choice(list(ExportMode))
+        opened = await mesh.stub.CreateSession(
+            gateway_pb2.CreateSessionRequest(export_mode=MODES[mode])
+        )
+        agent = Agent(mesh, dice, opened.session_id, opened.session_key)
+        for _ in range(rounds):
+            kinds = dice.choices([agent.new_turn, agent.again, agent.twins], [6, 2, 1], k=4)
+            async with asyncio.TaskGroup() as group:
+                for kind in kinds:
+                    group.create_task(kind())
+                if dice.random() < 0.3:
+                    group.create_task(mesh.start_gateway())
+        session = mesh.gateway.session(agent.session_id)
+        await mesh.stub.CloseSession(
+            gateway_pb2.CloseSessionRequest(
+                session_id=agent.session_id,
+                session_key=agent.session_key,
+                outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+            )
+        )
+        # Not before: turns of agents that left may be ending, and orphans are known at the close.
+        for one in ExportMode:
+            rows_of(mesh, exported(session, one)).check(agent)
+        check_memory(session)
+        async with (
+            Subscription(mesh.collector, consumer="t", unit="session") as deliveries,
+            asyncio.timeout(TIMEOUT_S),
+        ):
+            (delivered,) = (await anext(deliveries)).sessions
+    rows, others = rows_of(mesh, delivered), rows_of(mesh, exported(session, mode))
+    assert (rows.nodes, rows.trained) == (others.nodes, others.trained)
+    assert delivered.turns == len(rows.nodes)
+
+
+@pytest.mark.timeout(400)
+@given(seed=st.integers(0, 2**32), rounds=st.integers(2, 8))
+@settings(max_examples=30)
+def test_whatever_happens_every_sampled_token_is_trained_once_or_excused(
+    tokenizer_dir: Path, seed: int, rounds: int
+) -> None:
+    insert, dice = journal.insert_turn, random.Random(seed)
+
+    def insert_or_fail(db: sqlite3.Connection, *arguments: object) -> None:
+        if dice.random() < 0.1:
+            raise sqlite3.OperationalError("as the dice want it")
+        insert(db, *arguments)  # type: ignore[arg-type]
+
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "insert_turn", insert_or_fail)
+        asyncio.run(live(Path(folder), tokenizer_dir, seed, rounds))

@@ -1,0 +1,288 @@
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rollmesh.chat.messages import Message, ToolCall
+from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
+from rollmesh.gateway.conversation.tree import Tree
+from rollmesh.gateway.export.trajectories import export_turns
+from tests.gateway.worlds import END, TOOLS, World, random_world, said, user
+
+
+def test_a_continued_conversation_is_one_trajectory() -> None:
+    world = World()
+    world.turn((user("first"),), said("FIRST"))
+    world.turn((user("first"), said("FIRST"), user("next")), said("SECOND"))
+    (trajectory,) = world.export()
+    assert (trajectory.turns, trajectory.lineage, trajectory.reasons) == (
+        2,
+        Lineage.MAIN,
+        (Fidelity.EXACT,),
+    )
+    world.check()
+
+
+def test_the_same_prompt_three_times_then_an_older_sibling_continued() -> None:
+    world = World()
+    for reply in ("A", "OLDER", "C"):
+        world.turn((user("same"),), said(reply))
+    node = world.turn((user("same"), said("OLDER"), user("more")), said("NEXT"))
+    assert [n.unit[0].content for n in node.path()] == ["same", "OLDER", "more", "NEXT"]
+    lineages = {t.leaf_node_id: t.lineage for t in world.export()}
+    assert sorted(lineages.values()) == [Lineage.MAIN, Lineage.SIBLING, Lineage.SIBLING]
+    world.check()
+
+
+def test_a_sub_agent_and_a_return_to_main_keep_their_own_roots() -> None:
+    world = World()
+    main, sub = Message("system", "A"), Message("system", "B")
+    world.turn((main, user("q")), said("Mango"))
+    world.turn((sub, user("q")), said("Blue"))
+    world.turn((main, user("q"), said("Mango"), user("go on")), said("Apple"))
+    assert [t.lineage for t in world.export()] == [Lineage.SUB_AGENT, Lineage.MAIN]
+    world.check()
+
+
+def test_a_turn_at_a_time_every_token_is_trained_once_too() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"))
+    world.turn((user("q"), said("A"), user("x")), said("X"))
+    world.turn((user("q"), said("A"), user("y")), said("Y"))
+    turns = list(export_turns(world.tree))
+    assert [trajectory.turns for trajectory in turns] == [1, 2, 2]
+    assert [int(trajectory.loss_mask.sum()) for trajectory in turns] == [4, 4, 4]
+    assert [trajectory.lineage for trajectory in turns[1:]] == [Lineage.MAIN, Lineage.BRANCH]
+    for trajectory in turns[1:]:
+        first, last = [segment for segment in trajectory.segments if segment.sampled]
+        assert (first.trained, last.trained) == (False, True)
+        assert Fidelity.SHARED_PREFIX in first.reasons
+
+
+def test_an_edit_of_an_early_message_branches_there_and_shares_what_is_before() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"))
+    world.turn((user("q"), said("A"), user("x")), said("X"))
+    world.turn((user("q"), said("A"), user("y")), said("Y"))
+    first, second = world.export()
+    assert second.lineage is Lineage.BRANCH
+    assert second.reasons == (Fidelity.SHARED_PREFIX,)
+    assert first.loss_mask.sum() == 8
+    assert second.loss_mask.sum() == 4
+    world.check()
+
+
+def test_other_tools_begin_a_new_root_and_say_why() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"))
+    world.turn((user("q"),), said("B"), frame=TOOLS)
+    assert world.export()[1].reasons == (Fidelity.TOOLS_CHANGED,)
+    world.check()
+
+
+def test_a_rewritten_answer_is_the_agents_text_and_the_sampled_one_stays_a_leaf() -> None:
+    world = World()
+    world.turn((user("q"),), said("sampled"))
+    world.turn((user("q"), said("rewritten"), user("more")), said("B"))
+    kept, other = world.export()
+    assert (kept.turns, other.turns) == (1, 1)
+    assert [s.role for s in other.segments if not s.sampled][:2] == ["user", "assistant"]
+    world.check()
+
+
+def test_a_cut_turn_is_closed_with_the_end_of_turn_untrained() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"), finish=Finish.LENGTH)
+    world.turn((user("q"), said("A"), user("go on")), said("B"))
+    (trajectory,) = world.export()
+    cut = next(s for s in trajectory.segments if s.sampled)
+    assert int(trajectory.token_ids[cut.end]) == END
+    assert not trajectory.loss_mask[cut.end]
+    assert trajectory.reasons == (Fidelity.LENGTH_CUT,)
+    world.check()
+
+
+CALL = ToolCall("call_1", "f", '{"a": 6,  "b":7.0, "note": "caf\\u00e9 "}')
+
+
+@pytest.mark.parametrize(
+    ("sampled", "echo", "reason"),
+    [
+        pytest.param(said(" A \n"), said(" A \n"), Fidelity.EXACT, id="same"),
+        pytest.param(said(" A \n"), said("A"), Fidelity.LENIENT_ECHO, id="stripped"),
+        pytest.param(
+            said("", CALL),
+            said("", ToolCall("other", "f", '{"note":"caf\u00e9 ","a":6,"b":7.0}')),
+            Fidelity.EXACT,
+            id="arguments-re-serialised-and-ids-renamed",
+        ),
+        pytest.param(
+            said("", ToolCall("call_1", "f", '{"a": 6, "b": ')),
+            said("", ToolCall("call_1", "f", '{"a": 6}')),
+            Fidelity.LENIENT_ECHO,
+            id="broken-arguments-mended",
+        ),
+        pytest.param(
+            said("", ToolCall("c", "f", "")),
+            said("", ToolCall("c", "f", "{}")),
+            Fidelity.EXACT,
+            id="empty-arguments",
+        ),
+        pytest.param(
+            Message("assistant", "A", (), "", "thought"),
+            said("A"),
+            Fidelity.EXACT,
+            id="reasoning-dropped",
+        ),
+        pytest.param(
+            said(" A"),
+            Message("assistant", " A", name="worker"),
+            Fidelity.LENIENT_ECHO,
+            id="name-of-the-agent-added",
+        ),
+    ],
+)
+def test_an_echo_keeps_the_sampled_tokens(
+    sampled: Message, echo: Message, reason: Fidelity
+) -> None:
+    world = World()
+    world.turn((user("q"),), sampled)
+    world.turn((user("q"), echo, user("more")), said("B"))
+    (trajectory,) = world.export()
+    assert trajectory.turns == 2
+    assert trajectory.reasons == (reason,)
+    world.check()
+
+
+RENAMED = ToolCall("other", CALL.name, CALL.arguments)
+
+
+@pytest.mark.parametrize("printed", [True, False], ids=["printed", "ignored"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((said("", CALL),), (said("", RENAMED),), id="call"),
+        pytest.param(
+            (said("", CALL), Message("tool", "r", tool_call_id="call_1")),
+            (said("", CALL), Message("tool", "r", tool_call_id="other")),
+            id="result",
+        ),
+    ],
+)
+def test_ids_of_calls_count_only_where_the_template_prints_them(
+    before: tuple[Message, ...], after: tuple[Message, ...], *, printed: bool
+) -> None:
+    world = World(Tree(frozenset({END}), call_ids=printed))
+    world.turn((user("q"),), before[0])
+    world.turn((user("q"), *before, user("more")), said("A"))
+    node = world.turn((user("q"), *after, user("more"), said("A"), user("on")), said("B"))
+    assert len(node.path()) == (5 if len(before) == 1 else 6) + 1
+    assert (Fidelity.SHARED_PREFIX in world.export()[-1].reasons) == (printed and len(before) == 2)
+    assert len(world.export()) == (2 if printed else 1)
+    world.check()
+
+
+def test_another_reasoning_of_the_agents_own_is_another_message() -> None:
+    world = World()
+    first = Message("assistant", "A", reasoning="one")
+    for message in (first, Message("assistant", "A", reasoning="two")):
+        world.turn((user("q"), message, user("x")), said("B"))
+    assert len(world.export()) == 2
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("sampled", "other"),
+    [
+        pytest.param(said("A"), said("B"), id="text"),
+        pytest.param(said("", CALL), said("", ToolCall("call_1", "g", CALL.arguments)), id="name"),
+        pytest.param(said("", CALL), said("", ToolCall("call_1", "f", '{"a": 7}')), id="arguments"),
+        pytest.param(said("", CALL), said("", CALL, CALL), id="one-more-call"),
+        pytest.param(said("A"), Message("assistant", "A", (), "", "other thought"), id="reasoning"),
+    ],
+)
+def test_what_is_no_echo_is_not_taken_for_one(sampled: Message, other: Message) -> None:
+    world = World()
+    world.turn((user("q"),), sampled)
+    world.turn((user("q"), other, user("more")), said("B"))
+    assert sorted(t.turns for t in world.export()) == [1, 1]
+    world.check()
+
+
+@given(seed=st.integers(0, 2**32), turns=st.integers(1, 25))
+@settings(max_examples=80)
+def test_any_tree_exports_every_sampled_token_once(seed: int, turns: int) -> None:
+    random_world(seed, turns).check()
+
+
+def test_a_detached_turn_leaves_no_trace() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"))
+    before = repr(world.tree)
+    node = world.turn((user("q"), said("A"), user("x")), said("X"))
+    for one in (node, node.parent):
+        assert one is not None
+        world.tree.detach(one)
+        world.seen.pop(one.node_id, None)
+    assert repr(world.tree) == before
+    world.check()
+
+
+def test_a_turn_whose_beginning_was_taken_back_meanwhile_puts_it_back() -> None:
+    world = World()
+    failed = world.turn((user("q"),), said("A"))
+    asked = failed.parent
+    assert asked is not None
+    for one in (failed, asked):
+        world.tree.detach(one)
+    world.seen.clear()
+    world.tree.reattach(asked)
+    again = world.turn((user("q"),), said("B"))
+    assert again.parent is asked
+    world.check()
+
+
+def attempt(call_id: str, arguments: str = '{"a": 6}') -> tuple[Message, Message]:
+    """A call and its result."""
+    call = said("", ToolCall(call_id, "f", arguments))
+    return call, Message("tool", "r", tool_call_id=call_id)
+
+
+@pytest.mark.parametrize("first_goes_on", [0, 1, 2])
+@pytest.mark.parametrize("named_by", ["call and result", "call", "result"])
+def test_the_ids_of_an_echo_say_which_of_equal_samples_goes_on(
+    first_goes_on: int, named_by: str
+) -> None:
+    world = World()
+    (one, result_one), (two, result_two) = attempt("one"), attempt("two")
+    nodes = [world.turn((user("q"),), call) for call in (one, two)]
+    history: tuple[Message, ...] = (user("q"), one, result_one)
+    for at in range(first_goes_on):
+        assert world.turn(history, said(f"A{at}")).path()[1] is nodes[0]
+        history = (*history, said(f"A{at}"), user("on"))
+    echo = two if "call" in named_by else said("", ToolCall("", "f", '{"a": 6}'))
+    result = result_two if "result" in named_by else Message("tool", "r")
+    last = world.turn((user("q"), echo, result), said("B"))
+    assert last.path()[1] is nodes[1]
+    again = world.turn((user("q"), echo, result, said("B"), user("more")), said("C"))
+    assert last in again.path()
+    world.check()
+
+
+def test_an_echo_without_its_blanks_is_still_told_by_its_ids() -> None:
+    world = World()
+    first = world.turn((user("q"),), said(" now ", ToolCall("one", "f", "{}")))
+    world.turn((user("q"),), said("now", ToolCall("two", "f", "{}")))
+    echo = said("now", ToolCall("one", "f", "{}"))
+    last = world.turn((user("q"), echo, Message("tool", "r", tool_call_id="one")), said("A"))
+    assert first in last.path()
+    world.check()
+
+
+def test_ids_that_an_agent_made_up_part_nothing() -> None:
+    world = World()
+    (one, result_one), (other, result_other) = attempt("one"), attempt("other")
+    world.turn((user("q"),), one)
+    world.turn((user("q"),), attempt("two")[0])
+    first = world.turn((user("q"), one, result_one), said("A"))
+    last = world.turn((user("q"), other, result_other, said("A"), user("more")), said("B"))
+    assert first in last.path()
+    world.check()

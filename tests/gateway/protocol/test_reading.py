@@ -1,0 +1,85 @@
+import tracemalloc
+
+import pytest
+from hypothesis import given, strategies as st
+
+from rollmesh.gateway.protocol.reading import MessageReader
+from rollmesh.runtime.errors import InvalidMessagesError
+from rollmesh.v1 import gateway_pb2, types_pb2
+
+CALLS = st.builds(
+    types_pb2.ToolCall,
+    id=st.text(max_size=4),
+    name=st.text(max_size=4),
+    arguments_json=st.text(max_size=8),
+)
+MESSAGES = st.builds(
+    types_pb2.ChatMessage,
+    role=st.sampled_from([types_pb2.ROLE_SYSTEM, types_pb2.ROLE_USER, types_pb2.ROLE_ASSISTANT]),
+    content=st.none() | st.text(max_size=8) | st.integers(100, 300).map("x".__mul__),
+    tool_calls=st.lists(CALLS, max_size=2),
+    reasoning_content=st.none() | st.text(max_size=4),
+)
+
+
+def request(messages: list[types_pb2.ChatMessage], **fields: object) -> gateway_pb2.ChatRequest:
+    return gateway_pb2.ChatRequest(messages=messages, **fields)  # type: ignore[arg-type]
+
+
+@given(
+    conversations=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 6), st.lists(MESSAGES, max_size=3)),
+        min_size=1,
+        max_size=8,
+    ),
+    key=st.text(max_size=150),
+)
+def test_a_reader_reads_what_a_fresh_one_reads(
+    conversations: list[tuple[int, int, list[types_pb2.ChatMessage]]], key: str
+) -> None:
+    reader = MessageReader()
+    asked: list[list[types_pb2.ChatMessage]] = [[types_pb2.ChatMessage(role=types_pb2.ROLE_USER)]]
+    for which, keep, fresh in conversations:  # goes on, branches, repeats, begins anew
+        messages = [*asked[which % len(asked)][:keep], *fresh]
+        if not messages:
+            continue
+        asked.append(messages)
+        first = request(messages, session_id="s", session_key=key, tools_json=b"[]")
+        found, alone = reader.read(first), MessageReader().read(request(messages))
+        assert found == alone  # messages and digest; ids, key and tools are no part of either
+
+
+def test_a_digest_tells_messages_apart_that_a_template_would_not() -> None:
+    user = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
+    said = [
+        types_pb2.ChatMessage(role=types_pb2.ROLE_ASSISTANT, content="a", reasoning_content=text)
+        for text in ("because", "though")
+    ]
+    reader = MessageReader()
+    digests = {reader.read(request([user, one]))[1] for one in (*said, user)}
+    assert len(digests) == 3
+
+
+def test_a_message_without_a_role_is_named_where_it_stands() -> None:
+    reader, user = MessageReader(), types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
+    reader.read(request([user]))
+    with pytest.raises(InvalidMessagesError, match=r"messages\[1\]\.role"):
+        reader.read(request([user, types_pb2.ChatMessage(content="who?")]))
+    assert reader.read(request([user]))[0][0].content == "q"  # and nothing was lost
+
+
+def test_a_conversation_of_megabytes_is_read_and_not_kept() -> None:
+    reader = MessageReader()
+
+    def is_read(text: str) -> bool:
+        user = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=text)
+        (found,), _ = reader.read(request([user]))
+        return found.content == text
+
+    tracemalloc.start()
+    try:
+        assert all(is_read(str(at) * 5_000_000) for at in range(4))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000

@@ -1,0 +1,155 @@
+"""Chats that meet the end of their session, or of their gateway, get an answer or an error."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterable, AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rollmesh.gateway.conversation.reasons import Fidelity
+from rollmesh.gateway.protocol.wire import read_choices
+from rollmesh.gateway.sessions.registry import Gateway
+from rollmesh.gateway.sessions.session import Answered
+from rollmesh.gateway.storage import journal
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import RollmeshError, SessionClosedError, StoreFullError
+from rollmesh.runtime.statuses import from_rpc_error
+from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.gateway.live import LiveMesh
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
+    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as running:
+        yield running
+
+
+def chat_request(session_id: str, key: str = "") -> gateway_pb2.ChatRequest:
+    ask = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
+    return gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ask])
+
+
+def close_request(session_id: str, key: str = "") -> gateway_pb2.CloseSessionRequest:
+    return gateway_pb2.CloseSessionRequest(
+        session_id=session_id,
+        session_key=key,
+        outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+    )
+
+
+async def chat(gateway: Gateway, session_id: str, retry_count: int = 0) -> int:
+    """One chat, as the servicer makes it; returns the node of its turn."""
+    session = gateway.session(session_id)
+    asked = chat_request(session_id)
+    asked.retry_count = retry_count
+    (request,) = read_choices(asked, session, 1)
+    (answered,) = [event async for event in gateway.chat(session, request)]
+    assert isinstance(answered, Answered)
+    return answered.node.node_id
+
+
+async def opened(mesh: LiveMesh) -> str:
+    return (await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())).session_id
+
+
+async def test_a_chat_in_the_moment_of_the_close_is_told_that_the_session_is_closed(
+    mesh: LiveMesh,
+) -> None:
+    session_id = await opened(mesh)
+    async with asyncio.timeout(TIMEOUT_S):
+        # The close has begun and not looked for turns: it ends this one before its first step.
+        closed, answered = await asyncio.gather(
+            mesh.gateway.close(close_request(session_id)),
+            chat(mesh.gateway, session_id),
+            return_exceptions=True,
+        )
+    assert closed == []
+    assert isinstance(answered, SessionClosedError)
+
+
+async def test_a_chat_whose_session_is_closed_while_it_is_read_begins_no_turn(
+    mesh: LiveMesh,
+) -> None:
+    gateway, session_id = mesh.gateway, await opened(mesh)
+    session = gateway.session(session_id)  # a large request is then read in a thread
+    async with asyncio.timeout(TIMEOUT_S):
+        await gateway.close(close_request(session_id))
+        (request,) = read_choices(chat_request(session_id), session, 1)
+        with pytest.raises(SessionClosedError):
+            await anext(gateway.chat(session, request))
+    assert not session.in_flight
+
+
+async def test_a_session_that_is_used_while_others_are_closed_as_idle_is_not_idle(
+    mesh: LiveMesh,
+) -> None:
+    for _ in range(2):
+        await opened(mesh)
+    now_ms = clock.monotonic_ms() + 1
+    idle = mesh.gateway.unused_since(now_ms)
+    first = next(idle)
+    (other,) = (one for one in mesh.gateway.unused_since(now_ms) if one is not first)
+    other.used_ms = now_ms + 1
+    assert list(idle) == []
+
+
+async def test_an_answer_is_replayed_though_the_journal_cannot_note_the_replay(
+    mesh: LiveMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StoreFullError("the disk is full")
+
+    session_id = await opened(mesh)
+    async with asyncio.timeout(TIMEOUT_S):
+        first = await chat(mesh.gateway, session_id)
+        monkeypatch.setattr(journal, "update_reasons", full)
+        assert await chat(mesh.gateway, session_id, retry_count=1) == first
+        monkeypatch.undo()
+        assert await chat(mesh.gateway, session_id, retry_count=1) == first
+    node = mesh.gateway.session(session_id).tree.nodes[first]
+    assert Fidelity.RETRY_REPLAY in node.reasons
+
+
+async def test_chats_that_race_with_the_close_all_end(mesh: LiveMesh) -> None:
+    async def race() -> None:
+        session_id = await opened(mesh)
+        key = mesh.gateway.keys.key(session_id)
+        calls = [mesh.stub.CloseSession(close_request(session_id, key), timeout=TIMEOUT_S)]
+        asks = [mesh.stub.Chat(chat_request(session_id, key), timeout=TIMEOUT_S) for _ in range(4)]
+        answers = [asyncio.ensure_future(answers_of(ask)) for ask in asks]
+        await asyncio.gather(*calls)
+        assert len(await asyncio.gather(*answers)) == 4
+
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.gather(*(race() for _ in range(20)))
+
+
+async def answers_of(call: AsyncIterable[gateway_pb2.ChatResponse]) -> str:
+    """What became of a chat."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        reason = from_rpc_error(error).reason
+        assert reason == "SESSION_CLOSED"
+        return reason
+    return "answered"
+
+
+async def test_a_turn_that_a_stopping_gateway_ends_before_its_first_step_says_so(
+    mesh: LiveMesh,
+) -> None:
+    session_id = await opened(mesh)
+    gateway = mesh.gateway
+    async with asyncio.timeout(TIMEOUT_S):
+        chatting = asyncio.ensure_future(chat(gateway, session_id))
+        await asyncio.sleep(0)  # the turn is begun, its task is not
+        await gateway.stop()
+        with pytest.raises(RollmeshError) as ended:
+            await chatting
+    assert ended.value.reason == "SHUTTING_DOWN"
+    assert not gateway.session(session_id).in_flight

@@ -1,0 +1,85 @@
+"""Sessions that nobody uses are closed; one that cannot be is set aside, and ends nothing else."""
+
+import asyncio
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from rollmesh.client import SessionResult, Subscription
+from rollmesh.gateway.export.record import trajectory_ends
+from rollmesh.gateway.sessions import registry as gateway_module
+from rollmesh.gateway.sessions.session import Session
+from rollmesh.runtime.channels import typed_errors
+from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.gateway.live import LiveMesh
+
+TIMEOUT_S = 60
+
+
+async def opened(mesh: LiveMesh) -> gateway_pb2.CreateSessionResponse:
+    return await mesh.stub.CreateSession(
+        gateway_pb2.CreateSessionRequest(), timeout=TIMEOUT_S, wait_for_ready=True
+    )
+
+
+async def answered(mesh: LiveMesh) -> gateway_pb2.CreateSessionResponse:
+    """Opens a session and has one turn in it."""
+    session = await opened(mesh)
+    request = gateway_pb2.ChatRequest(
+        session_id=session.session_id,
+        session_key=session.session_key,
+        messages=[types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="x")],
+    )
+    async for _ in mesh.stub.Chat(request, timeout=TIMEOUT_S):
+        pass
+    return session
+
+
+async def delivered(deliveries: Subscription, session_ids: Iterable[str]) -> list[SessionResult]:
+    """The next sessions; they are those with these ids."""
+    wanted = set(session_ids)
+    found = [(await anext(deliveries)).sessions[0] for _ in wanted]
+    assert {one.session_id for one in found} == wanted
+    return found
+
+
+async def test_a_session_that_cannot_be_closed_is_set_aside_and_the_other_idle_ones_are_closed(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as mesh,
+        asyncio.timeout(TIMEOUT_S),
+    ):
+        before, wrong, after = [await answered(mesh) for _ in range(3)]
+
+        def failing(session: Session) -> list[int]:
+            if session.spec.session_id == wrong.session_id:
+                raise KeyError("a node that is not in the tree")
+            return trajectory_ends(session)
+
+        monkeypatch.setattr(gateway_module, "trajectory_ends", failing)
+        await mesh.start_gateway(session_idle_ms=20)
+        async with Subscription(mesh.collector, consumer="t", unit="session") as deliveries:
+            closed = await delivered(deliveries, (before.session_id, after.session_id))
+            assert [one.metadata["closed_by"] for one in closed] == ["idle", "idle"]
+            # The gateway lives. It comes to this one after it tried all that were there before.
+            await delivered(deliveries, [(await opened(mesh)).session_id])
+            (letter,) = (
+                await mesh.stub.ListDeadLetters(gateway_pb2.ListDeadLettersRequest())
+            ).dead_letters
+            assert (letter.session_id, letter.reason) == (wrong.session_id, "UNEXPORTABLE")
+            assert "a node that is not in the tree" in letter.message
+            with pytest.raises(SessionDamagedError), typed_errors():
+                await mesh.stub.GetSession(
+                    gateway_pb2.GetSessionRequest(
+                        session_id=wrong.session_id, session_key=wrong.session_key
+                    )
+                )
+            monkeypatch.undo()
+            retry = gateway_pb2.RetryDeadLetterRequest(session_id=wrong.session_id)
+            await mesh.stub.RetryDeadLetter(retry)
+            (mended,) = await delivered(deliveries, [wrong.session_id])
+            assert mended.turns == 1

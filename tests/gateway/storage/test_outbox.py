@@ -1,0 +1,318 @@
+"""The outbox against a real server: nothing is lost, and nobody waits for another's error."""
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rollmesh.gateway.conversation.reasons import ExportMode
+from rollmesh.gateway.export.record import write_record
+from rollmesh.gateway.sessions.session import Session
+from rollmesh.gateway.storage import closed, journal
+from rollmesh.gateway.storage.dead_letters import DeadLetters
+from rollmesh.gateway.storage.journal import SessionSpec
+from rollmesh.gateway.storage.outbox import Outbox
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
+from rollmesh.runtime.interceptors import RpcInterceptor
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+from tests.gateway.closing import COMPLETED, new_tree, write_closed, write_open, write_small
+from tests.gateway.worlds import World, random_world, said, user
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Collector(collector_pb2_grpc.CollectorServiceServicer):
+    """Keeps what it takes, call by call."""
+
+    def __init__(self, check: Callable[[list[str]], None]) -> None:
+        """Takes what raises where a call is refused."""
+        self.check = check
+        self.taken: list[list[str]] = []
+        self.records: dict[str, types_pb2.SessionRecord] = {}
+        self.came = asyncio.Condition()
+
+    async def Ingest(self, request: pb.IngestRequest, context: Any) -> pb.IngestResponse:
+        ids = [session.session_id for session in request.sessions]
+        self.check(ids)
+        async with self.came:
+            self.taken.append(ids)
+            self.records |= {session.session_id: session for session in request.sessions}
+            self.came.notify_all()
+        return pb.IngestResponse(duplicates=[False] * len(ids))
+
+    async def has(self, ids: set[str]) -> None:
+        async with self.came:
+            await self.came.wait_for(lambda: {id_ for call in self.taken for id_ in call} == ids)
+
+
+def close(names: list[str], size: int | None = None) -> Callable[[Any], None]:
+    """Returns a work that puts closed sessions into the journal."""
+    return lambda db: write_small(db, names, size)
+
+
+@asynccontextmanager
+async def delivering(
+    folder: Path, names: list[str], check: Callable[[list[str]], None] = lambda _: None, **size: int
+) -> AsyncIterator[tuple[Collector, Outbox, Database]]:
+    """Runs an outbox over a journal that has sessions."""
+    collector = Collector(check)  # type: ignore[abstract]
+    server = grpc.aio.server(interceptors=[RpcInterceptor()])
+    collector_pb2_grpc.add_CollectorServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    path = folder / "gateway.sqlite"
+    async with Database(path, journal.SCHEMA, journal.SCHEMA_VERSION) as database:
+        await database.run(close(names, **size))
+        outbox = Outbox(
+            database,
+            f"127.0.0.1:{port}",
+            new_tree=new_tree,
+            max_undelivered=1000,
+            remembered=10,
+        )
+        async with asyncio.TaskGroup() as group, asyncio.timeout(30):
+            running = group.create_task(outbox.run())
+            yield collector, outbox, database
+            running.cancel()
+        await outbox.close()
+    await server.stop(None)
+
+
+async def forgotten(database: Database) -> None:
+    """Returns once the journal holds no closed session."""
+    while await database.run(all_rows):  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0)
+
+
+def all_rows(db: sqlite3.Connection) -> int:
+    """How many rows closed sessions still have, whatever is remembered of them."""
+    tables = ("sessions", "nodes", "frames", "session_frames", "outbox")
+    counts = (db.execute(f"SELECT count(*) FROM {name}") for name in tables)  # noqa: S608
+    return sum(found.fetchone()[0] for found in counts)
+
+
+async def test_sessions_go_once_in_order_and_several_in_a_call(tmp_path: Path) -> None:
+    names = [f"s{at}" for at in range(100)]
+    async with delivering(tmp_path, names) as (collector, outbox, database):
+        await collector.has(set(names))
+        await forgotten(database)
+        assert all(call == names[names.index(call[0]) :][: len(call)] for call in collector.taken)
+        assert sorted(name for call in collector.taken for name in call) == sorted(names)
+        assert len(collector.taken) < len(names) / 10
+        await database.run(close(["later"]))  # its place in the journal was another's before
+        outbox.added()
+        await collector.has({*names, "later"})
+        await forgotten(database)
+        assert outbox.undelivered == 0
+
+
+async def test_large_sessions_share_a_call_up_to_a_size(tmp_path: Path) -> None:
+    async with delivering(tmp_path, list("abcde"), size=1_500_000) as (collector, _, _):
+        await collector.has(set("abcde"))
+        assert sorted(collector.taken) == [["a", "b"], ["c", "d"], ["e"]]
+
+
+async def test_no_more_is_read_the_more_was_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, limits = closed.undelivered, []
+
+    def noted(db: sqlite3.Connection, limit: int) -> Any:
+        limits.append(limit)
+        return read(db, limit)
+
+    monkeypatch.setattr(closed, "undelivered", noted)
+    names = [f"s{at}" for at in range(1000)]
+    async with delivering(tmp_path, names) as (collector, _, database):
+        await collector.has(set(names))
+        await forgotten(database)
+    assert len(limits) > 10
+    assert max(limits) <= 3 * 64  # two calls of 64 that are under way, and the next one
+
+
+async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_again_or_given_up(
+    tmp_path: Path,
+) -> None:
+    names, wrong = [f"s{at}" for at in range(200)], {"s3", "s4", "s5", "s70"}
+
+    def check(ids: list[str]) -> None:
+        if wrong.intersection(ids):
+            raise InvalidFieldError("group_size", "is another")
+
+    async with delivering(tmp_path, names, check) as (collector, outbox, database):
+        letters = DeadLetters(database, outbox, new_tree, lambda _: None)
+        await collector.has(set(names) - wrong)
+        while len(outbox.dead) < len(wrong):  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+        while outbox.undelivered:  # noqa: ASYNC110 - what is set aside does not count
+            await asyncio.sleep(0)
+        found = await letters.list("", 100)
+        assert [one.session_id for one in found] == sorted(wrong)
+        assert {one.reason for one in found} == {"REFUSED"}
+        assert all("group_size" in one.message for one in found)
+        dropped, *tried = sorted(wrong)
+        await letters.retry(tried[0])
+        while outbox.undelivered:  # noqa: ASYNC110 - it is refused once more
+            await asyncio.sleep(0)
+        assert outbox.dead == wrong
+        wrong.clear()
+        await letters.drop(dropped)
+        for session_id in tried:
+            await letters.retry(session_id)
+        await collector.has(set(names) - {dropped})
+        await forgotten(database)
+        taken = [name for call in collector.taken for name in call]
+        assert sorted(taken) == sorted({*names} - {dropped})
+        assert (letters.count, outbox.undelivered) == (0, 0)
+        with pytest.raises(SessionUnknownError, match="no dead letter"):
+            await letters.drop(dropped)
+
+
+async def test_a_full_collector_gets_everything_once_it_has_room(tmp_path: Path) -> None:
+    names, calls = [f"s{at}" for at in range(1000)], 0
+
+    def check(ids: list[str]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls < 6:
+            raise StoreFullError("full", retry_delay_ms=1)
+
+    async with delivering(tmp_path, names, check) as (collector, outbox, database):
+        await collector.has(set(names))
+        await forgotten(database)
+        assert sorted(name for call in collector.taken for name in call) == sorted(names)
+        assert sum(len(call) == 1 for call in collector.taken) <= 128  # what was tried, alone
+        assert not outbox.dead
+
+
+async def test_a_journal_that_cannot_write_for_a_while_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, times = closed.mark_delivered, 0
+
+    def full_at_first(db: sqlite3.Connection, session_ids: list[str]) -> None:
+        nonlocal times
+        times += 1
+        if times <= 2:
+            raise sqlite3.OperationalError("database or disk is full")
+        mark(db, session_ids)
+
+    monkeypatch.setattr(closed, "mark_delivered", full_at_first)
+    async with delivering(tmp_path, ["a"]) as (collector, outbox, database):
+        await forgotten(database)
+        await database.run(close(["b"]))
+        outbox.added()
+        await collector.has({"a", "b"})
+        await forgotten(database)
+    assert collector.taken == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("mode", list(ExportMode))
+async def test_what_is_sent_is_the_record_of_the_tree_and_it_is_no_larger_than_was_said(
+    tmp_path: Path, mode: ExportMode
+) -> None:
+    worlds = {f"s{seed}": random_world(seed, 12) for seed in range(20)}
+    specs = {name: SessionSpec(name, 0, export_mode=mode) for name in worlds}
+
+    def write(db: sqlite3.Connection) -> None:
+        for name, world in worlds.items():
+            write_closed(db, specs[name], world.tree)
+
+    async with delivering(tmp_path, []) as (collector, outbox, database):
+        await database.run(write)
+        sizes = dict(await database.run(lambda db: closed.undelivered(db, 100)))
+        outbox.added(len(worlds))
+        await collector.has(set(worlds))
+        await forgotten(database)
+    for name, world in worlds.items():
+        record = write_record(Session(specs[name], world.tree), COMPLETED, 1)
+        assert collector.records[name] == record
+        assert record.ByteSize() <= sizes[name] + 512
+
+
+async def test_a_large_session_is_read_and_removed_in_pieces_between_the_commits_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    for _ in range(3 * closed.PIECE_NODES):
+        world.turn((user("x"),), said("A"))
+    counts: list[int] = []
+    read = journal.read_nodes
+
+    def noted(*arguments: Any, **more: Any) -> Any:
+        rows = read(*arguments, **more)
+        counts.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(journal, "read_nodes", noted)
+    monkeypatch.setattr("rollmesh.gateway.storage.outbox.read_nodes", noted)
+    async with delivering(tmp_path, []) as (collector, outbox, database):
+        await database.run(lambda db: write_closed(db, SessionSpec("s", 0), world.tree))
+        outbox.added()
+        await collector.has({"s"})
+        await forgotten(database)
+    assert sum(counts) == len(world.tree.nodes)
+    assert max(counts) == closed.PIECE_NODES
+    assert len(collector.records["s"].trajectories) == 3 * closed.PIECE_NODES
+
+
+async def test_a_closed_session_that_is_damaged_is_set_aside_and_the_others_go(
+    tmp_path: Path,
+) -> None:
+    def damage(db: sqlite3.Connection) -> None:
+        write_small(db, ["a", "b", "c", "d"])
+        db.execute("UPDATE nodes SET sample = '[' WHERE session_id = 'b' AND sample IS NOT NULL")
+        db.execute("UPDATE sessions SET spec = '{}' WHERE session_id = 'c'")
+
+    async with delivering(tmp_path, []) as (collector, outbox, database):
+        await database.run(damage)
+        outbox.added(4)
+        await collector.has({"a", "d"})
+        while outbox.undelivered:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+        assert outbox.dead == {"b", "c"}
+        frames = await database.run(lambda db: db.execute("SELECT * FROM frames").fetchall())
+        assert len(frames) == 1  # of what was set aside
+
+
+async def test_frames_go_with_the_last_session_that_has_them(tmp_path: Path) -> None:
+    world = World()
+    world.turn((user("x"),), said("A"))
+    async with delivering(tmp_path, ["a"]) as (collector, outbox, database):
+        await database.run(lambda db: write_open(db, SessionSpec("open", 0), world.tree))
+        await collector.has({"a"})
+        while outbox.undelivered:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+        (stored,), damaged = await database.run(lambda db: journal.read_open(db, new_tree))
+        assert (len(stored.tree.nodes), damaged) == (len(world.tree.nodes), {})
+
+
+async def test_the_newest_closes_are_remembered_and_those_that_wait(tmp_path: Path) -> None:
+    names, wrong = [f"s{at}" for at in range(40)], {"s0"}
+
+    def check(ids: list[str]) -> None:
+        if wrong.intersection(ids):
+            raise StoreFullError("full", retry_delay_ms=1)
+
+    gone: list[str] = []
+    async with delivering(tmp_path, [], check) as (collector, outbox, database):
+        outbox.forgotten = gone.extend
+        for name in names:
+            await database.run(close([name]))
+            outbox.added()
+            if name not in wrong:
+                await collector.has(set(names[1 : names.index(name) + 1]))
+        while outbox.undelivered > 1 or len(gone) < 29:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+        kept = await database.run(closed.read_closes)
+        assert kept == {"s0", *names[30:]}
+        wrong.clear()
+        await collector.has(set(names))
+        await forgotten(database)
+        assert await database.run(closed.read_closes) == set(names[30:])

@@ -1,0 +1,83 @@
+"""What an engine says is checked before it becomes anything."""
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.chat.parsing.answer import Answer
+from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.gateway.turns.generate import Generation, checked_sample
+from rollmesh.runtime.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.errors import EngineFaultError
+from rollmesh.v1 import engine_pb2, types_pb2
+
+CRC = zlib.crc32(b"prompt")
+
+
+def generation(tokenizer: Tokenizer) -> Generation:
+    answer = Answer(
+        IncrementalDecoder(tokenizer, ()), (), parser=None, reasoning=None, new_call_id=str
+    )
+    return Generation(answer, "e", vocabulary_tokens=100, max_tokens=4, prompt_crc32=CRC)
+
+
+def message(
+    ids: tuple[int, ...] = (5, 6),
+    logprobs: tuple[float, ...] | None = None,
+    spans: tuple[tuple[int, int, int], ...] | None = ((0, 0, 2),),
+    reason: int = types_pb2.FINISH_REASON_STOP,
+    crc: int = CRC,
+) -> engine_pb2.GenerateResponse:
+    values = [-0.5] * len(ids) if logprobs is None else logprobs
+    response = engine_pb2.GenerateResponse(
+        token_ids_u32le=pack_ids(np.array(ids, np.uint32)),
+        logprobs_f32le=pack_logprobs(np.array(values, np.float32)),
+    )
+    if spans is not None:
+        response.finish.reason = types_pb2.FinishReason.ValueType(reason)
+        response.finish.prompt_crc32 = crc
+        for version, start, end in spans:
+            response.finish.version_spans.add(policy_version=version, start=start, end=end)
+    return response
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        pytest.param({"ids": (5, 100)}, "id 100", id="outside the vocabulary"),
+        pytest.param({"logprobs": (-0.5, float("nan"))}, "NaN", id="NaN"),
+        pytest.param({"logprobs": (-0.5, float("-inf"))}, "infinite", id="infinite"),
+        pytest.param({"logprobs": (-0.5, 0.1)}, "above 0", id="positive"),
+        pytest.param({"logprobs": (-0.5,)}, "1 log-probs for 2", id="too few log-probs"),
+        pytest.param({"ids": (1, 2, 3, 4, 5)}, "more ids than the 4", id="more than asked for"),
+        pytest.param({"spans": ((0, 0, 1), (1, 2, 3))}, "gaps", id="a gap"),
+        pytest.param({"spans": ((0, 1, 2),)}, "gaps", id="a late beginning"),
+        pytest.param({"spans": ((-1, 0, 2),)}, "negative", id="a negative version"),
+        pytest.param({"spans": ((0, 0, 1),)}, "do not cover", id="too short"),
+        pytest.param({"spans": ()}, "do not cover", id="no spans"),
+        pytest.param({"reason": 0}, "no known reason", id="no reason"),
+        pytest.param({"crc": 1}, "other prompt ids", id="another prompt"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    tokenizer: Tokenizer, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(EngineFaultError, match=said):
+        generation(tokenizer).take(message(**wrong))
+
+
+def test_a_message_after_the_end_is_refused(tokenizer: Tokenizer) -> None:
+    taking = generation(tokenizer)
+    taking.take(message())
+    with pytest.raises(EngineFaultError, match="went on"):
+        taking.take(message())
+
+
+def test_versions_that_sampled_nothing_leave_no_span(tokenizer: Tokenizer) -> None:
+    taking = generation(tokenizer)
+    assert taking.take(message(spans=((1, 0, 2), (2, 2, 2)))) == [5, 6]
+    sample = checked_sample(taking, prompt_tokens=3)
+    assert [tuple(span) for span in sample.spans] == [(1, 0, 2)]

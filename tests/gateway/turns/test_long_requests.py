@@ -1,0 +1,100 @@
+"""Long texts are tokenised in threads of their own: no short request waits behind them."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rollmesh.chat.messages import Message, units_of
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.gateway.turns.prepare import least_tokens
+from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.gateway.live import LiveMesh
+from tests.models import make_tokenizer_dir
+
+MANY = 4  # more than the gateway has threads for them
+CONTEXT = 8_192
+LONG = 2_000  # words that do not fit the context and are tokenised all the same, for they might
+
+
+async def answer(mesh: LiveMesh, session_id: str, text: str) -> gateway_pb2.ChatDone:
+    message = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=text)
+    key = mesh.gateway.keys.key(session_id)
+    request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[message])
+    return [response async for response in mesh.stub.Chat(request, timeout=60)][-1].done
+
+
+async def test_a_short_request_is_answered_while_long_ones_are_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tokenizer_dir(tmp_path / "model", CONTEXT)
+    pieces, may_go = Continuation.pieces, threading.Event()
+    loop, reached = asyncio.get_running_loop(), asyncio.Event()
+
+    def held(self: Continuation, units: Sequence[Any], *more: Any) -> Any:
+        if len(units[-1][0].content or "") > 1000:
+            loop.call_soon_threadsafe(reached.set)
+            assert may_go.wait(60)
+        return pieces(self, units, *more)
+
+    monkeypatch.setattr(Continuation, "pieces", held)
+    async with LiveMesh(tmp_path, model, random.Random(0), faults=0) as mesh:
+        opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+        long = [
+            asyncio.ensure_future(answer(mesh, opened.session_id, f"What is {at}? " * LONG))
+            for at in range(MANY)
+        ]
+        await reached.wait()
+        try:
+            assert (await answer(mesh, opened.session_id, "Hello")).completion_tokens
+            assert not any(one.done() for one in long)
+        finally:
+            may_go.set()
+        for one in long:
+            with pytest.raises(grpc.aio.AioRpcError, match="context length"):
+                await one
+
+
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised_as_a_whole(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str) -> Any:
+        encoded.append(len(text))
+        return encode(self, text)
+
+    async with LiveMesh(tmp_path, tokenizer_dir, random.Random(0), faults=0) as mesh:
+        opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+        monkeypatch.setattr(Tokenizer, "encode", counted)
+        with pytest.raises(grpc.aio.AioRpcError, match="resulted in at least"):
+            await answer(mesh, opened.session_id, "What is that? " * 1_000_000)
+        assert sum(encoded) < 1_000_000
+        assert (await answer(mesh, opened.session_id, "Hello")).completion_tokens
+
+
+def test_what_is_left_out_of_a_count_is_never_more_than_there_is(tokenizer: Tokenizer) -> None:
+    dice = random.Random(0)
+    for _ in range(5):
+        words = dice.choices(
+            ["What", "is", " ", "42", "<|im_end|>", "\u00e9\u4e2d", "\n"], k=40_000
+        )
+        text = "".join(words)
+        least = least_tokens([text], 1_000_000, tokenizer)
+        assert least == 0  # it is likely to fit
+        room = len(text) // 5
+        assert least_tokens([text], room, tokenizer) <= max(len(tokenizer.encode(text)), room + 1)
+
+
+async def test_a_run_of_tool_results_takes_time_in_proportion_to_its_length() -> None:
+    """Joined one by one, so many would be two thousand million copies."""
+    results = [Message("tool", "x", tool_call_id=str(at)) for at in range(64_000)]
+    units = units_of((Message("user", "a"), *results, Message("user", "b")))
+    assert [len(unit) for unit in units] == [1, 64_000, 1]

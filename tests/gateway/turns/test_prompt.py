@@ -1,0 +1,302 @@
+"""TEMPLATE_REWRITE is true of its turn: it is said exactly where the template's own ids differ.
+
+The reference is transformers' render of the whole conversation, tokenised at once.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.messages import Frame, Message, ToolCall, units_of
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.profile import MOVING, Finding
+from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.gateway.conversation.reasons import Fidelity, Finish
+from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
+from rollmesh.gateway.turns.prompt import Prompt, build_prompt, new_tree
+from rollmesh.runtime.arrays import TokenIds
+from tests.chat import families
+
+TOOLS = (
+    b'[{"type": "function", "function": {"name": "f", "description": "Does.",'
+    b' "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}]'
+)
+FRAMES = (make_frame(b"", b""), make_frame(TOOLS, b""))
+CALLS = (ToolCall("aaaaaaaa1", "f", '{"a": "x"}'), ToolCall("bbbbbbbb2", "f", '{"a":  "y"}'))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn of an agent: what it asks, what the model answers, and in which form."""
+
+    asked: str
+    answer: Message
+    form: int
+    """How the answer was written: as the template prints it, or in a way of the model's own."""
+    apart: bool
+    """Whether it was sampled letter by letter, as no tokenizer would cut it."""
+    cut: bool
+    echoes_reasoning: bool
+    answers_calls: bool
+    restarted: bool
+    """Whether the gateway was restarted before the turn: the journal has no memory of renders."""
+
+
+said = st.sampled_from(["Here.", "", "So it is.\n\nYes", " a ", "x</think>y", "caf\u00e9"])
+answers = st.builds(
+    Message,
+    st.just("assistant"),
+    said,
+    st.sampled_from([(), (), CALLS[:1], CALLS]),
+    reasoning=st.sampled_from(["", "Hm.", "Well\nthen"]),
+)
+steps = st.builds(
+    Step,
+    st.sampled_from(["why", "and", " then? "]),
+    answers,
+    st.sampled_from([0, 0, 0, 1, 2, 3]),
+    st.integers(0, 5).map(lambda one: one == 0),
+    st.integers(0, 5).map(lambda one: one == 0),
+    st.booleans(),
+    st.integers(0, 4).map(lambda one: one > 0),
+    st.integers(0, 4).map(lambda one: one == 0),
+)
+sessions = st.lists(steps, min_size=2, max_size=4)
+
+
+@cache
+def loaded(name: str) -> tuple[families.Family, Continuation]:
+    family = families.load(name)
+    return family, Continuation(family.template, family.tokenizer)
+
+
+def reference(
+    family: families.Family, messages: Sequence[Message], frame: Frame
+) -> list[int] | None:
+    """The ids that transformers would give; None where the template refuses the conversation."""
+    plain: list[dict[str, Any]] = []
+    in_parts = family.name.startswith(("llava", "idefics", "smolvlm"))
+    for message in messages:
+        text: Any = message.content
+        entry: dict[str, Any] = {"role": message.role}
+        entry["content"] = [{"type": "text", "text": text}] if in_parts else text
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.role == "tool":
+            entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
+        plain.append(entry)
+    try:
+        texts, _ = render_jinja_template(
+            conversations=[plain],
+            tools=json.loads(frame.tools_json) if frame.tools_json else None,
+            chat_template=family.source,
+            add_generation_prompt=True,
+            **family.variables,
+        )
+    except Exception:  # noqa: BLE001 - whatever a template raises
+        return None
+    return list(family.tokenizer.rust.encode(str(texts[0]), add_special_tokens=False).ids)
+
+
+class Played:
+    """A session as a gateway holds it, without engines: answers are sampled as they are told."""
+
+    def __init__(self, name: str, frame: Frame, *, rewrite: bool) -> None:
+        self.family, self.continuation = loaded(name)
+        self.frame = frame
+        self.tree: Tree = new_tree(self.continuation)
+        self._rewrite = rewrite
+
+    def turns(self, session: Sequence[Step]) -> Iterator[tuple[Prompt, list[Message]]]:
+        """Plays a session; yields each prompt and the messages that it stands for."""
+        messages: list[Message] = []
+        calls: tuple[ToolCall, ...] = ()
+        for step in session:
+            if step.restarted:
+                for node in self.tree.nodes.values():
+                    node.seen, node.as_printed = None, None
+            if calls and step.answers_calls:
+                messages += [
+                    Message("tool", "42", tool_call_id=call.id, name=call.name) for call in calls
+                ]
+            else:
+                messages.append(Message("user", step.asked))
+            units = units_of(tuple(messages))
+            match = self.tree.match(self.frame, units)
+            try:
+                prompt = build_prompt(
+                    self.continuation,
+                    SpecialText(self.family.tokenizer, "parity"),
+                    match,
+                    units,
+                    self.frame,
+                    rewrite=self._rewrite,
+                )
+            except TemplateRenderError:
+                return
+            held = [message for node in prompt.match.node.path() for message in node.unit]
+            fresh = [message for unit in units[prompt.match.depth :] for message in unit]
+            yield prompt, held + fresh
+            self._commit(prompt, step)
+            calls = step.answer.tool_calls
+            reasoning = step.answer.reasoning if step.echoes_reasoning else ""
+            messages.append(Message("assistant", step.answer.content, calls, reasoning=reasoning))
+
+    def _commit(self, prompt: Prompt, step: Step) -> Node:
+        parent = prompt.match.node
+        for unit, ids in prompt.new_units:
+            parent = self.tree.add_unit(parent, unit, ids)
+        parent.seen = prompt.seen or parent.seen
+        ids = self._sampled(prompt, step)
+        spans = (VersionSpan(0, 0, len(ids)),)
+        finish = Finish.LENGTH if step.cut else Finish.STOP
+        sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
+        return self.tree.add_sample(parent, step.answer, prompt.glue, sample, prompt.match.reasons)
+
+    def _sampled(self, prompt: Prompt, step: Step) -> TokenIds:
+        answer, end = step.answer, self.continuation.contract.stops[0]
+        thought = f"{answer.reasoning}\n</think>\n\n" if answer.reasoning else ""
+        forms = [
+            self._printed(prompt, answer) or f"{answer.content}{end}",
+            f"{answer.content}{end}",
+            f"<think>\n{thought}{answer.content}{end}",
+            f"{thought}{answer.content}{end}",
+        ]
+        text = forms[step.form]
+        if step.cut:
+            text = text.partition(end)[0]
+        encode = self.family.tokenizer.encode
+        if not step.apart:
+            return encode(text)
+        begun = text.removesuffix(end)
+        pieces = [encode(letter) for letter in begun] + [encode(text[len(begun) :])]
+        return np.concatenate([np.empty(0, np.uint32), *pieces])
+
+    def _printed(self, prompt: Prompt, answer: Message) -> str:
+        """How the template prints the answer behind this prompt; nothing where it cannot."""
+        held = [message for node in prompt.match.node.path() for message in node.unit]
+        held += [message for unit, _ in prompt.new_units for message in unit]
+        then = [Message("user", "next7zq")]
+        if answer.tool_calls:
+            then = [
+                Message("tool", "next7zq", tool_call_id=call.id, name=call.name)
+                for call in answer.tool_calls
+            ]
+        template = self.family.template
+        try:
+            asked = template.render(held, self.frame, generation_prompt=True)
+            text = template.render([*held, answer, *then], self.frame)
+        except TemplateRenderError:
+            return ""
+        if not text.startswith(asked):
+            return ""
+        text = text[len(asked) :].partition("next7zq")[0]
+        ends = [self.continuation.contract.end_text, self.continuation.contract.call_end_text]
+        found = [text.rfind(end) + len(end) for end in ends if end and end in text]
+        return text[: max(found)] if found else ""
+
+
+def without_text_beside_calls(step: Step) -> Step:
+    return (
+        replace(step, answer=replace(step.answer, content="")) if step.answer.tool_calls else step
+    )
+
+
+@pytest.mark.parametrize("name", families.names())
+@given(session=sessions, frame=st.sampled_from(FRAMES))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_a_turn_is_flagged_exactly_where_the_templates_ids_differ(
+    name: str, session: list[Step], frame: Frame
+) -> None:
+    played = Played(name, frame, rewrite=False)
+    for prompt, messages in played.turns(session):
+        ids = reference(played.family, messages, frame)
+        flagged = Fidelity.TEMPLATE_REWRITE in prompt.match.reasons
+        assert flagged == (ids != prompt.ids().tolist())
+
+
+@pytest.mark.parametrize("name", families.names())
+@given(session=sessions, frame=st.sampled_from(FRAMES))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_a_rewritten_history_is_what_the_template_prints(
+    name: str, session: list[Step], frame: Frame
+) -> None:
+    played = Played(name, frame, rewrite=True)
+    findings = played.continuation.contract.findings
+    assert not findings & MOVING
+    if Finding.TEXT_BEHIND_RESULTS in findings:  # no place for it in a tree: such turns are kept
+        session = [without_text_beside_calls(step) for step in session]
+    for prompt, messages in played.turns(session):
+        ids = reference(played.family, messages, frame)
+        if ids is not None:
+            assert prompt.ids().tolist() == ids
+
+
+class Counting:
+    """A template or tokenizer that counts the characters it is given or gives."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.chars = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def render(self, *arguments: Any, **options: Any) -> str:
+        text = str(self._inner.render(*arguments, **options))
+        self.chars += len(text)
+        return text
+
+    def encode(self, text: str) -> TokenIds:
+        self.chars += len(text)
+        ids: TokenIds = self._inner.encode(text)
+        return ids
+
+
+PLAIN = Step("why", Message("assistant", "Here."), 0, False, False, True, True, False)  # noqa: FBT003
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "renders_all"),
+    [
+        pytest.param("qwen2_5", 0, False, id="append-only"),
+        pytest.param("qwen2_5", 3, False, id="append-only, flagged"),
+        pytest.param("qwen3", 0, True, id="rewrites"),
+        pytest.param("qwen3", 3, True, id="rewrites, flagged"),
+    ],
+)
+def test_the_hundredth_turn_is_compared_at_the_cost_of_the_tenth(
+    name: str, form: int, *, renders_all: bool
+) -> None:
+    family = families.load(name)
+    template: Any = Counting(family.template)
+    tokenizer: Any = Counting(family.tokenizer)
+    played = Played(name, FRAMES[0], rewrite=False)
+    played.continuation = Continuation(template, tokenizer)
+    step = replace(PLAIN, form=form, answer=replace(PLAIN.answer, reasoning="Hm."))
+    costs: list[tuple[int, int]] = []
+    for prompt, _ in played.turns([step] * 100):
+        costs.append((template.chars, tokenizer.chars))
+        flagged = Fidelity.TEMPLATE_REWRITE in prompt.match.reasons
+        assert flagged == (form == 3 and len(costs) > 1)
+        template.chars = tokenizer.chars = 0
+    assert costs[99][1] == costs[9][1]  # what is tokenised
+    assert (costs[99][0] > costs[9][0]) == renders_all

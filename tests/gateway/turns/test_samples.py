@@ -1,0 +1,64 @@
+"""What an engine gave and what may become a turn: only what can be stored and trained."""
+
+import numpy as np
+import pytest
+
+from rollmesh.chat.parsing.answer import Answer
+from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.gateway.conversation.tree import Sample
+from rollmesh.gateway.turns.generate import Generation, checked_sample
+from rollmesh.runtime.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.v1 import engine_pb2, types_pb2
+
+
+def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]]) -> Sample:
+    """What becomes of an answer that an engine gives in one message."""
+    answer = Answer(
+        IncrementalDecoder(tokenizer, ()),
+        (),
+        parser=None,
+        reasoning=None,
+        new_call_id=lambda: "id",
+        one_call=False,
+    )
+    generation = Generation(answer, "engine-0")
+    generation.take(
+        engine_pb2.GenerateResponse(
+            token_ids_u32le=pack_ids(np.arange(tokens, dtype=np.uint32)),
+            logprobs_f32le=pack_logprobs(np.zeros(tokens, np.float32)),
+            finish=engine_pb2.GenerateFinish(
+                reason=types_pb2.FINISH_REASON_STOP,
+                version_spans=[
+                    types_pb2.VersionSpan(policy_version=version, start=start, end=end)
+                    for version, start, end in spans
+                ],
+            ),
+        )
+    )
+    return checked_sample(generation, prompt_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "spans", "said"),
+    [
+        pytest.param(0, [], "without a token", id="no token"),
+        pytest.param(4, [], "version spans", id="no span"),
+        pytest.param(4, [(0, 0, 3), (1, 2, 4)], "version spans", id="overlap"),
+        pytest.param(4, [(0, 0, 1), (1, 2, 4)], "version spans", id="gap"),
+        pytest.param(4, [(0, 2, 4), (0, 0, 2)], "version spans", id="order"),
+        pytest.param(4, [(0, 0, 3)], "version spans", id="short"),
+        pytest.param(4, [(-1, 0, 4)], "version spans", id="negative"),
+    ],
+)
+def test_what_could_not_be_stored_is_no_turn(
+    tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]], said: str
+) -> None:
+    with pytest.raises(RollmeshError, match=said):
+        sample(tokenizer, tokens, spans)
+
+
+def test_spans_one_after_the_other_are_kept_and_empty_ones_are_not(tokenizer: Tokenizer) -> None:
+    given = [(0, 0, 3), (1, 3, 3), (2, 3, 4)]
+    assert sample(tokenizer, 4, given).spans == ((0, 0, 3), (2, 3, 4))

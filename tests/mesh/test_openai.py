@@ -1,0 +1,382 @@
+"""The published openai package against a whole mesh of real processes."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer
+
+from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.client import Client, SessionResult
+from tests.meshes import Mesh, scripted_mesh
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"a": 6,  "b":7.0}}\n</tool_call>'
+RULES = [
+    ("plain", "  The answer is 42. \n"),
+    ("compute", f" I will compute.\n\n{CALL}"),
+    ("as printed", CALL.replace('6,  "b":7.0', '6, "b": 7.0')),
+    ("twice", f"{CALL}\n{CALL}"),
+    ("</tool_response>", "It is 42."),
+    ("broken", '<tool_call>\n{"name": "calculator", "arguments": {"a": 6, "b": \n</tool_call>'),
+    ("garbage", "<tool_call>not json</tool_call>"),
+    ("stop here", "one two three four"),
+    ("at length", "The answer is 42. " * 80),
+]
+SLOW = 20
+"""Tokens per second; what is said at length then takes longer than any test."""
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as running:
+        yield running
+
+
+async def delivered(client: Client, consumer: str = "test") -> SessionResult:
+    """The next session that the collector delivers."""
+    async with client.subscribe(consumer, unit="session") as sessions, asyncio.timeout(60):
+        delivery = await anext(sessions)
+        await sessions.acknowledge(delivery)
+    return delivery.sessions[0]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def ask(agent: AsyncOpenAI, *messages: Any, **fields: Any) -> Any:
+    return await agent.chat.completions.create(model="policy", messages=list(messages), **fields)
+
+
+async def streamed(agent: AsyncOpenAI, *messages: Any, **fields: Any) -> list[Any]:
+    stream = await ask(agent, *messages, stream=True, **fields)
+    return [chunk async for chunk in stream]
+
+
+async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session(metadata={"task": "7"}) as session:
+            agent = mesh.openai(session)
+            messages: list[Any] = [user("compute")]
+            first = (await ask(agent, *messages, tools=TOOLS)).choices[0]
+            assert first.finish_reason == "tool_calls"
+            assert first.message.content == " I will compute."
+            (call,) = first.message.tool_calls
+            assert (call.function.name, call.function.arguments) == (
+                "calculator",
+                '{"a": 6,  "b":7.0}',
+            )
+            messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+            last = (await ask(agent, *messages, tools=TOOLS)).choices[0]
+            assert (last.finish_reason, last.message.content) == ("stop", "It is 42.")
+            session.reward = 1.0
+        result = await delivered(client)
+    assert (result.outcome, result.reward, result.metadata) == ("COMPLETED", 1.0, {"task": "7"})
+    (trajectory,) = result.trajectories
+    assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")
+    # The template would print the call's arguments with other blanks, and the second turn says so.
+    assert trajectory.reasons == ("TEMPLATE_REWRITE",)
+    # An oracle of its own: the reference implementation's render of the whole conversation, plus
+    # the second blank in the arguments, which was sampled and which no render would bring back.
+    reference = AutoTokenizer.from_pretrained(mesh.model)
+    whole = [*messages, {"role": "assistant", "content": "It is 42."}]
+    whole[1] = {
+        "role": "assistant",
+        "content": " I will compute.",
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": "calculator", "arguments": {"a": 6, "b": 7.0}},
+            }
+        ],
+    }
+    text = reference.apply_chat_template(whole, tools=TOOLS, tokenize=False).removesuffix("\n")
+    text = text.replace(" I will compute.\n<", " I will compute.\n\n<")
+    text = text.replace('"arguments": {"a": 6, "b": 7.0}}', '"arguments": {"a": 6,  "b":7.0}}')
+    assert reference.decode(trajectory.token_ids.tolist()) == text
+    assert set(trajectory.policy_versions[trajectory.loss_mask].tolist()) == {0}
+    assert set(trajectory.policy_versions[~trajectory.loss_mask].tolist()) == {-1}
+
+
+async def test_a_tool_loop_is_one_exact_trajectory(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            messages: list[Any] = [user("as printed")]
+            said = (await ask(agent, *messages, tools=TOOLS)).choices[0].message
+            result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "42"}
+            await ask(agent, *messages, said, result, tools=TOOLS)
+        (trajectory,) = (await delivered(client)).trajectories
+    assert (trajectory.turns, trajectory.reasons) == (2, ("EXACT",))
+
+
+async def test_parallel_calls_and_their_results_stay_one_path(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            first = (await ask(agent, user("twice"), tools=TOOLS)).choices[0].message
+            assert len({call.id for call in first.tool_calls}) == 2
+            results = [
+                {"role": "tool", "tool_call_id": call.id, "content": str(at)}
+                for at, call in enumerate(first.tool_calls)
+            ]
+            last = await ask(agent, user("twice"), first, *results, tools=TOOLS)
+            assert last.choices[0].message.content == "It is 42."
+        result = await delivered(client)
+    assert [trajectory.turns for trajectory in result.trajectories] == [2]
+
+
+@pytest.mark.parametrize("question", ["plain", "compute", "twice", "broken", "garbage"])
+async def test_a_stream_joined_is_the_whole_answer(mesh: Mesh, question: str) -> None:
+    async with mesh.client() as client, client.session() as one, client.session() as other:
+        whole = (await ask(mesh.openai(one), user(question), tools=TOOLS)).choices[0]
+        chunks = await streamed(mesh.openai(other), user(question), tools=TOOLS)
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert choices[-1].finish_reason == whole.finish_reason
+    text = "".join(choice.delta.content or "" for choice in choices)
+    assert text == (whole.message.content or "")
+    calls: dict[int, list[str]] = {}
+    for choice in choices:
+        for piece in choice.delta.tool_calls or []:
+            entry = calls.setdefault(piece.index, [piece.function.name, ""])
+            entry[1] += piece.function.arguments or ""
+    expected = [[c.function.name, c.function.arguments] for c in whole.message.tool_calls or []]
+    assert list(calls.values()) == expected
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+async def test_usage_comes_when_it_is_asked_for(mesh: Mesh) -> None:
+    async with mesh.client() as client, client.session() as session:
+        agent = mesh.openai(session)
+        chunks = await streamed(agent, user("plain"), stream_options={"include_usage": True})
+        whole = await ask(agent, user("plain"))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 0
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens > 0
+
+
+async def test_tokens_leave_as_they_are_sampled(tmp_path: Path, tokenizer_dir: Path) -> None:
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW) as mesh,
+        mesh.client() as client,
+        client.session() as session,
+    ):
+        stream = await ask(mesh.openai(session), user("at length"), stream=True)
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+        async with mesh.client() as other:
+            replicas = (await other.replicas()).replicas
+        assert sum(replica.leases for replica in replicas) == 1  # the answer is still being sampled
+        await stream.close()
+
+
+async def test_n_choices_are_n_samples_of_one_prompt(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            answer = await ask(mesh.openai(session), user("plain"), n=3)
+            assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        result = await delivered(client)
+    assert [t.lineage for t in result.trajectories] == ["MAIN", "SIBLING", "SIBLING"]
+    assert all(trajectory.turns == 1 for trajectory in result.trajectories)
+
+
+async def test_a_stop_string_cuts_text_and_tokens(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            choice = (await ask(mesh.openai(session), user("stop here"), stop=" three")).choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("one two", "stop")
+        result = await delivered(client)
+    (trajectory,) = result.trajectories
+    assert trajectory.reasons == ("STOP_STRING",)
+    assert trajectory.loss_mask.sum() < len("one two three four")
+
+
+async def test_a_length_cut_is_a_length_and_can_be_continued(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            first = (await ask(agent, user("plain"), max_tokens=3)).choices[0]
+            assert first.finish_reason == "length"
+            await ask(agent, user("plain"), first.message, user("plain"))
+        result = await delivered(client)
+    (trajectory,) = result.trajectories
+    assert (trajectory.turns, trajectory.reasons) == (2, ("LENGTH_CUT",))
+    cut = next(segment for segment in trajectory.segments if segment.sampled)
+    assert trajectory.token_ids[cut.end] == Tokenizer(mesh.model).special_id("<|im_end|>")
+    assert not trajectory.loss_mask[cut.end]
+
+
+async def test_errors_are_what_the_sdk_expects(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session, client.session() as other:
+            agent = mesh.openai(session)
+            with pytest.raises(openai.BadRequestError) as bad:
+                await ask(agent)
+            assert bad.value.param == "messages"
+            with pytest.raises(openai.BadRequestError) as bad:
+                await ask(agent, user("x"), temperature=9)
+            assert bad.value.param == "temperature"
+            with pytest.raises(openai.BadRequestError) as bad:
+                await ask(agent, {"role": "user", "content": [{"type": "image_url"}]})
+            assert bad.value.param == "messages[0].content[0]"
+            with pytest.raises(openai.BadRequestError) as long:
+                await ask(agent, user("word " * 3000))
+            assert long.value.code == "context_length_exceeded"
+            assert "maximum context length" in str(long.value)
+            stranger = mesh.agent(session.base_url, other.api_key)
+            with pytest.raises(openai.AuthenticationError):
+                await ask(stranger, user("x"))
+            by_key = mesh.agent(f"http://{mesh.addresses.sidecar}/v1", session.api_key)
+            assert (await ask(by_key, user("plain"))).choices[0].message.content
+            static = mesh.agent(session.base_url, "static")
+            assert [model.id for model in (await static.models.list()).data] == ["policy"]
+        with pytest.raises(openai.ConflictError):
+            await ask(mesh.openai(session, max_retries=2), user("x"))
+        nobody = session.base_url.replace(session.session_id, "0" * 24)
+        with pytest.raises(openai.AuthenticationError):
+            await ask(mesh.agent(nobody, "x"), user("x"))
+
+
+async def test_an_overloaded_mesh_says_when_to_come_back(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(
+        tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW, lease_capacity=1
+    ) as mesh:
+        await mesh.restart("gateway", lease_timeout_ms=300)
+        async with mesh.client() as client, client.session() as one, client.session() as two:
+            stream = await ask(mesh.openai(one), user("at length"), stream=True)
+            await anext(aiter(stream))  # it has its lease
+            with pytest.raises(openai.RateLimitError) as caught:
+                await ask(mesh.openai(two), user("plain"))
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            await stream.close()
+
+
+async def test_a_client_that_leaves_frees_the_engine_and_commits_nothing(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW) as mesh:
+        async with mesh.client() as client:
+            async with client.session() as session:
+                stream = await ask(mesh.openai(session), user("at length"), stream=True)
+                async for chunk in stream:
+                    if chunk.choices[0].delta.content:
+                        break
+                await stream.close()
+                async with asyncio.timeout(60):
+                    while any(r.leases for r in (await client.replicas()).replicas):
+                        continue
+            result = await delivered(client)
+        assert (result.turns, result.trajectories) == (0, ())
+
+
+async def test_a_timeout_and_the_sdks_retries_make_one_sample(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=10) as mesh:
+        async with mesh.client() as client:
+            async with client.session() as session:
+                # 13 tokens take 1.3 s: the first try times out, and a later one is answered once
+                agent = mesh.openai(session, max_retries=0, timeout=0.4)
+                with pytest.raises(openai.APITimeoutError):
+                    await ask(agent, user("plain"))
+                answer = await ask(mesh.openai(session), user("plain"))
+                again = await ask(
+                    mesh.openai(session),
+                    user("plain"),
+                    extra_headers={"x-stainless-retry-count": "1"},
+                )
+                assert again.id == answer.id
+            result = await delivered(client)
+    assert [trajectory.turns for trajectory in result.trajectories] == [1]
+
+
+async def test_a_close_ends_what_is_still_being_sampled(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with (
+        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW) as mesh,
+        mesh.client() as client,
+    ):
+        async with client.session() as session:
+            stream = await ask(mesh.openai(session), user("at length"), stream=True)
+            await anext(aiter(stream))
+            await client.close_session(session)
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
+        result = await delivered(client)
+        async with asyncio.timeout(60):
+            while any(r.leases for r in (await client.replicas()).replicas):
+                continue
+    assert (result.turns, result.trajectories) == (0, ())
+
+
+async def test_equal_requests_in_flight_share_one_sample(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            first, second = await asyncio.gather(
+                ask(agent, user("plain"), extra_headers={"idempotency-key": "k"}),
+                ask(agent, user("plain"), extra_headers={"idempotency-key": "k"}),
+            )
+            assert first.id == second.id
+            third = await ask(agent, user("plain"), extra_headers={"idempotency-key": "other"})
+            assert third.id != first.id
+        result = await delivered(client)
+    assert len(result.trajectories) == 2
+
+
+async def test_rubbish_is_refused_and_harms_nobody(mesh: Mesh) -> None:
+    async with mesh.client() as client, client.session() as session, httpx2.AsyncClient() as http:
+        url = f"{session.base_url}/chat/completions"
+        rubbish = [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": 5}', b'{"messages": [5]}']
+        rubbish += [json.dumps({"messages": [user("x")], "n": n}).encode() for n in (0, 999, "a")]
+        rubbish += [json.dumps({"messages": [user("x")], "stop": [5]}).encode()]
+        for body in rubbish:
+            response = await http.post(url, content=body)
+            assert response.status_code == 400, body
+            assert response.json()["error"]["message"]
+            assert response.headers["x-request-id"]
+        assert (await ask(mesh.openai(session), user("plain"))).choices[0].message.content
+
+
+async def test_a_turn_without_tool_choice_goes_on_in_the_same_conversation(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    call = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
+    rules = [("plain", "The answer is 42."), ("next", call)]
+    async with scripted_mesh(tmp_path, tokenizer_dir, rules) as mesh, mesh.client() as client:
+        async with client.session() as session:
+            agent = mesh.openai(session)
+            messages: list[Any] = [{"role": "user", "content": "plain"}]
+            tools: Any = [{"type": "function", "function": {"name": "calculator"}}]
+            settings: dict[str, Any] = {"model": "policy", "tools": tools}
+            first = await agent.chat.completions.create(messages=messages, **settings)
+            messages += [first.choices[0].message, {"role": "user", "content": "next"}]
+            second = await agent.chat.completions.create(
+                messages=messages, tool_choice="none", **settings
+            )
+        message = second.choices[0].message
+        assert (message.tool_calls, message.content) == (None, call)
+        async with client.subscribe("trainer", unit="session") as deliveries:
+            delivery = await anext(deliveries)
+            await deliveries.acknowledge(delivery)
+    (trajectory,) = delivery.sessions[0].trajectories
+    assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")

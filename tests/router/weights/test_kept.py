@@ -1,0 +1,296 @@
+"""The weights that a router keeps: those that were accepted, whatever befalls a push."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmesh.client import Client, MeshAddresses
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.router.weights.updates import retry_delay_s
+from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.errors import (
+    DeadlineError,
+    InvalidFieldError,
+    StaleVersionError,
+    StoreFullError,
+)
+from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+from tests.processes import ServiceProcess, running
+from tests.router.engines import noting_engine
+
+FIRST, SECOND, THIRD = b"first" * 100, b"second" * 100, b"third" * 100
+SILENCE_MS = 500
+TENSORS = {"w": np.zeros(1, np.float32)}
+
+
+@pytest.fixture
+async def router(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
+    flags = {"port": 0, "data_dir": tmp_path / "router", "push_silence_ms": SILENCE_MS}
+    async with running("router", tmp_path, **flags) as process:
+        yield process
+
+
+def sdk(router: ServiceProcess) -> Client:
+    return Client(MeshAddresses(router=router.address, gateway="", collector="", sidecar=""))
+
+
+def messages(
+    version: int, data: bytes, *, mode: engine_pb2.PauseMode.ValueType, size: int | None = None
+) -> list[router_pb2.PushWeightsRequest]:
+    header = engine_pb2.UpdateWeightsHeader(
+        policy_version=version,
+        pause_mode=mode,
+        safetensors_bytes=len(data) if size is None else size,
+    )
+    pieces = [data[at : at + 100] for at in range(0, len(data), 100)]
+    return [
+        router_pb2.PushWeightsRequest(header=header),
+        *(router_pb2.PushWeightsRequest(safetensors_chunk=piece) for piece in pieces),
+    ]
+
+
+async def push(
+    router: str,
+    version: int,
+    data: bytes,
+    *,
+    mode: engine_pb2.PauseMode.ValueType = engine_pb2.PAUSE_MODE_KEEP,
+    size: int | None = None,
+    then: asyncio.Event | None = None,
+) -> router_pb2.PushWeightsResponse:
+    """Pushes bytes; with `then` it falls silent after them until that is set."""
+
+    async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
+        for message in messages(version, data, mode=mode, size=size):
+            yield message
+        if then is not None:
+            await then.wait()
+
+    async with open_channel(router) as channel:
+        with typed_errors():
+            return await router_pb2_grpc.RouterServiceStub(channel).PushWeights(parts(), timeout=60)
+
+
+async def until_receiving(folder: Path) -> None:
+    while not list(folder.rglob("*.part")):  # noqa: ASYNC110 - of a process
+        await asyncio.sleep(0.01)
+
+
+async def test_after_a_refused_push_a_late_engine_gets_what_the_others_have(
+    router: ServiceProcess,
+) -> None:
+    async with AsyncExitStack() as stack:
+        early = await stack.enter_async_context(noting_engine(router.address, "early"))
+        await push(router.address, 1, FIRST)
+        early.refuses = True
+        answer = await push(router.address, 2, SECOND)
+        assert [result.error_reason for result in answer.results] == ["INVALID_WEIGHTS"]
+        with pytest.raises(InvalidFieldError) as caught:
+            await push(router.address, 2, SECOND, mode=engine_pb2.PAUSE_MODE_UNSPECIFIED)
+        assert caught.value.field == "header.pause_mode"
+        late = await stack.enter_async_context(noting_engine(router.address, "late"))
+        await late.until_taken(1)
+        assert late.taken == [(1, FIRST)]
+
+
+async def test_a_router_that_died_in_the_middle_of_a_push_has_what_it_had(tmp_path: Path) -> None:
+    flags = {"data_dir": tmp_path / "router"}
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(running("router", tmp_path, port=0, **flags))
+        async with noting_engine(first.address, "early"):
+            await push(first.address, 1, FIRST)
+            more = asyncio.Event()
+            pushing = asyncio.create_task(
+                push(first.address, 2, SECOND[:300], size=len(SECOND), then=more)
+            )
+            await until_receiving(tmp_path)
+            await first.kill()
+            more.set()
+            await asyncio.gather(pushing, return_exceptions=True)
+        port = first.port
+        second = await stack.enter_async_context(running("router", tmp_path, port=port, **flags))
+        late = await stack.enter_async_context(noting_engine(second.address, "late"))
+        await late.until_taken(1)
+        assert late.taken == [(1, FIRST)]
+        assert not list(tmp_path.rglob("*.part"))
+
+
+async def test_what_an_engine_took_is_accepted_though_the_router_died_before_it_knew(
+    tmp_path: Path,
+) -> None:
+    flags = {"data_dir": tmp_path / "router"}
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(
+            running("router", tmp_path, port=0, fault="router-before-accept:2", **flags)
+        )
+        early = await stack.enter_async_context(noting_engine(first.address, "early"))
+        await push(first.address, 1, FIRST)
+        pushing = asyncio.create_task(push(first.address, 2, SECOND))
+        await first.wait_line("FAULT router-before-accept")
+        await first.kill()
+        await asyncio.gather(pushing, return_exceptions=True)
+        second = await stack.enter_async_context(
+            running("router", tmp_path, port=first.port, **flags)
+        )
+        late = await stack.enter_async_context(noting_engine(second.address, "late"))
+        await late.until_taken(2)
+        assert late.taken[-1] == (2, SECOND)
+        assert early.taken == [(1, FIRST), (2, SECOND)]
+        with pytest.raises(StaleVersionError):
+            await push(second.address, 2, THIRD)
+
+
+async def test_an_engine_with_other_bytes_of_the_same_version_gets_the_accepted_ones(
+    router: ServiceProcess,
+) -> None:
+    async with AsyncExitStack() as stack:
+        early = await stack.enter_async_context(noting_engine(router.address, "early"))
+        await push(router.address, 1, FIRST)
+        stranger = await stack.enter_async_context(
+            noting_engine(
+                router.address,
+                "stranger",
+                load=router_pb2.ReplicaLoad(policy_version=1, push_id="x"),
+            )
+        )
+        await stranger.until_taken(1)
+        assert early.taken == stranger.taken == [(1, FIRST)]
+
+
+async def test_a_push_that_falls_silent_keeps_no_other_waiting(
+    router: ServiceProcess, tmp_path: Path
+) -> None:
+    async with noting_engine(router.address, "engine") as engine:
+        more = asyncio.Event()
+        silent = asyncio.create_task(
+            push(router.address, 1, SECOND[:300], size=len(SECOND), then=more)
+        )
+        await until_receiving(tmp_path)
+        await push(router.address, 1, FIRST)
+        with pytest.raises(DeadlineError, match="push_silence_ms"):
+            await silent
+        more.set()
+        assert engine.taken == [(1, FIRST)]
+        assert not list(tmp_path.rglob("*.part"))
+
+
+async def test_more_bytes_than_announced_are_refused_before_the_push_ends(
+    router: ServiceProcess, tmp_path: Path
+) -> None:
+    async with noting_engine(router.address, "engine"):
+        never = asyncio.Event()
+        with pytest.raises(InvalidFieldError, match="announced"):
+            await push(router.address, 1, FIRST, size=150, then=never)
+        with pytest.raises(StoreFullError, match="room"):
+            await push(router.address, 1, FIRST, size=2**60)
+        assert not list(tmp_path.rglob("*.part"))
+        await push(router.address, 1, FIRST)
+
+
+async def test_an_engine_that_hangs_holds_up_neither_leases_nor_pushes_nor_late_engines(
+    router: ServiceProcess,
+) -> None:
+    async with AsyncExitStack() as stack:
+        well = await stack.enter_async_context(noting_engine(router.address, "well"))
+        hung = await stack.enter_async_context(noting_engine(router.address, "hung"))
+        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
+        hung.hangs.clear()
+        first = asyncio.create_task(push(router.address, 1, FIRST))
+        await well.until_taken(1)
+        late = await stack.enter_async_context(noting_engine(router.address, "late"))
+        await late.until_taken(1)
+        for session in ("s", "t"):
+            async with leases.lease(session_id=session, deadline_ms=20_000) as grant:
+                assert (grant.engine_id == "hung", grant.policy_version) == (False, 1)
+        second = asyncio.create_task(push(router.address, 2, SECOND))
+        await asyncio.gather(well.until_taken(2), late.until_taken(2))
+        results = {one.engine_id: one.error_reason for one in (await first).results}
+        assert results == {"well": "", "hung": "SUPERSEDED"}
+        hung.hangs.set()
+        answer = await second
+        assert {one.error_reason for one in answer.results} == {""}
+        assert answer.policy_version == 2
+        assert hung.taken[-1] == (2, SECOND)
+
+
+async def test_an_engine_that_fails_is_left_out_with_the_reason(
+    router: ServiceProcess, tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(sdk(router))
+        await stack.enter_async_context(noting_engine(router.address, "well"))
+        bad = await stack.enter_async_context(noting_engine(router.address, "bad"))
+        bad.refuses = True
+        await push(router.address, 1, FIRST)
+        found = {one.hello.replica_id: one for one in (await client.replicas()).replicas}
+        assert not found["well"].left_out
+        assert "do not fit" in found["bad"].left_out
+        log = tmp_path / "router.log"
+        while "weight update failed" not in log.read_text():  # noqa: ASYNC110 - of a process
+            await asyncio.sleep(0.01)
+        assert "brought up to date" not in log.read_text()
+        bad.refuses = False
+        await bad.until_taken(1)
+
+
+def test_retries_come_later_and_later_and_not_all_at_once() -> None:
+    longest = [retry_delay_s(failures, 1.0) for failures in range(1, 40)]
+    assert longest == sorted(longest)
+    assert longest[0] == 1
+    assert longest[-1] == 300
+    assert retry_delay_s(5, 0.0) == longest[4] / 2
+
+
+async def test_a_version_far_above_the_last_is_refused_and_an_operator_can_begin_anew(
+    tmp_path: Path,
+) -> None:
+    flags = {"port": 0, "data_dir": tmp_path / "router", "max_version_step": 2**61}
+    async with AsyncExitStack() as stack:
+        careless = await stack.enter_async_context(running("router", tmp_path, **flags))
+        early = await stack.enter_async_context(noting_engine(careless.address, "early"))
+        await push(careless.address, 2**60, FIRST)
+        await careless.kill()
+        flags |= {"port": careless.port, "max_version_step": 1000}
+        router = await stack.enter_async_context(running("router", tmp_path, **flags))
+        client = await stack.enter_async_context(sdk(router))
+        await early.until_registered()
+        with pytest.raises(InvalidFieldError, match="max_version_step"):
+            await push(router.address, 2**60 + 1001, SECOND)
+        with pytest.raises(StaleVersionError):
+            await push(router.address, 7, SECOND)
+        tool = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "rollmesh.router", "forget-weights", f"--router={router.address}"
+        )
+        assert await tool.wait() == 0
+        assert await client.policy_version() == 0
+        await push(router.address, 7, SECOND)
+        assert early.taken[-1] == (7, SECOND)
+        late = await stack.enter_async_context(noting_engine(router.address, "late"))
+        await late.until_taken(7)
+
+
+async def test_models_have_weights_of_their_own(router: ServiceProcess) -> None:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(sdk(router))
+        with pytest.raises(InvalidFieldError, match="no engine or gateway is registered"):
+            await client.push_weights(TENSORS, 1)
+        a = await stack.enter_async_context(noting_engine(router.address, "a", model="m/a"))
+        await client.push_weights(TENSORS, 1)
+        b = await stack.enter_async_context(noting_engine(router.address, "b", model="m/b"))
+        with pytest.raises(InvalidFieldError, match="m/a, m/b") as caught:
+            await client.push_weights(TENSORS, 2)
+        assert caught.value.field == "header.model"
+        await client.push_weights(TENSORS, 5, model="m/b")
+        assert [version for version, _ in a.taken] == [1]
+        assert [version for version, _ in b.taken] == [5]
+        assert [
+            (one.model, one.target_policy_version) for one in (await client.replicas()).models
+        ] == [
+            ("m/a", 1),
+            ("m/b", 5),
+        ]

@@ -1,0 +1,139 @@
+"""Every parameter of the two APIs has a place in the table, and the table is what happens."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from openai.types.chat import completion_create_params
+from prometheus_client import REGISTRY
+
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.openai_chat.parameters import REFUSED, SERVED, UNUSED
+from rollmesh.sidecar.openai_chat.requests import parse_body, read_request, wants_usage
+from rollmesh.v1 import gateway_pb2
+from tests.paths import ROOT
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+TABLE = SERVED | REFUSED.keys() | UNUSED.keys()
+DOCUMENT = ROOT / "docs" / "openai.md"
+VALUES: dict[str, Any] = {
+    "add_generation_prompt": False,
+    "include_reasoning": False,
+    "spaces_between_special_tokens": False,
+}
+"""What asks for something, where 1 does not."""
+
+
+def read(**more: Any) -> gateway_pb2.ChatRequest:
+    body = parse_body(orjson.dumps(ASK | more))
+    wants_usage(body)
+    return read_request(body)
+
+
+def ignored(name: str) -> float:
+    labels = {"name": name}
+    found = REGISTRY.get_sample_value("rollmesh_sidecar_ignored_parameters_total", labels)
+    return found or 0.0
+
+
+def test_a_parameter_has_one_place() -> None:
+    assert len(TABLE) == len(SERVED) + len(REFUSED) + len(UNUSED)
+
+
+def test_every_parameter_of_the_openai_sdk_is_in_the_table() -> None:
+    fields: set[str] = set()
+    for kind in ("Base", "NonStreaming", "Streaming"):
+        fields |= getattr(
+            completion_create_params, f"CompletionCreateParams{kind}"
+        ).__annotations__.keys()
+    assert len(fields) > 30
+    assert fields <= TABLE
+
+
+@pytest.mark.vllm
+def test_every_parameter_of_vllm_is_in_the_table() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    # Its source, for importing it takes half a minute.
+    path = Path(spec.origin).parent / "entrypoints/openai/chat_completion/protocol.py"
+    (model,) = (
+        one
+        for one in ast.parse(path.read_text()).body
+        if isinstance(one, ast.ClassDef) and one.name == "ChatCompletionRequest"
+    )
+    names = {
+        one.target.id
+        for one in model.body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    }
+    fields = {name for name in names if not name.startswith("_")}
+    assert len(fields) > 60
+    assert fields <= TABLE
+
+
+def test_the_document_has_the_table() -> None:
+    rows = re.findall(r"^\| (`[^|]*`) \|", DOCUMENT.read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named >= TABLE
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_served_is_refused_with_its_reason(name: str) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        read(**{name: VALUES.get(name, 1)})
+    assert caught.value.field == name
+    assert REFUSED[name] in caught.value.message
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_asks_for_nothing_is_not_refused(name: str) -> None:
+    neutral = not VALUES[name] if name in VALUES else False
+    assert read(**{name: neutral}) == read(**{name: None}) == read()
+
+
+@pytest.mark.parametrize("name", sorted(UNUSED))
+def test_what_changes_nothing_is_accepted_and_counted(name: str) -> None:
+    before = ignored(name)
+    assert read(**{name: 1}) == read()
+    assert ignored(name) == before + 1
+
+
+def test_documents_and_efforts_are_options_of_the_template() -> None:
+    documents = [{"title": "a", "text": "b"}]
+    request = read(documents=documents, reasoning_effort="none", chat_template_kwargs={"x": 1})
+    assert orjson.loads(request.template_options_json) == {
+        "documents": documents, "reasoning_effort": "none", "enable_thinking": False, "x": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        pytest.param("documents", {"documents": {}}, id="documents"),
+        pytest.param("documents[1]", {"documents": [{}, {"text": 5}]}, id="a document's text"),
+        pytest.param(
+            "chat_template_kwargs.tools", {"chat_template_kwargs": {"tools": []}}, id="tools"
+        ),
+        pytest.param("stream_options", {"stream": True, "stream_options": 1}, id="stream options"),
+        pytest.param("stream_options", {"stream_options": {"include_usage": True}}, id="no stream"),
+        pytest.param(
+            "stream_options.include_usage",
+            {"stream": True, "stream_options": {"include_usage": "yes"}},
+            id="usage not a boolean",
+        ),
+        pytest.param(
+            "stream_options.continuous_usage_stats",
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            id="usage in each chunk",
+        ),
+    ],
+)  # fmt: skip
+def test_options_with_a_fault_are_refused_by_name(field: str, more: dict[str, Any]) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        read(**more)
+    assert caught.value.field == field
