@@ -75,7 +75,7 @@ def test_what_cannot_work_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_the_check_does_not_import_vllm() -> None:
     code = (
-        "import sys; from rollmesh.gateway import vllm_parser; "
+        "import sys; from rollmesh.chat.parsing.vllm import client as vllm_parser; "
         "vllm_parser.check('pythonic'); sys.exit('vllm' in sys.modules)"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
