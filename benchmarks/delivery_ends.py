@@ -25,7 +25,7 @@ from rollmesh.client.sessions.trajectories import Delivery
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.runtime.database import Database
-from rollmesh.runtime.memory import keep_freed_memory
+from rollmesh.runtime.process.memory import keep_freed_memory
 from rollmesh.v1 import types_pb2
 
 _PRELOADED, _CHUNK = 2048, 256

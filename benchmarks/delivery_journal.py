@@ -12,7 +12,7 @@ from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.journal import AnswerRecord, SessionSpec
-from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs
+from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 _END = 0

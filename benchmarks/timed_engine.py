@@ -15,7 +15,7 @@ from rollmesh.engine.backend import GenerateInput, Output
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
-from rollmesh.runtime.process import run_service
+from rollmesh.runtime.process.main import run_service
 
 _generate = ScriptedBackend.generate
 

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 
 from rollmesh.client import Client, MeshAddresses
-from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.rpc.channels import open_channel
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,8 +10,8 @@ import pytest
 
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.mesh.leases import LeaseClient
-from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.errors import RemoteError
+from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2, types_pb2
 from tests.collector.records import record
 

@@ -21,7 +21,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     StaleVersionError,
 )
-from rollmesh.runtime.interceptors import Context, RpcInterceptor
+from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.client.conftest import addresses_of
 

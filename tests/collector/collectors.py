@@ -8,8 +8,9 @@ from typing import Any
 
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.service import CollectorService
-from rollmesh.runtime.channels import open_channel
-from rollmesh.runtime.serving import Bound, serve
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc.listening import Bound
+from rollmesh.runtime.rpc.server import serve
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.collector.records import record
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client.deliveries.subscription import Subscription
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, StoreFullError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
 from tests.collector.records import record
 from tests.processes import ServiceProcess, running

@@ -11,8 +11,8 @@ import pytest
 
 from rollmesh.collector.commands import read_position
 from rollmesh.collector.export import export, rows_of
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, subscribing
 from tests.collector.records import record

@@ -10,7 +10,6 @@ import pytest
 from rollmesh.client.client import Client
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
 from rollmesh.client.sessions.session import MeshAddresses
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     ConsumerUnknownError,
@@ -18,7 +17,8 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     SessionUnknownError,
 )
-from rollmesh.runtime.statuses import from_rpc_error
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 from tests.collector.collectors import (
     GROUP,

@@ -6,10 +6,10 @@ import pytest
 
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.servicer import CollectorServicer
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import StartingError
-from rollmesh.runtime.interceptors import RpcInterceptor
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 from tests.collector.collectors import SESSION, TIMEOUT_S
 from tests.collector.records import record

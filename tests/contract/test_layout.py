@@ -28,7 +28,10 @@ def test_no_two_portions_hold_the_same_package() -> None:
     assert sorted(packages) == sorted(set(packages))
 
 
-@pytest.mark.parametrize("package", [*SERVICES, "batches", "chat", "cli", "client", "integrations", "mesh", "runtime", "v1"])
+@pytest.mark.parametrize(
+    "package",
+    [*SERVICES, "batches", "chat", "cli", "client", "integrations", "mesh", "runtime", "v1"],
+)
 def test_every_package_says_that_it_is_typed(package: str) -> None:
     (folder,) = [path / package for path in namespaces() if (path / package).is_dir()]
     assert (folder / "py.typed").exists()

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.errors import (
     InvalidConstraintError,
     InvalidFieldError,
@@ -21,6 +20,7 @@ from rollmesh.runtime.errors import (
     RequestIdInUseError,
     StaleVersionError,
 )
+from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 from tests.processes import ServiceProcess, running
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.client import Client, MeshAddresses, Subscription
 from rollmesh.mesh.membership import Membership
-from rollmesh.runtime import channels
+from rollmesh.runtime.rpc import channels
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2
 from tests.collector.records import record
 from tests.faults.proxy import proxy_to

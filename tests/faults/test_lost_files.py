@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.collector.records import record
 from tests.collector.redis_server import redis_server

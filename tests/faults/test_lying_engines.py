@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.runtime.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, router_pb2, types_pb2
 from tests.meshes import Mesh, scripted_mesh
 from tests.router.engines import Answers, NotingEngine, noting_engine

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, Session, SessionResult
-from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.sidecar import app
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.metrics import CHATS

@@ -23,9 +23,10 @@ from rollmesh.gateway.service import GatewayService
 from rollmesh.gateway.sessions.registry import Gateway
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.service import RouterService
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import EngineDeadError
-from rollmesh.runtime.serving import Bound, ServerConfig, Service, serve
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc.listening import Bound, ServerConfig
+from rollmesh.runtime.rpc.server import Service, serve
 from rollmesh.v1 import gateway_pb2_grpc
 
 _WAIT_S = 60

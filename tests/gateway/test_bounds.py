@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.statuses import from_rpc_error
+from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 

@@ -4,9 +4,9 @@ import grpc
 import pytest
 
 from rollmesh.gateway.servicer import GatewayServicer
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import StartingError
-from rollmesh.runtime.interceptors import RpcInterceptor
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 
 ASK = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="x")

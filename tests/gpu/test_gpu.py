@@ -17,7 +17,7 @@ from transformers import Qwen3ForCausalLM
 
 from rollmesh.client import MeshAddresses
 from rollmesh.client.sync import Client
-from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.docker.compose import docker_problem
 from tests.engine.test_conformance import Engine

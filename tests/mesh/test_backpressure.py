@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Client
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import StoreFullError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.collector.redis_server import redis_server
 from tests.meshes import Mesh

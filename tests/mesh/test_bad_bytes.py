@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.statuses import from_rpc_error
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2, engine_pb2, gateway_pb2, router_pb2
 from tests.mesh.test_openai import ask, delivered, user
 from tests.meshes import Mesh, scripted_mesh

@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from rollmesh.client import Session
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError, SessionUnknownError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 from tests.meshes import Mesh, scripted_mesh
 

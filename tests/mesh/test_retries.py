@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from rollmesh.client import Client, Session, SessionResult
-from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import running

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Session
-from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 from tests.meshes import Mesh, scripted_mesh
 

@@ -9,7 +9,7 @@ import grpc
 
 from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.errors import InvalidWeightsError
-from rollmesh.runtime.interceptors import RpcInterceptor
+from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 Answers: TypeAlias = AsyncIterator[engine_pb2.GenerateResponse]

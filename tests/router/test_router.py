@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 from rollmesh.client import Client, MeshAddresses, WeightsPushError
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.mesh.membership import Membership
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidFieldError,
@@ -22,6 +21,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     StaleVersionError,
 )
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
 

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from rollmesh.runtime.channels import open_channel
-from rollmesh.runtime.interceptors import Context
-from rollmesh.runtime.process import run_service
-from rollmesh.runtime.serving import Bound, ServerConfig, serve
+from rollmesh.runtime.process.main import run_service
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc.listening import Bound, ServerConfig
+from rollmesh.runtime.rpc.server import serve
 from tests.paths import ROOT
 from tests.processes import ServiceProcess
 

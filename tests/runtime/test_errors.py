@@ -8,7 +8,6 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidFieldError,
@@ -18,8 +17,9 @@ from rollmesh.runtime.errors import (
     SessionClosedError,
     StoreFullError,
 )
-from rollmesh.runtime.interceptors import Context
-from rollmesh.runtime.statuses import DOMAIN, to_status
+from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc.statuses import DOMAIN, to_status
 from tests.runtime.services import KINDS, Script, ScriptedService, ask, begin, failing, served
 
 

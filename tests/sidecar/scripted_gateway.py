@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import grpc
 
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import SessionUnknownError
-from rollmesh.runtime.interceptors import Context, RpcInterceptor
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
 from rollmesh.sidecar.app import Sidecar
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.server import HttpServer

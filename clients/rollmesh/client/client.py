@@ -24,8 +24,8 @@ from rollmesh.client.weights.push import (
     push_weights,
     weights_of,
 )
-from rollmesh.runtime.channels import open_channel, read_stream, request_metadata, typed_errors
 from rollmesh.runtime.errors import SessionUnknownError
+from rollmesh.runtime.rpc.channels import open_channel, read_stream, request_metadata, typed_errors
 from rollmesh.v1 import (
     collector_pb2,
     collector_pb2_grpc,

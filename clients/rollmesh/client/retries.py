@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import grpc
 
-from rollmesh.runtime.channels import typed_errors
 from rollmesh.runtime.errors import RemoteError, RollmeshError
+from rollmesh.runtime.rpc.channels import typed_errors
 
 _Result = TypeVar("_Result")
 _HEALED_BY_WAITING = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollmesh.client import Delivery, SessionResult, Subscription
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 

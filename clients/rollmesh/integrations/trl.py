@@ -22,7 +22,7 @@ from rollmesh.client import AgentRunner, Client, MeshAddresses, Session, Session
 from rollmesh.integrations.arrivals import Arrivals
 from rollmesh.integrations.sessions import Limits, Sample, SessionRuns
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 

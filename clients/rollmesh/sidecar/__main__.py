@@ -7,13 +7,14 @@ import sys
 
 import uvloop
 
-from rollmesh.runtime import faults
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.config import ConfigError, parse_config
-from rollmesh.runtime.logs import configure_logging
-from rollmesh.runtime.metrics import metrics_endpoint
-from rollmesh.runtime.process import print_ready
-from rollmesh.runtime.serving import Bound, bind_host, stop_signals
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.process.main import print_ready
+from rollmesh.runtime.process.signals import stop_signals
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc.listening import Bound, bind_host
+from rollmesh.runtime.telemetry.logs import configure_logging
+from rollmesh.runtime.telemetry.metrics import metrics_endpoint
 from rollmesh.sidecar.app import Sidecar
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.server import HttpServer

@@ -14,11 +14,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rollmesh.runtime import clock, faults
-from rollmesh.runtime.channels import read_stream, typed_errors, whole_call
+from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.logs import fields, set_request_id
-from rollmesh.runtime.memory import FreedMemory
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.process.memory import FreedMemory
+from rollmesh.runtime.rpc.channels import read_stream, typed_errors, whole_call
+from rollmesh.runtime.telemetry.logs import fields, set_request_id
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import ModelUnknownError, PathUnknownError, to_http
 from rollmesh.sidecar.metrics import measured

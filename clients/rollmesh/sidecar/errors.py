@@ -6,7 +6,7 @@ import grpc
 import orjson
 
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
-from rollmesh.runtime.statuses import MAX_MESSAGE_BYTES, cut_text
+from rollmesh.runtime.rpc.statuses import MAX_MESSAGE_BYTES, cut_text
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),

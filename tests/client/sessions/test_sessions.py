@@ -6,13 +6,13 @@ import pytest
 
 from rollmesh.client import Client, MeshAddresses, Session, sync
 from rollmesh.client.retries import retried
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RemoteError,
     SessionUnknownError,
     TooManySessionsError,
 )
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 from tests.client.conftest import addresses_of
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving

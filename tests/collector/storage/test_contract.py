@@ -17,12 +17,12 @@ from rollmesh.collector.storage.sqlite.schema import SCHEMA, VERSION
 from rollmesh.collector.storage.sqlite.store import SqliteStore
 from rollmesh.collector.storage.store import LOAD_BYTES, Arrival, Retention
 from rollmesh.collector.streams.subscriptions import Subscriptions
-from rollmesh.runtime.arrays import pack_logprobs
-from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.codec.arrays import pack_logprobs
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.serving import ServerConfig
-from rollmesh.runtime.statuses import from_rpc_error
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.rpc.listening import ServerConfig
+from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
 from tests.collector.collectors import (
     GROUP,

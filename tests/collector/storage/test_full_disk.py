@@ -7,9 +7,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from rollmesh.collector.storage.sqlite import store as sqlite_store
-from rollmesh.runtime.channels import typed_errors
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import StoreFullError
+from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import TIMEOUT_S, ingest_all, stub_at, subscribing
 from tests.collector.records import record, trajectory

@@ -14,9 +14,9 @@ from rollmesh.collector.storage.redis.client import RedisClient, connected
 from rollmesh.collector.storage.redis.store import RedisStore
 from rollmesh.collector.storage.store import Settlement
 from rollmesh.collector.streams.subscriptions import Subscriptions
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import ConsumerMovedError, StoreAwayError, StoreFullError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import GROUP, TIMEOUT_S, collector_at, ingest_all, subscribing
 from tests.collector.records import record

@@ -8,8 +8,8 @@ import pytest
 
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
 from rollmesh.client.sessions.trajectories import SessionResult, Trajectory
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import InvalidFieldError, ShuttingDownError
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.collector.collectors import TIMEOUT_S, collector_at, ingest_all
 from tests.collector.records import record, trajectory

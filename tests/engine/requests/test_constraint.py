@@ -15,8 +15,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 from tests.engine.test_conformance import PROMPT, Engine, Result
 from tests.processes import running

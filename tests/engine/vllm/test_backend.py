@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save
 from transformers import Qwen3ForCausalLM
 
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import EngineDeadError, InvalidWeightsError
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.test_conformance import PROMPT, Engine, Result
 from tests.processes import running

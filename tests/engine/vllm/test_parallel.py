@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollmesh.runtime.channels import open_channel
 from rollmesh.runtime.errors import EngineDeadError
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.test_conformance import Engine, Result
 from tests.processes import running

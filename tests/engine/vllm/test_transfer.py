@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from rollmesh.client import MeshAddresses, Transfer, WeightsPushError
 from rollmesh.client.sync import Client
 from rollmesh.integrations.vllm_transfer import MeshWeightSync
-from rollmesh.runtime.channels import open_channel
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.store_transfer import BACKEND, StoreTrainer
 from tests.engine.test_conformance import Engine

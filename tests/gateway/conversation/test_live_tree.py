@@ -21,7 +21,7 @@ from rollmesh.gateway.conversation.reasons import ExportMode
 from rollmesh.gateway.export.record import write_record
 from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage import journal
-from rollmesh.runtime.statuses import from_rpc_error
+from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 

@@ -15,7 +15,7 @@ from rollmesh.gateway.sessions.session import Answered
 from rollmesh.gateway.storage import journal
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError, SessionClosedError, StoreFullError
-from rollmesh.runtime.statuses import from_rpc_error
+from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 

@@ -11,8 +11,8 @@ from rollmesh.client import SessionResult, Subscription
 from rollmesh.gateway.export.record import trajectory_ends
 from rollmesh.gateway.sessions import registry as gateway_module
 from rollmesh.gateway.sessions.session import Session
-from rollmesh.runtime.channels import typed_errors
 from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 

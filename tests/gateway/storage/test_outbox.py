@@ -19,7 +19,7 @@ from rollmesh.gateway.storage.journal import SessionSpec
 from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
-from rollmesh.runtime.interceptors import RpcInterceptor
+from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 from tests.gateway.closing import COMPLETED, new_tree, write_closed, write_open, write_small
 from tests.gateway.worlds import World, random_world, said, user

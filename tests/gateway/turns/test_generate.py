@@ -10,7 +10,7 @@ from rollmesh.chat.parsing.answer import Answer
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.gateway.turns.generate import Generation, checked_sample
-from rollmesh.runtime.arrays import pack_ids, pack_logprobs
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import EngineFaultError
 from rollmesh.v1 import engine_pb2, types_pb2
 

@@ -23,7 +23,7 @@ from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt, new_tree
-from rollmesh.runtime.arrays import TokenIds
+from rollmesh.runtime.codec.arrays import TokenIds
 from tests.chat import families
 
 TOOLS = (

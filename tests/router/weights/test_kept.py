@@ -12,13 +12,13 @@ import pytest
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.router.weights.updates import retry_delay_s
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
     StaleVersionError,
     StoreFullError,
 )
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine

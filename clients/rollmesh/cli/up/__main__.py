@@ -10,8 +10,8 @@ from pathlib import Path
 from rollmesh.cli.up.plan import plan_mesh, read_mesh, visible_gpus
 from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.logs import configure_logging
-from rollmesh.runtime.serving import stop_signals
+from rollmesh.runtime.process.signals import stop_signals
+from rollmesh.runtime.telemetry.logs import configure_logging
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.serving import GRACE_MS
+from rollmesh.runtime.rpc.listening import GRACE_MS
 
 SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
 _MESH_KEYS = {"host", "data_dir", "model_path", "model", "engines", "gpus_per_engine"}

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from rollmesh.cli.up.plan import ProcessSpec, Restarts
 from rollmesh.runtime import clock
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 _KILL_AFTER_GRACE_MS = 5_000

@@ -13,14 +13,14 @@ import grpc
 
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.sessions.trajectories import Delivery, SessionResult
-from rollmesh.runtime.channels import open_channel, read_stream
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,
     RollmeshError,
     ShuttingDownError,
 )
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from rollmesh.client.sessions.rewards import Rewards, read_rewards
 from rollmesh.client.sessions.session import Session
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.logs import fields, without_keys
+from rollmesh.runtime.telemetry.logs import fields, without_keys
 
 _log = logging.getLogger(__name__)
 _ERROR_CHARS = 4000

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)

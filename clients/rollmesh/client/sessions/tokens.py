@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.runtime.arrays import (
+from rollmesh.runtime.codec.arrays import (
     Logprobs,
     Mask,
     TokenIds,
@@ -14,7 +14,7 @@ from rollmesh.runtime.arrays import (
     unpack_logprobs,
     unpack_mask,
 )
-from rollmesh.runtime.enums import name_of
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
 

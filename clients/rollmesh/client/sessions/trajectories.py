@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from rollmesh.client.sessions.tokens import reason_names, unpack_tokens
 from rollmesh.client.sessions.trees import TrajectoryTree
-from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
-from rollmesh.runtime.enums import name_of
+from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import collector_pb2, types_pb2
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.runtime.enums import name_of
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.client.sessions.tokens import reason_names, unpack_tokens
-from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
+from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
 

@@ -11,8 +11,8 @@ import grpc
 
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.weights.tensors import file_of
-from rollmesh.runtime.channels import typed_errors
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
 _TIMEOUT_S = 600.0

@@ -20,7 +20,7 @@ from rollmesh.integrations.verl.queue import (
     queue_rows,
 )
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, ShuttingDownError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 Scorer: TypeAlias = Callable[
     [SessionResult, Mapping[str, Any]], Awaitable[tuple[float, dict[str, Any]]]

@@ -4,7 +4,7 @@ from typing import Any
 
 import orjson
 
-from rollmesh.runtime.enums import name_of
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.sidecar.openai_chat.sampled import Shown, prompt_fields, token_fields
 from rollmesh.v1 import gateway_pb2, types_pb2

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs
+from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs
 from rollmesh.v1 import gateway_pb2
 
 _LEAST = -9999.0  # JSON has no infinity; vLLM writes this

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from rollmesh.runtime.codec.session_records import check_name, check_session
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.session_records import check_name, check_session
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _MAX_CREDITS = 65_536

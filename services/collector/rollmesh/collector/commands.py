@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from google.protobuf import json_format, message as protobuf_message
 
 from rollmesh.collector.export import export
-from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.runtime.config import ConfigError, check_least
-from rollmesh.runtime.serving import ServerConfig
+from rollmesh.runtime.rpc.listening import ServerConfig
 
 _LEAST = {
     "max_stored_bytes": 1,

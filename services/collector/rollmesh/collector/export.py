@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollmesh.collector.delivery import records
-from rollmesh.runtime.arrays import unpack_ids, unpack_logprobs, unpack_mask
+from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs, unpack_mask
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.enums import name_of
 from rollmesh.v1 import types_pb2
 
 _PARQUET_ROWS = 256

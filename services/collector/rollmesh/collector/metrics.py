@@ -6,7 +6,7 @@ from prometheus_client import Counter, Gauge
 
 from rollmesh.collector.delivery.consumer import Consumer
 from rollmesh.collector.delivery.filters import Verdict
-from rollmesh.runtime.enums import name_of
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import collector_pb2 as pb
 
 SESSIONS = Counter(

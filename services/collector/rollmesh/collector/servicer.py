@@ -15,7 +15,8 @@ from rollmesh.collector.delivery.consumer import Consumer
 from rollmesh.collector.scoring.scoring import Scoring, wants_score
 from rollmesh.collector.storage.store import Arrival, Store
 from rollmesh.collector.streams.subscriptions import Subscriptions
-from rollmesh.runtime import clock, faults
+from rollmesh.runtime import clock
+from rollmesh.runtime.codec.session_records import check_name
 from rollmesh.runtime.errors import (
     ConsumerUnknownError,
     InvalidFieldError,
@@ -26,8 +27,8 @@ from rollmesh.runtime.errors import (
     StoreError,
     StoreFullError,
 )
-from rollmesh.runtime.interceptors import Context
-from rollmesh.runtime.session_records import check_name
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 
 _READ_PAGE = 100

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from rollmesh.runtime.arrays import Logprobs, TokenIds
+from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.runtime.errors import (
     PromptEmptyError,
     PromptTooLongError,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.runtime.config import check_least
-from rollmesh.runtime.serving import ServerConfig
+from rollmesh.runtime.rpc.listening import ServerConfig
 
 _LEAST = {
     "max_context_tokens": 0,

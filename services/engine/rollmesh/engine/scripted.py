@@ -33,7 +33,7 @@ from rollmesh.engine.backend import (
     VersionSpan,
 )
 from rollmesh.runtime import clock
-from rollmesh.runtime.arrays import Logprobs, TokenIds
+from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
 
 

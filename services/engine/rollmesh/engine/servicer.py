@@ -23,9 +23,7 @@ from rollmesh.engine.backend import (
 from rollmesh.engine.requests.constraint import read_constraint
 from rollmesh.engine.requests.sampling import MAX_TOP_LOGPROBS, read_sampling
 from rollmesh.engine.requests.transfer import read_init, read_transfer
-from rollmesh.runtime import faults
-from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids
-from rollmesh.runtime.channels import drained_on_refusal
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids
 from rollmesh.runtime.errors import (
     DeadlineError,
     EngineDeadError,
@@ -34,7 +32,9 @@ from rollmesh.runtime.errors import (
     RequestIdInUseError,
     StaleVersionError,
 )
-from rollmesh.runtime.interceptors import Context
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.channels import drained_on_refusal
+from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
 _FINISHES = {

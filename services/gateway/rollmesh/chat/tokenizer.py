@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
-from rollmesh.runtime.arrays import TokenIds
+from rollmesh.runtime.codec.arrays import TokenIds
 
 # Characters that are none in Unicode: the first stands within hidden text, the second behind one
 # that the text itself holds, the others around special tokens that the template printed.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
 
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import gateway_pb2 as pb, gateway_pb2_grpc
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.runtime.config import check_least
-from rollmesh.runtime.serving import ServerConfig
+from rollmesh.runtime.rpc.listening import ServerConfig
 
 _LEAST = {
     "tool_parser_timeout_ms": 1,

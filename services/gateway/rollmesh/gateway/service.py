@@ -36,7 +36,7 @@ from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.config import ConfigError, check_one_of
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import StoreError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
 

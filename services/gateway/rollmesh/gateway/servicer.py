@@ -10,8 +10,8 @@ from rollmesh.gateway.sessions.session import PromptIds, Session, TurnRequest
 from rollmesh.gateway.storage.dead_letters import DeadLetters
 from rollmesh.gateway.turns.choices import merged
 from rollmesh.runtime.errors import InvalidFieldError, StartingError
-from rollmesh.runtime.interceptors import Context
-from rollmesh.runtime.memory import FreedMemory
+from rollmesh.runtime.process.memory import FreedMemory
+from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 
 _MAX_METADATA_BYTES = 64 * 1024

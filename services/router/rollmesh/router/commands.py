@@ -5,8 +5,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 FORGET = "forget-weights"

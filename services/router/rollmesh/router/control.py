@@ -14,15 +14,15 @@ from rollmesh.router.members import Members
 from rollmesh.router.weights.engine_calls import call_engine
 from rollmesh.router.weights.kept import KeptWeights, check_folder, kept_models, sync, typed_errors
 from rollmesh.router.weights.updates import Updates
-from rollmesh.runtime import faults
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
     StaleVersionError,
     StartingError,
 )
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import begun, finish
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import logging
 from dataclasses import dataclass, field
 
 from rollmesh.runtime.errors import ReplicaIdInUseError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2
 
 _log = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from rollmesh.router import metrics
 from rollmesh.router.control import Control
 from rollmesh.router.leases import Booker, Engine, Grant, LeaseTable, Refusal
 from rollmesh.router.members import Members
-from rollmesh.runtime import faults
-from rollmesh.runtime.channels import drained_on_refusal
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.interceptors import Context
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.channels import drained_on_refusal
+from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
 _log = logging.getLogger(__name__)

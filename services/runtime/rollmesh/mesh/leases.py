@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from types import TracebackType
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.errors import (
     EngineFaultError,
     EnginesBusyError,
@@ -20,7 +19,8 @@ from rollmesh.runtime.errors import (
     NoEngineError,
     RollmeshError,
 )
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 _log = logging.getLogger(__name__)

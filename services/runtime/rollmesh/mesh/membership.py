@@ -14,10 +14,10 @@ from types import TracebackType
 import grpc
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.channels import open_channel, read_stream
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.logs import fields
-from rollmesh.runtime.statuses import status_code_of
+from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.runtime.rpc.statuses import status_code_of
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 _log = logging.getLogger(__name__)

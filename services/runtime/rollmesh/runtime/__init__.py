@@ -1,1 +1,4 @@
-"""What every rollmesh service shares: serving, errors, config, logs, metrics, arrays."""
+"""What every rollmesh service shares: configuration, errors, gRPC, logs, metrics and storage.
+
+May import `v1`.
+"""

@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 
+from rollmesh.runtime.codec.wire import nested, values
 from rollmesh.runtime.errors import SessionDamagedError
-from rollmesh.runtime.logs import fields
-from rollmesh.runtime.wire import nested, values
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import types_pb2
 
 Row: TypeAlias = types_pb2.Trajectory | types_pb2.TrajectoryTree

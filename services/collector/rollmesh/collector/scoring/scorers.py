@@ -9,8 +9,8 @@ from typing import Protocol
 
 import grpc
 
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, types_pb2
 
 _START_S = 60.0

@@ -18,7 +18,7 @@ from rollmesh.runtime.errors import (
     StoreError,
     StoreFullError,
 )
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import types_pb2
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from rollmesh.collector.delivery.filters import Verdict
 from rollmesh.collector.delivery.groups import is_default
 from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _log = logging.getLogger(__name__)

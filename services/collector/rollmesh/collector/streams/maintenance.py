@@ -9,7 +9,7 @@ from rollmesh.collector.storage.store import Store
 from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 _RETAIN_EVERY_S = 2.0

@@ -19,15 +19,16 @@ from rollmesh.collector.checks import (
 from rollmesh.collector.delivery.consumer import Consumer
 from rollmesh.collector.delivery.filters import judge
 from rollmesh.collector.storage.store import Loaded, Settlement, Sought, Store, Unit
-from rollmesh.runtime import clock, faults
+from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,
     RollmeshError,
     ShuttingDownError,
 )
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import contained, finish
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb
 
 _log = logging.getLogger(__name__)

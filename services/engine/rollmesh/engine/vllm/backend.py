@@ -39,7 +39,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     WeightTransferError,
 )
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 _FINISHES = {"stop": FinishKind.STOP, "length": FinishKind.LENGTH, "abort": FinishKind.ABORT}

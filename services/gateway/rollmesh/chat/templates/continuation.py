@@ -33,7 +33,7 @@ from rollmesh.chat.templates.probe import Probed, probe
 from rollmesh.chat.templates.profile import REWRITING, Finding
 from rollmesh.chat.templates.windows import place
 from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.runtime.arrays import TokenIds
+from rollmesh.runtime.codec.arrays import TokenIds
 
 Show: TypeAlias = Callable[[Sequence[Unit]], list[Unit]]
 """Gives units as a template is to see them."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollmesh.chat.messages import Unit
-from rollmesh.runtime.arrays import TokenIds
+from rollmesh.runtime.codec.arrays import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

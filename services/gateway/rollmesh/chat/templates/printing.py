@@ -19,7 +19,7 @@ import numpy as np
 from rollmesh.chat.templates.ends import Ends
 from rollmesh.chat.templates.path import HeldUnit, Seen
 from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.runtime.arrays import TokenIds
+from rollmesh.runtime.codec.arrays import TokenIds
 
 _ID_BYTES = 4
 _DIGEST_BYTES = 16

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.runtime.arrays import Logprobs, TokenIds
+from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 
 
 class Tops(NamedTuple):

@@ -20,7 +20,7 @@ from rollmesh.chat.messages import Frame, Message, Unit
 from rollmesh.chat.templates.path import Seen
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.sampled import Tops
-from rollmesh.runtime.arrays import Logprobs, TokenIds
+from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 
 _TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 24, 512
 """What a record needs for a token, at most for a node and a version span, and for a trajectory."""

@@ -15,8 +15,8 @@ from rollmesh.gateway.export.trajectories import (
 )
 from rollmesh.gateway.protocol.wire import write_reasons, write_role
 from rollmesh.gateway.sessions.session import Session
-from rollmesh.runtime.arrays import pack_ids, pack_logprobs, pack_mask
-from rollmesh.runtime.enums import name_of
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, pack_mask
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 

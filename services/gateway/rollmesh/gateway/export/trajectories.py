@@ -12,7 +12,7 @@ from rollmesh.chat.messages import RoleName
 from rollmesh.gateway.conversation.lineage import lineages
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
-from rollmesh.runtime.arrays import Logprobs, Mask, TokenIds
+from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
 
 _NONE: Mapping[int, Lineage] = {}
 

@@ -28,8 +28,8 @@ from rollmesh.gateway.sessions.session import (
     TurnRequest,
 )
 from rollmesh.gateway.turns.choices import choice_seed
-from rollmesh.runtime.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.caches import ByteCache
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 

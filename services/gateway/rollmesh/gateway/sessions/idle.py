@@ -7,7 +7,7 @@ from rollmesh.gateway.sessions.registry import Gateway
 from rollmesh.gateway.sessions.session import Session
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 _log = logging.getLogger(__name__)

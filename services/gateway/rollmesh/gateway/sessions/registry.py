@@ -39,7 +39,7 @@ from rollmesh.gateway.storage.journal import SessionSpec, StoredSession
 from rollmesh.gateway.storage.outbox import Outbox, dead_letter
 from rollmesh.gateway.turns.reporting import retold
 from rollmesh.gateway.turns.turns import TurnRunner
-from rollmesh.runtime import clock, faults
+from rollmesh.runtime import clock
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
     RollmeshError,
@@ -49,8 +49,9 @@ from rollmesh.runtime.errors import (
     StoreFullError,
     TooManySessionsError,
 )
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import begun
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)

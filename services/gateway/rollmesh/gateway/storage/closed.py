@@ -17,7 +17,7 @@ from rollmesh.chat.messages import Frame
 from rollmesh.gateway.conversation.tree import Node, Tree
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.journal import StoredSession
-from rollmesh.runtime.arrays import pack_ids, unpack_ids
+from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids
 from rollmesh.runtime.errors import SessionUnknownError
 
 PIECE_NODES = 512

@@ -14,7 +14,7 @@ from rollmesh.chat.messages import Frame, Message, ToolCall
 from rollmesh.gateway.conversation.reasons import ExportMode, Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.sampled import Tops
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
-from rollmesh.runtime.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
 
 SCHEMA_VERSION = 6  # counts up with every change of what is below

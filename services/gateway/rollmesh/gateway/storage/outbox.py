@@ -19,13 +19,14 @@ from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage import closed
 from rollmesh.gateway.storage.closed import PIECE_NODES, DeadLetter, Letter
 from rollmesh.gateway.storage.journal import DamagedSessionError, read_nodes
-from rollmesh.runtime import clock, faults
-from rollmesh.runtime.channels import open_channel, typed_errors
+from rollmesh.runtime import clock
+from rollmesh.runtime.codec.session_records import check_session
+from rollmesh.runtime.codec.wire import nested
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
-from rollmesh.runtime.logs import fields
-from rollmesh.runtime.session_records import check_session
-from rollmesh.runtime.wire import nested
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, gateway_pb2
 
 _log = logging.getLogger(__name__)

@@ -8,19 +8,19 @@ from typing import Any
 import grpc
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.channels import (
-    open_channel,
-    read_stream,
-    request_metadata,
-    typed_errors,
-    whole_call,
-)
 from rollmesh.runtime.errors import (
     EngineFaultError,
     EngineMismatchError,
     PromptTooLongError,
     RollmeshError,
     TokenOutOfVocabularyError,
+)
+from rollmesh.runtime.rpc.channels import (
+    open_channel,
+    read_stream,
+    request_metadata,
+    typed_errors,
+    whole_call,
 )
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 

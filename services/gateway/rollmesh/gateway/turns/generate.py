@@ -9,7 +9,7 @@ from rollmesh.chat.parsing.answer import Answer
 from rollmesh.gateway.conversation.reasons import Finish
 from rollmesh.gateway.conversation.sampled import Sampled, Tops, joined
 from rollmesh.gateway.conversation.tree import Sample, VersionSpan
-from rollmesh.runtime.arrays import (
+from rollmesh.runtime.codec.arrays import (
     Logprobs,
     TokenIds,
     unpack_ids,

@@ -20,7 +20,7 @@ from rollmesh.gateway.conversation.tree import Match
 from rollmesh.gateway.sessions.session import Session, TurnRequest
 from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt
-from rollmesh.runtime.arrays import pack_ids
+from rollmesh.runtime.codec.arrays import pack_ids
 from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
 from rollmesh.v1 import engine_pb2, types_pb2
 

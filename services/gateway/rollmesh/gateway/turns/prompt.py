@@ -10,7 +10,7 @@ from rollmesh.chat.templates.path import Seen
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.conversation.tree import Match, Node, Tree
-from rollmesh.runtime.arrays import TokenIds
+from rollmesh.runtime.codec.arrays import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

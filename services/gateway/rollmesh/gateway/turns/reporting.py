@@ -9,7 +9,7 @@ from rollmesh.gateway.conversation.tree import Node
 from rollmesh.gateway.sessions.session import Piece, PromptIds, Report, Told, TurnRequest
 from rollmesh.gateway.turns.generate import Generation
 from rollmesh.gateway.turns.prepare import Workers
-from rollmesh.runtime.arrays import pack_ids
+from rollmesh.runtime.codec.arrays import pack_ids
 
 
 class Reporter:

@@ -38,7 +38,7 @@ from rollmesh.gateway.turns.generate import Generation, checked_sample
 from rollmesh.gateway.turns.prepare import Prepared, Preparer, Workers
 from rollmesh.gateway.turns.reporting import Reporter
 from rollmesh.mesh.leases import LeaseClient
-from rollmesh.runtime import clock, faults
+from rollmesh.runtime import clock
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -49,6 +49,7 @@ from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
 )
+from rollmesh.runtime.process import faults
 from rollmesh.v1 import engine_pb2, router_pb2, types_pb2
 
 _STREAMED_CHUNK = 16

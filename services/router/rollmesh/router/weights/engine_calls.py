@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable
 
 from rollmesh.router.leases import Engine
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2_grpc, router_pb2
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rollmesh.router.leases import Engine
 from rollmesh.router.weights.engine_calls import call_engine
 from rollmesh.runtime.errors import EngineFaultError, RollmeshError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 _log = logging.getLogger(__name__)

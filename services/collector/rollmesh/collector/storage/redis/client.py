@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from rollmesh.collector.storage.store import RETRY_MS
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import StoreAwayError, StoreError, StoreFullError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0

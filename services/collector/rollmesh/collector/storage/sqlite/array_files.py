@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
 from rollmesh.runtime.errors import StoreError, StoreFullError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000

@@ -22,7 +22,7 @@ from typing import Any
 from rollmesh.chat.parsing.vllm.answers import Reading
 from rollmesh.runtime import clock
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.logs import fields
+from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
 _LINE_BYTES = 64 * 1024 * 1024

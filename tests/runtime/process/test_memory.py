@@ -8,7 +8,7 @@ import pytest
 
 MESSAGES = """
 import resource
-from rollmesh.runtime.memory import keep_freed_memory
+from rollmesh.runtime.process.memory import keep_freed_memory
 {call}
 def cleared():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -37,7 +37,7 @@ def test_messages_of_megabytes_use_the_memory_of_those_before() -> None:
 
 LEFT = """
 import asyncio, resource
-from rollmesh.runtime import memory
+from rollmesh.runtime.process import memory
 memory._PAUSE_S = 0.0
 def resident():
     with open("/proc/self/statm") as file:

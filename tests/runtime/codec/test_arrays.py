@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.runtime.arrays import (
+from rollmesh.runtime.codec.arrays import (
     pack_ids,
     pack_logprobs,
     pack_mask,

@@ -15,10 +15,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rollmesh.runtime.channels import open_channel, typed_errors
 from rollmesh.runtime.errors import RemoteError
-from rollmesh.runtime.interceptors import Context
-from rollmesh.runtime.serving import PortInUseError, ServerConfig, serve
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc.listening import PortInUseError, ServerConfig
+from rollmesh.runtime.rpc.server import serve
 from tests.processes import ServiceProcess
 from tests.runtime.services import NAME, ScriptedService, ask, begin, served, started
 

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from rollmesh.runtime.wire import nested, values
+from rollmesh.runtime.codec.wire import nested, values
 from rollmesh.v1 import collector_pb2, types_pb2
 
 

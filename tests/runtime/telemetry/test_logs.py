@@ -12,8 +12,13 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.runtime.channels import open_channel
-from rollmesh.runtime.logs import JsonFormatter, current_request_id, fields, set_request_id
+from rollmesh.runtime.rpc.channels import open_channel
+from rollmesh.runtime.telemetry.logs import (
+    JsonFormatter,
+    current_request_id,
+    fields,
+    set_request_id,
+)
 from tests.runtime.services import ask, started
 
 

@@ -3,7 +3,7 @@
 import math
 from typing import TypeAlias
 
-from rollmesh.runtime.arrays import unpack_logprobs, unpack_mask, wrong_logprob
+from rollmesh.runtime.codec.arrays import unpack_logprobs, unpack_mask, wrong_logprob
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
 

@@ -9,19 +9,14 @@ from typing import TypeVar
 
 import uvloop
 
-from rollmesh.runtime import faults
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.logs import configure_logging
-from rollmesh.runtime.memory import keep_freed_memory
-from rollmesh.runtime.serving import (
-    Bound,
-    PortInUseError,
-    ServerConfig,
-    Service,
-    serve,
-    stop_signals,
-)
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.process.memory import keep_freed_memory
+from rollmesh.runtime.process.signals import stop_signals
+from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig
+from rollmesh.runtime.rpc.server import Service, serve
+from rollmesh.runtime.telemetry.logs import configure_logging
 
 _Config = TypeVar("_Config", bound=ServerConfig)
 _GARBAGE_THRESHOLD = 20_000  # messages and conversations are no cycles: seldom is enough

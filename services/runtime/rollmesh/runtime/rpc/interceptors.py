@@ -12,10 +12,10 @@ import grpc
 from grpc_status import rpc_status
 
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.logs import current_request_id, fields, set_request_id
-from rollmesh.runtime.metrics import count_rpc
-from rollmesh.runtime.requests import AcceptedRequests, accepted, refusing
-from rollmesh.runtime.statuses import status_code_of, to_status
+from rollmesh.runtime.rpc.requests import AcceptedRequests, accepted, refusing
+from rollmesh.runtime.rpc.statuses import status_code_of, to_status
+from rollmesh.runtime.telemetry.logs import current_request_id, fields, set_request_id
+from rollmesh.runtime.telemetry.metrics import count_rpc
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

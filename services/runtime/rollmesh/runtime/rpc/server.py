@@ -9,38 +9,23 @@ within the grace, flush and close the store, stop.
 
 import asyncio
 import logging
-import os
-import signal
-import socket
-import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollmesh.runtime.channels import KEEPALIVE_MS, WINDOW_OPTIONS, keepalive_options
-from rollmesh.runtime.config import ConfigError, check_least
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.interceptors import RpcInterceptor
-from rollmesh.runtime.logs import fields
-from rollmesh.runtime.metrics import metrics_endpoint
+from rollmesh.runtime.rpc.interceptors import RpcInterceptor
+from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig, bind_host
+from rollmesh.runtime.rpc.options import WINDOW_OPTIONS, keepalive_options
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.runtime.telemetry.metrics import metrics_endpoint
 
 _log = logging.getLogger(__name__)
-GRACE_MS = 10_000
-"""Time that running calls get to finish on a stop by default, milliseconds."""
 _LAST_WORD_S = 0.2
-_MOST_PORT = 65_535
-_LEAST = {
-    "port": 0,
-    "metrics_port": -1,
-    "keepalive_ms": 2,  # half of it is the time to answer
-    "max_request_bytes": 1,
-    "grace_ms": 0,
-}
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
     ("grpc.so_reuseport", 0),  # else a second server binds the same port without an error
@@ -48,60 +33,6 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Where and how a service serves; each service's config adds to it."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on. Plain text is for loopback and private networks only."""
-    port: int = 0
-    """Port to listen on; 0 takes a free one."""
-    advertise: str = ""
-    """host:port that others use to reach this service; empty means host and the bound port."""
-    metrics_port: int = -1
-    """Port of the Prometheus endpoint; 0 takes a free one, -1 turns it off."""
-    keepalive_ms: int = KEEPALIVE_MS
-    """Time without a word after which a client is asked whether it is there, milliseconds. It has
-    half as long to answer; then its calls are over."""
-    max_request_bytes: int = 64 * 1024 * 1024
-    """Largest message that is taken, bytes; a larger one is refused with RESOURCE_EXHAUSTED."""
-    grace_ms: int = GRACE_MS
-    """Time that running calls get to finish on a stop, milliseconds."""
-    log_level: str = "info"
-    """Least level that is logged: debug, info, warning, error."""
-    supervised: bool = False
-    """Stop when standard input ends; for a supervisor, which holds it open while it lives."""
-    fault: str = ""
-    """Fault points to arm, for tests: NAME or NAME:COUNT, separated by commas."""
-
-    def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            ConfigError: Names the one with which nothing could be served.
-        """
-        check_least(self, _LEAST)
-
-
-class Listening(Protocol):
-    """Where something listens; every config says it."""
-
-    @property
-    def host(self) -> str:
-        """Address or name."""
-        ...
-
-    @property
-    def port(self) -> int:
-        """Port; 0 takes a free one."""
-        ...
-
-    @property
-    def metrics_port(self) -> int:
-        """Port of the Prometheus endpoint."""
-        ...
 
 
 class Service(Protocol):
@@ -135,16 +66,6 @@ class Service(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A server that is ready."""
-
-    port: int
-    """Port it listens on."""
-    metrics_port: int | None
-    """Port of its Prometheus endpoint; None where that is off."""
-
-
 class _Health(health.aio.HealthServicer):
     """Ends its watches on a stop: they would hold the server for the whole grace."""
 
@@ -163,54 +84,6 @@ class _Health(health.aio.HealthServicer):
             await asyncio.wait((watching,), timeout=_LAST_WORD_S)
             watching.cancel()
             ended.cancel()
-
-
-class PortInUseError(Exception):
-    """The port is taken."""
-
-
-def bind_host(config: Listening) -> str:
-    """Returns the one address to bind: gRPC is content with some of a name's addresses.
-
-    Raises:
-        ConfigError: The host is unknown, or a port is too large: gRPC would wrap it.
-    """
-    for name, port in (("port", config.port), ("metrics_port", config.metrics_port)):
-        if port > _MOST_PORT:
-            raise ConfigError(f"{name}: {port} is above {_MOST_PORT}")
-    try:
-        found = socket.getaddrinfo(config.host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"host: {config.host}: {error}") from error
-    host = str(found[0][4][0])
-    return f"[{host}]" if ":" in host else host
-
-
-@contextmanager
-def stop_signals(*, supervised: bool = False) -> Iterator[asyncio.Event]:
-    """Yields an event that SIGTERM and SIGINT set.
-
-    Args:
-        supervised: The end of standard input sets it too: whoever held it open is gone.
-    """
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def readable() -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            loop.remove_reader(sys.stdin)
-            stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if supervised:
-        loop.add_reader(sys.stdin, readable)
-    try:
-        yield stop
-    finally:
-        if supervised:
-            loop.remove_reader(sys.stdin)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 async def serve(

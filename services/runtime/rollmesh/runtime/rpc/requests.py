@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from rollmesh.runtime.enums import check_enums
+from rollmesh.runtime.codec.enums import check_enums
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, UndecodableError
 
 Deserializer: TypeAlias = Callable[[bytes], Any]

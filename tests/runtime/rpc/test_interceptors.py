@@ -7,10 +7,10 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from rollmesh.runtime.channels import request_metadata
 from rollmesh.runtime.errors import EnginesBusyError, RemoteError, SessionUnknownError
-from rollmesh.runtime.interceptors import Context
-from rollmesh.runtime.logs import current_request_id
+from rollmesh.runtime.rpc.channels import request_metadata
+from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.telemetry.logs import current_request_id
 from tests.runtime.services import KINDS, Script, ScriptedService, ask, echo, failing, served
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,14 +10,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from rollmesh.runtime.errors import DeadlineError, RemoteError, RollmeshError
-from rollmesh.runtime.logs import current_request_id
-from rollmesh.runtime.statuses import from_rpc_error
-
-WINDOW_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.http2.lookahead_bytes", 1024 * 1024),
-    ("grpc.http2.max_frame_size", 1024 * 1024),
-]
-"""For both ends: a long conversation crosses at once, not in windows of 64 KB each way."""
+from rollmesh.runtime.rpc.options import KEEPALIVE_MS, WINDOW_OPTIONS, keepalive_options
+from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.runtime.telemetry.logs import current_request_id
 
 _Request = TypeVar("_Request", bound=Message)
 _Answer = TypeVar("_Answer", bound=Message)
@@ -33,17 +28,6 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time an attempt to connect gets
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
-KEEPALIVE_MS = 20_000
-"""Time without a word after which the other end is asked whether it is there, milliseconds."""
-
-
-def keepalive_options(keepalive_ms: int) -> list[tuple[str, int]]:
-    """Returns what ends a connection to a host that is gone; it has half the time to answer."""
-    return [
-        ("grpc.keepalive_time_ms", keepalive_ms),
-        ("grpc.keepalive_timeout_ms", keepalive_ms // 2),
-        ("grpc.http2.ping_timeout_ms", keepalive_ms // 2),  # else it has a minute, in grpc 1.85
-    ]
 
 
 class _UndecodableAnswer(BaseException):

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rollmesh.runtime.channels import drained_on_refusal
 from rollmesh.runtime.errors import StaleVersionError
+from rollmesh.runtime.rpc.channels import drained_on_refusal
 
 
 async def test_a_refusal_takes_the_rest_of_the_stream_first() -> None:

@@ -1,0 +1,4 @@
+"""The wire forms that services share: token arrays, enums, session records and nested messages.
+
+May import `runtime.errors`.
+"""

@@ -1,0 +1,4 @@
+"""Logs and metrics, the same in every service.
+
+May import `runtime.config` and `runtime.errors`.
+"""
