@@ -25,7 +25,7 @@ from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
 
-TOOLS = json.dumps([{"type": "function", "function": {"name": "f"}}]).encode()
+TOOLS = json.dumps([{"type": "function", "function": {"name": "f"}}])
 TIMEOUT_S = 60
 PASSING = {"ENGINE_LOST", "ENGINE_DEAD", "GENERATION_ABORTED", "SHUTTING_DOWN", "REMOTE"}
 PASSING |= {"NO_ENGINE", "STORE_FAILED", "STARTING"}
@@ -44,7 +44,7 @@ class Agent:
     session_id: str
     session_key: str
     histories: list[tuple[list[types_pb2.ChatMessage], bytes]] = field(
-        default_factory=lambda: [([], b"")]
+        default_factory=lambda: [([], "")]
     )
     answered: dict[str, gateway_pb2.ChatDone] = field(default_factory=dict)
     asked: list[tuple[gateway_pb2.ChatRequest, str]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Agent:
             types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=dice.choice(["x", "y", " z "]))
         )
         if dice.random() < 0.1:
-            tools = TOOLS if not tools else b""
+            tools = TOOLS if not tools else ""
         max_tokens = dice.randrange(1, 12) if dice.random() < 0.3 else None
         return gateway_pb2.ChatRequest(
             session_id=self.session_id,

@@ -44,7 +44,7 @@ def test_a_reader_reads_what_a_fresh_one_reads(
         if not messages:
             continue
         asked.append(messages)
-        first = request(messages, session_id="s", session_key=key, tools_json=b"[]")
+        first = request(messages, session_id="s", session_key=key, tools_json="[]")
         found, alone = reader.read(first), MessageReader().read(request(messages))
         assert found == alone  # messages and digest; ids, key and tools are no part of either
 

@@ -178,7 +178,7 @@ def _check_modalities(modalities: Any) -> None:
         raise InvalidFieldError("modalities", 'only ["text"] is served')
 
 
-def _template_options(body: dict[str, Any]) -> bytes:
+def _template_options(body: dict[str, Any]) -> str:
     options = body.get("chat_template_kwargs")
     options = {} if options is None else options
     if not isinstance(options, dict):
@@ -195,7 +195,7 @@ def _template_options(body: dict[str, Any]) -> bytes:
         }
     if (documents := body.get("documents")) is not None:
         options = {**options, "documents": _documents(documents)}
-    return _json(options, "chat_template_kwargs") if options else b""
+    return _json(options, "chat_template_kwargs").decode() if options else ""
 
 
 def _documents(documents: Any) -> list[dict[str, str]]:
@@ -272,9 +272,9 @@ def _calls(calls: Any, field: str) -> list[types_pb2.ToolCall]:
     return result
 
 
-def _tools(tools: Any) -> bytes:
+def _tools(tools: Any) -> str:
     if tools is None:
-        return b""
+        return ""
     if not isinstance(tools, list):
         raise InvalidFieldError("tools", "must be a list")
     if len(tools) > _MAX_TOOLS:
@@ -283,7 +283,7 @@ def _tools(tools: Any) -> bytes:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidFieldError(f"tools[{at}].function.name", "is missing; only functions")
-    return _json(tools, "tools") if tools else b""
+    return _json(tools, "tools").decode() if tools else ""
 
 
 def _tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
@@ -335,7 +335,7 @@ def _schema_format(form: Any, field: str) -> gateway_pb2.JsonFormat:
         raise InvalidFieldError(
             f"{field}.schema", f"has {len(text)} bytes; give at most {_MAX_SCHEMA_BYTES}"
         )
-    return gateway_pb2.JsonFormat(schema_json=text, strict=bool(strict))
+    return gateway_pb2.JsonFormat(schema_json=text.decode(), strict=bool(strict))
 
 
 def _stop(stop: Any) -> list[str]:

@@ -27,7 +27,7 @@ class _DeliveryUnit:
 class _DeliveryUnitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeliveryUnit.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DELIVERY_UNIT_UNSPECIFIED: _DeliveryUnit.ValueType  # 0
-    """Never sent; refused with INVALID_ARGUMENT."""
+    """The field is not set."""
     DELIVERY_UNIT_SESSION: _DeliveryUnit.ValueType  # 1
     """One session."""
     DELIVERY_UNIT_GROUP: _DeliveryUnit.ValueType  # 2
@@ -37,7 +37,7 @@ class DeliveryUnit(_DeliveryUnit, metaclass=_DeliveryUnitEnumTypeWrapper):
     """What one delivery holds."""
 
 DELIVERY_UNIT_UNSPECIFIED: DeliveryUnit.ValueType  # 0
-"""Never sent; refused with INVALID_ARGUMENT."""
+"""The field is not set."""
 DELIVERY_UNIT_SESSION: DeliveryUnit.ValueType  # 1
 """One session."""
 DELIVERY_UNIT_GROUP: DeliveryUnit.ValueType  # 2
@@ -51,7 +51,7 @@ class _LogEnd:
 class _LogEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogEnd.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     LOG_END_UNSPECIFIED: _LogEnd.ValueType  # 0
-    """Never sent; refused with INVALID_ARGUMENT."""
+    """The field is not set."""
     LOG_END_EARLIEST: _LogEnd.ValueType  # 1
     """The oldest unit stored."""
     LOG_END_LATEST: _LogEnd.ValueType  # 2
@@ -61,7 +61,7 @@ class LogEnd(_LogEnd, metaclass=_LogEndEnumTypeWrapper):
     """An end of what is stored."""
 
 LOG_END_UNSPECIFIED: LogEnd.ValueType  # 0
-"""Never sent; refused with INVALID_ARGUMENT."""
+"""The field is not set."""
 LOG_END_EARLIEST: LogEnd.ValueType  # 1
 """The oldest unit stored."""
 LOG_END_LATEST: LogEnd.ValueType  # 2
@@ -75,7 +75,7 @@ class _FilterReason:
 class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FILTER_REASON_UNSPECIFIED: _FilterReason.ValueType  # 0
-    """Not filtered as a whole: some of its trajectories were."""
+    """The field is not set."""
     FILTER_REASON_POLICY_LAG: _FilterReason.ValueType  # 1
     """The trajectory is too far behind the consumer's policy version."""
     FILTER_REASON_FIDELITY: _FilterReason.ValueType  # 2
@@ -103,7 +103,7 @@ class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
     """Why something was kept from a consumer."""
 
 FILTER_REASON_UNSPECIFIED: FilterReason.ValueType  # 0
-"""Not filtered as a whole: some of its trajectories were."""
+"""The field is not set."""
 FILTER_REASON_POLICY_LAG: FilterReason.ValueType  # 1
 """The trajectory is too far behind the consumer's policy version."""
 FILTER_REASON_FIDELITY: FilterReason.ValueType  # 2
@@ -580,7 +580,7 @@ class RemovedTrajectories(_message.Message):
     session_id: _builtins.str
     """Id of the session."""
     reason: Global___FilterReason.ValueType
-    """Why."""
+    """The rule that took them out."""
     count: _builtins.int
     """Number of trajectories."""
     def __init__(
@@ -769,7 +769,7 @@ class FilteredCount(_message.Message):
     UNITS_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     reason: Global___FilterReason.ValueType
-    """Why."""
+    """The rule that kept it back."""
     units: _builtins.int
     """Units; for SURPLUS, sessions."""
     trajectories: _builtins.int
@@ -1015,7 +1015,9 @@ class FilteredEntry(_message.Message):
     delivery_id: _builtins.str
     """The session's or the group's id."""
     reason: Global___FilterReason.ValueType
-    """Why the whole was kept back; UNSPECIFIED where it was delivered without some trajectories."""
+    """The rule that kept the whole unit back. Not set where the unit was delivered without the
+    trajectories in `removed`.
+    """
     unix_ms: _builtins.int
     """When, milliseconds since 1970 UTC."""
     session_id: _builtins.str

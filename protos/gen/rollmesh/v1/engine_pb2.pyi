@@ -27,7 +27,7 @@ class _PauseMode:
 class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
-    """Never sent; refused with INVALID_ARGUMENT."""
+    """The field is not set."""
     PAUSE_MODE_KEEP: _PauseMode.ValueType  # 1
     """They stay and go on after Resume."""
     PAUSE_MODE_ABORT: _PauseMode.ValueType  # 2
@@ -39,7 +39,7 @@ class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
     """What happens to running requests during a pause."""
 
 PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
-"""Never sent; refused with INVALID_ARGUMENT."""
+"""The field is not set."""
 PAUSE_MODE_KEEP: PauseMode.ValueType  # 1
 """They stay and go on after Resume."""
 PAUSE_MODE_ABORT: PauseMode.ValueType  # 2
@@ -187,7 +187,7 @@ class GenerateFinish(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
-    """Why."""
+    """Whether the model stopped, a limit cut it, or it was aborted. The tokens are valid in all cases."""
     stop_token_id: _builtins.int
     """The stop token that was sampled, when the reason is STOP; it is among the ids."""
     prompt_tokens: _builtins.int

@@ -27,7 +27,7 @@ class _DisconnectPolicy:
 class _DisconnectPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DisconnectPolicy.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DISCONNECT_POLICY_UNSPECIFIED: _DisconnectPolicy.ValueType  # 0
-    """Takes the session's policy; on a session: ABORT."""
+    """The field is not set."""
     DISCONNECT_POLICY_ABORT: _DisconnectPolicy.ValueType  # 1
     """Aborts the generation; nothing is committed."""
     DISCONNECT_POLICY_FINISH: _DisconnectPolicy.ValueType  # 2
@@ -37,7 +37,7 @@ class DisconnectPolicy(_DisconnectPolicy, metaclass=_DisconnectPolicyEnumTypeWra
     """What to do with a generation when the client leaves in the middle of the answer."""
 
 DISCONNECT_POLICY_UNSPECIFIED: DisconnectPolicy.ValueType  # 0
-"""Takes the session's policy; on a session: ABORT."""
+"""The field is not set."""
 DISCONNECT_POLICY_ABORT: DisconnectPolicy.ValueType  # 1
 """Aborts the generation; nothing is committed."""
 DISCONNECT_POLICY_FINISH: DisconnectPolicy.ValueType  # 2
@@ -51,7 +51,7 @@ class _ExportMode:
 class _ExportModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExportMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     EXPORT_MODE_UNSPECIFIED: _ExportMode.ValueType  # 0
-    """Takes LEAVES."""
+    """The field is not set."""
     EXPORT_MODE_LEAVES: _ExportMode.ValueType  # 1
     """One trajectory for each leaf, from the root; each sampled token is trained in one of them."""
     EXPORT_MODE_TURNS: _ExportMode.ValueType  # 2
@@ -63,7 +63,7 @@ class ExportMode(_ExportMode, metaclass=_ExportModeEnumTypeWrapper):
     """In which form a session's tree goes to the trainer."""
 
 EXPORT_MODE_UNSPECIFIED: ExportMode.ValueType  # 0
-"""Takes LEAVES."""
+"""The field is not set."""
 EXPORT_MODE_LEAVES: ExportMode.ValueType  # 1
 """One trajectory for each leaf, from the root; each sampled token is trained in one of them."""
 EXPORT_MODE_TURNS: ExportMode.ValueType  # 2
@@ -79,7 +79,7 @@ class _ToolChoice:
 class _ToolChoiceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoice.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TOOL_CHOICE_UNSPECIFIED: _ToolChoice.ValueType  # 0
-    """AUTO where tools are given, else NONE."""
+    """The field is not set."""
     TOOL_CHOICE_NONE: _ToolChoice.ValueType  # 1
     """Tools are shown, so that the conversation goes on as it was; calls stay text."""
     TOOL_CHOICE_AUTO: _ToolChoice.ValueType  # 2
@@ -93,7 +93,7 @@ class ToolChoice(_ToolChoice, metaclass=_ToolChoiceEnumTypeWrapper):
     """How the model may use tools."""
 
 TOOL_CHOICE_UNSPECIFIED: ToolChoice.ValueType  # 0
-"""AUTO where tools are given, else NONE."""
+"""The field is not set."""
 TOOL_CHOICE_NONE: ToolChoice.ValueType  # 1
 """Tools are shown, so that the conversation goes on as it was; calls stay text."""
 TOOL_CHOICE_AUTO: ToolChoice.ValueType  # 2
@@ -149,9 +149,9 @@ class CreateSessionRequest(_message.Message):
     group_size: _builtins.int
     """Number of sessions in the group. 0 means 1."""
     disconnect_policy: Global___DisconnectPolicy.ValueType
-    """For generations whose client leaves."""
+    """What happens to a generation whose client leaves. Default: ABORT."""
     export_mode: Global___ExportMode.ValueType
-    """In which form the tree goes to the trainer at the close."""
+    """In which form the tree goes to the trainer at the close. Default: LEAVES."""
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """Defaults for all turns; a chat request's own values win."""
@@ -216,14 +216,14 @@ class JsonFormat(_message.Message):
 
     SCHEMA_JSON_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
-    schema_json: _builtins.bytes
-    """The JSON schema of the answer, at most 64 KiB. Empty means any JSON object."""
+    schema_json: _builtins.str
+    """The JSON schema of the answer, an object of at most 64 KiB. Empty means any JSON object."""
     strict: _builtins.bool
     """Whether the schema is refused when a part of it cannot be enforced. Else that part is not."""
     def __init__(
         self,
         *,
-        schema_json: _builtins.bytes = ...,
+        schema_json: _builtins.str = ...,
         strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -265,10 +265,12 @@ class ChatRequest(_message.Message):
     """Id of the session."""
     session_key: _builtins.str
     """Key of the session, as CreateSession returned it. The id alone opens nothing."""
-    tools_json: _builtins.bytes
+    tools_json: _builtins.str
     """The tools: a JSON array in OpenAI's form. Empty means none."""
     tool_choice: Global___ToolChoice.ValueType
-    """How the model may use them. It is no part of the conversation: another choice begins no root."""
+    """How the model may use them. Default: AUTO with tools, NONE without. The choice is no part of the
+    conversation: another one begins no new root.
+    """
     stream: _builtins.bool
     """Whether deltas are wanted."""
     idempotency_key: _builtins.str
@@ -280,10 +282,10 @@ class ChatRequest(_message.Message):
     request that it equals, in flight or answered. With 0 and no key it does so only where nobody
     waits for that answer and it never left whole: else it is a sample of its own, a sibling.
     """
-    template_options_json: _builtins.bytes
+    template_options_json: _builtins.str
     """Extra variables for the chat template: a JSON object. Empty means none."""
     disconnect_policy: Global___DisconnectPolicy.ValueType
-    """What to do when the client leaves; UNSPECIFIED takes the session's."""
+    """What happens to the generation when the client leaves. Default: the session's policy."""
     tool_name: _builtins.str
     """Name of the tool to call. With NAMED only."""
     parallel_tool_calls: _builtins.bool
@@ -291,7 +293,8 @@ class ChatRequest(_message.Message):
     answer is cut where a second call begins, as by a stop string.
     """
     lineage: _types_pb2.Lineage.ValueType
-    """What the request is, where the agent says so: MAIN, SUB_AGENT, COMPACTION or AUXILIARY. It wins
+    """What the request is, where the agent says so: MAIN, SUB_AGENT, COMPACTION or AUXILIARY. Default:
+    what the tree looks like. A given value wins
     over what the tree looks like, and is no part of what a retry is known by.
     """
     include_stop: _builtins.bool
@@ -336,14 +339,14 @@ class ChatRequest(_message.Message):
         session_id: _builtins.str = ...,
         session_key: _builtins.str = ...,
         messages: _abc.Iterable[_types_pb2.ChatMessage] | None = ...,
-        tools_json: _builtins.bytes = ...,
+        tools_json: _builtins.str = ...,
         tool_choice: Global___ToolChoice.ValueType = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stream: _builtins.bool = ...,
         idempotency_key: _builtins.str = ...,
         retry_count: _builtins.int = ...,
-        template_options_json: _builtins.bytes = ...,
+        template_options_json: _builtins.str = ...,
         disconnect_policy: Global___DisconnectPolicy.ValueType = ...,
         tool_name: _builtins.str = ...,
         parallel_tool_calls: _builtins.bool | None = ...,

@@ -27,7 +27,7 @@ class _ReplicaKind:
 class _ReplicaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REPLICA_KIND_UNSPECIFIED: _ReplicaKind.ValueType  # 0
-    """Never sent; refused with INVALID_ARGUMENT."""
+    """The field is not set."""
     REPLICA_KIND_ENGINE: _ReplicaKind.ValueType  # 1
     """An engine."""
     REPLICA_KIND_GATEWAY: _ReplicaKind.ValueType  # 2
@@ -37,7 +37,7 @@ class ReplicaKind(_ReplicaKind, metaclass=_ReplicaKindEnumTypeWrapper):
     """What a member is."""
 
 REPLICA_KIND_UNSPECIFIED: ReplicaKind.ValueType  # 0
-"""Never sent; refused with INVALID_ARGUMENT."""
+"""The field is not set."""
 REPLICA_KIND_ENGINE: ReplicaKind.ValueType  # 1
 """An engine."""
 REPLICA_KIND_GATEWAY: ReplicaKind.ValueType  # 2
@@ -94,7 +94,7 @@ class ReplicaHello(_message.Message):
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
-    """What it is."""
+    """Whether the member is an engine or a gateway. It decides which other fields are read."""
     address: _builtins.str
     """host:port at which it serves."""
     model: _builtins.str
@@ -645,7 +645,7 @@ Global___PauseEnginesRequest: _TypeAlias = PauseEnginesRequest  # noqa: Y015
 
 @_typing.final
 class PauseEnginesResponse(_message.Message):
-    """What came of it."""
+    """Says which engines are paused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -691,7 +691,7 @@ Global___ResumeEnginesRequest: _TypeAlias = ResumeEnginesRequest  # noqa: Y015
 
 @_typing.final
 class ResumeEnginesResponse(_message.Message):
-    """What came of it."""
+    """Says which engines sample again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -881,7 +881,7 @@ Global___EngineTransferInit: _TypeAlias = EngineTransferInit  # noqa: Y015
 
 @_typing.final
 class InitWeightTransfersResponse(_message.Message):
-    """What came of it."""
+    """Says which engines joined the trainer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

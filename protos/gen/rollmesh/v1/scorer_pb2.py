@@ -25,13 +25,14 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import types_pb2 as rollmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/scorer.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\";\n\x0cScoreRequest\x12+\n\x07session\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.SessionRecord\"=\n\rScoreResponse\x12,\n\x07rewards\x18\x01 \x01(\x0b\x32\x1b.rollmesh.v1.SessionRewards2O\n\rScorerService\x12>\n\x05Score\x12\x19.rollmesh.v1.ScoreRequest\x1a\x1a.rollmesh.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/scorer.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\";\n\x0cScoreRequest\x12+\n\x07session\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.SessionRecord\"=\n\rScoreResponse\x12,\n\x07rewards\x18\x01 \x01(\x0b\x32\x1b.rollmesh.v1.SessionRewards2O\n\rScorerService\x12>\n\x05Score\x12\x19.rollmesh.v1.ScoreRequest\x1a\x1a.rollmesh.v1.ScoreResponseB5\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.scorer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\013rollmesh.v1P\001Z\026rollmesh/v1;rollmeshv1\252\002\013Rollmesh.V1'
   _globals['_SCOREREQUEST']._serialized_start=66
   _globals['_SCOREREQUEST']._serialized_end=125
   _globals['_SCORERESPONSE']._serialized_start=127

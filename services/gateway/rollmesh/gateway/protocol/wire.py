@@ -61,7 +61,7 @@ _MAX_SCHEMA_BYTES = 64 * 1024
 _DEFAULTS_CACHED = 256
 _Digest: TypeAlias = Callable[[types_pb2.SamplingParams, int], str]
 """Gives a choice's fingerprint, by its sampling parameters and its index."""
-_frames: ByteCache[tuple[bytes, bytes], Frame] = ByteCache(16 * 1024 * 1024)
+_frames: ByteCache[tuple[str, str], Frame] = ByteCache(16 * 1024 * 1024)
 """By tools and options: agents send the same ones with every request."""
 
 
@@ -175,19 +175,19 @@ def _frame_of(request: gateway_pb2.ChatRequest) -> Frame:
     return _frames.get(source, sum(map(len, source)), lambda: _read_frame(*source))
 
 
-def _read_frame(tools_json: bytes, options_json: bytes) -> Frame:
+def _read_frame(tools_json: str, options_json: str) -> Frame:
     for field, source in (("tools_json", tools_json), ("template_options_json", options_json)):
         try:
             if source:
-                read_json(source.decode())
+                read_json(source)
         except ValueError as error:
             raise InvalidFieldError(field, f"is not JSON: {error}") from error
     try:
-        frame = make_frame(tools_json, options_json)
+        frame = make_frame(tools_json.encode(), options_json.encode())
     except ValueError as error:
         field = "template_options_json" if "options" in str(error) else "tools_json"
         raise InvalidFieldError(field, str(error)) from error
-    for name in tool_schemas(tools_json) if tools_json else ():
+    for name in tool_schemas(frame.tools_json) if frame.tools_json else ():
         if name != replace_surrogates(name):
             raise InvalidFieldError("tools_json", f"the name {name!r} is not Unicode")
     return frame
@@ -210,7 +210,7 @@ def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
     named = calls is Calls.NAMED
     if named and request.tool_name not in tool_schemas(frame.tools_json):
         raise InvalidFieldError("tool_choice", f"names {request.tool_name!r}, which is no tool")
-    schema = request.json_format.schema_json if request.HasField("json_format") else None
+    schema = request.json_format.schema_json.encode() if request.HasField("json_format") else None
     if schema:
         _check_schema(schema)
     return Wanted(
