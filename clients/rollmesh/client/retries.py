@@ -1,18 +1,18 @@
 """Calls that are safe to repeat, repeated while a service is away or full."""
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
 
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import RemoteError, RollmeshError
 from rollmesh.runtime.rpc.channels import typed_errors
 
 _Result = TypeVar("_Result")
 _HEALED_BY_WAITING = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
-_FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 
 
 async def retried(
@@ -31,7 +31,7 @@ async def retried(
         RollmeshError: The last try's error, or one that waiting does not heal.
     """
     now = asyncio.get_running_loop().time
-    deadline, delay_s = now() + timeout_s, _FIRST_DELAY_S
+    deadline, backoff = now() + timeout_s, Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
     while True:
         try:
             with typed_errors():
@@ -39,7 +39,7 @@ async def retried(
         except RollmeshError as error:
             code = error.status_code if isinstance(error, RemoteError) else error.code
             asked_s = (error.retry_delay_ms or 0) / 1000
-            wait_s = max(asked_s, delay_s * random.uniform(0.5, 1))  # noqa: S311 - not a secret
+            wait_s = max(asked_s, backoff.next_s())
             healing = code in _HEALED_BY_WAITING or isinstance(error, also)
             if isinstance(error, RemoteError) and code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 said = (
@@ -49,4 +49,3 @@ async def retried(
             if not healing or now() + wait_s >= deadline:
                 raise
         await asyncio.sleep(wait_s)
-        delay_s = min(2 * delay_s, _MAX_DELAY_S)

@@ -11,7 +11,6 @@ import pytest
 
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.mesh.leases import LeaseClient
-from rollmesh.router.weights.updates import retry_delay_s
 from rollmesh.runtime.errors import (
     DeadlineError,
     InvalidFieldError,
@@ -236,14 +235,6 @@ async def test_an_engine_that_fails_is_left_out_with_the_reason(
         assert "brought up to date" not in log.read_text()
         bad.refuses = False
         await bad.until_taken(1)
-
-
-def test_retries_come_later_and_later_and_not_all_at_once() -> None:
-    longest = [retry_delay_s(failures, 1.0) for failures in range(1, 40)]
-    assert longest == sorted(longest)
-    assert longest[0] == 1
-    assert longest[-1] == 300
-    assert retry_delay_s(5, 0.0) == longest[4] / 2
 
 
 async def test_a_version_far_above_the_last_is_refused_and_an_operator_can_begin_anew(

@@ -19,10 +19,11 @@ tensor_parallel_size = 2
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.listening import GRACE_MS
 
@@ -187,12 +188,10 @@ class Restarts:
     A process that stayed up for `STEADY_MS` begins anew.
     """
 
-    FIRST_MS: ClassVar[int] = 200
-    MOST_MS: ClassVar[int] = 10_000
     STEADY_MS: ClassVar[int] = 30_000
 
-    delay_ms: int = 0
-    count: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.2, 10.0))
+    _restarted: bool = field(default=False, init=False)
 
     def died(self, up_ms: int) -> int:
         """Returns after how many milliseconds to start it again.
@@ -200,8 +199,9 @@ class Restarts:
         Args:
             up_ms: How long it was up.
         """
-        if up_ms >= self.STEADY_MS:
-            self.delay_ms = 0
-        delay, self.count = self.delay_ms, self.count + 1
-        self.delay_ms = min(max(self.delay_ms * 2, self.FIRST_MS), self.MOST_MS)
-        return delay
+        again = self._restarted and up_ms < self.STEADY_MS
+        self._restarted = True
+        if again:
+            return int(self.backoff.next_s() * 1000)
+        self.backoff.reset()
+        return 0

@@ -13,6 +13,7 @@ import grpc
 
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.sessions.trajectories import Delivery, SessionResult
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,
@@ -24,7 +25,7 @@ from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 
 _log = logging.getLogger(__name__)
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 _MAX_CREDITS = 65_536
 _MAX_ACKNOWLEDGED = 4096
 """Of one message."""
@@ -104,7 +105,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         self._outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None] = asyncio.Queue()
         self._acknowledging: dict[str, asyncio.Future[None]] = {}
         self._refusal: RollmeshError | None = None
-        self._retry_s = _FIRST_RETRY_S
+        self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         self._group = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
 
@@ -212,8 +213,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
                     self._forget_waiting()
                 except RollmeshError as error:
                     _log.info("collector away", extra=fields(error=str(error)))
-                await asyncio.sleep(self._retry_s)
-                self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
+                await asyncio.sleep(self._backoff.next_s())
 
     def _forget_waiting(self) -> None:
         """Drops what nobody took yet: from its new place the collector sends it, or does not."""
@@ -243,7 +243,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         try:
             async with aclosing(read_stream(call)) as responses:
                 async for response in responses:
-                    self._retry_s = _FIRST_RETRY_S
+                    self._backoff.reset()
                     if response.HasField("delivery"):
                         self._take(response.delivery)
                     else:

@@ -8,6 +8,7 @@ a group never has two sessions in one place.
 import asyncio
 import inspect
 import logging
+import math
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from rollmesh.client.runners import agent_name, find_runner
 from rollmesh.client.sessions.rewards import Rewards, read_rewards
 from rollmesh.client.sessions.session import Session
 from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.telemetry.logs import fields, without_keys
 
@@ -72,7 +74,7 @@ class Attempts:
 
     async def run(self, place: Place) -> SampleOutcome:
         """Runs a place to its end; whatever the agent does becomes an outcome."""
-        attempt, delay_s = 1, self._retries.delay_s
+        attempt, backoff = 1, Backoff(self._retries.delay_s, math.inf)
         while True:
             try:
                 ended = await self._attempt(place, attempt)
@@ -80,8 +82,8 @@ class Attempts:
                 return _lost(place, error, attempt)
             if not ended.again:
                 return _outcome(place, ended, attempt)
-            await asyncio.wait({place.stop}, timeout=delay_s)
-            attempt, delay_s = attempt + 1, 2 * delay_s
+            await asyncio.wait({place.stop}, timeout=backoff.next_s())
+            attempt += 1
 
     async def _attempt(self, place: Place, attempt: int) -> _Ended:
         """Runs an agent in a new session and closes it.

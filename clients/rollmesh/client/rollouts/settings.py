@@ -44,7 +44,7 @@ class Retries:
     tries: int = 1
     """Most attempts at one place."""
     delay_s: float = 2.0
-    """Wait before the second attempt, doubled before each further one, seconds."""
+    """Longest wait before the second attempt, seconds; doubled before each further one."""
     time_limits: bool = False
     """Whether agents that ran too long are; that favours short answers."""
 

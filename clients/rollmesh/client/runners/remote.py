@@ -7,7 +7,6 @@ attempt: to begin it again in the same session would mix two attempts.
 
 import asyncio
 import json
-import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ import httpx2
 
 from rollmesh.client.rollouts.supervision import shielded
 from rollmesh.client.sessions.session import Session
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError
 
 _ERROR_CHARS = 2_000
 _CONNECT_S = 10.0
-_FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _BUSY = {429, 503}
 _JSON = {"content-type": "application/json"}
 
@@ -169,7 +169,7 @@ class _Waits:
     def __init__(self, limit_s: float) -> None:
         self._deadline = asyncio.get_running_loop().time() + limit_s
         self._limit_s = limit_s
-        self._delay_s = _FIRST_DELAY_S
+        self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
 
     async def next(self, error: Exception | None, response: httpx2.Response | None = None) -> None:
         """Waits for the next try.
@@ -181,14 +181,13 @@ class _Waits:
         if response is not None:
             with suppress(ValueError):  # absent, or a date
                 asked_s = float(response.headers.get("retry-after", ""))
-        wait_s = max(asked_s, self._delay_s * random.uniform(0.5, 1))  # noqa: S311 - not a secret
+        wait_s = max(asked_s, self._backoff.next_s())
         if asyncio.get_running_loop().time() + wait_s >= self._deadline:
             why = repr(error) if response is None else f"status {response.status_code}"
             raise RemoteAgentLostError(
                 f"the agent server was away for {self._limit_s:g} s: {why}"
             ) from error
         await asyncio.sleep(wait_s)
-        self._delay_s = min(2 * self._delay_s, _MAX_DELAY_S)
 
 
 def _read(response: httpx2.Response) -> Mapping[str, Any]:

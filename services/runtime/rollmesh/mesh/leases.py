@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from types import TracebackType
 
 from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     EngineFaultError,
     EnginesBusyError,
@@ -24,7 +25,7 @@ from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 _log = logging.getLogger(__name__)
-_RETRY_S = 0.2
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 _BUSY_MS = 1000
 _MAX_OUTGOING = 65_536
 _RELEASE_S = 0.002  # a lease that is over waits so long for an acquire to go along with
@@ -219,6 +220,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
             self._waiting.pop(lease_id, None)
 
     async def _stay(self) -> None:
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         async with open_channel(self._router) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             while True:
@@ -228,6 +230,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
                     with typed_errors():
                         await call.wait_for_connection()
                     self._connected.set()
+                    backoff.reset()
                     async with aclosing(read_stream(call)) as responses:
                         async for response in responses:
                             answer = self._waiting.get(response.lease_id)
@@ -237,7 +240,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
                     _log.info("router away", extra=fields(error=str(error)))
                 finally:
                     self._disconnected()
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(backoff.next_s())
 
     def _disconnected(self) -> None:
         """Lets those who wait ask again: the router has freed what this stream held."""

@@ -14,6 +14,7 @@ from types import TracebackType
 import grpc
 
 from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream
 from rollmesh.runtime.rpc.statuses import status_code_of
@@ -22,7 +23,7 @@ from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _REPORT_S = 1.0
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 _LOG_MS = 30_000  # between two lines that say that the router is away
 _FINAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS}
 
@@ -101,13 +102,13 @@ class Membership(AbstractAsyncContextManager["Membership"]):
                 await asyncio.shield(self._task)
 
     async def _stay(self) -> None:
-        delay = _FIRST_RETRY_S
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         _log.info("registering", extra=fields(router=self._router))
         async with open_channel(self._router) as channel:
             while not self._left:
                 try:
                     await self._hold_stream(channel)
-                    delay = _FIRST_RETRY_S
+                    backoff.reset()
                 except RollmeshError as error:
                     if status_code_of(error) in _FINAL:
                         self._refusal = error
@@ -116,8 +117,7 @@ class Membership(AbstractAsyncContextManager["Membership"]):
                         return
                     self._log_absence(error)
                 self._registered.clear()
-                await asyncio.sleep(delay)
-                delay = min(delay * 2, _LAST_RETRY_S)
+                await asyncio.sleep(backoff.next_s())
 
     def _log_absence(self, error: RollmeshError) -> None:
         now_ms = clock.monotonic_ms()

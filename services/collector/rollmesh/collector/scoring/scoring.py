@@ -9,6 +9,7 @@ from rollmesh.collector.scoring.scorers import Scorer
 from rollmesh.collector.storage.store import RETRY_MS, Store
 from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     RollmeshError,
@@ -24,7 +25,7 @@ from rollmesh.v1 import types_pb2
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 100_000
 _REQUEST_ID = "scorer"
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 
 
 def wants_score(record: types_pb2.SessionRecord) -> bool:
@@ -78,6 +79,7 @@ class Scoring:
         record = await self._lasting_session(session_id)
         if not wants_score(record):
             return
+        backoff = _backoff()
         for attempt in range(1, self._tries + 1):
             try:
                 rewards = await scorer.score(record)
@@ -88,7 +90,7 @@ class Scoring:
             except RollmeshError as error:
                 self._failed(session_id, error)
                 if attempt < self._tries:
-                    await asyncio.sleep(min(_FIRST_RETRY_S * 2 ** (attempt - 1), _LAST_RETRY_S))
+                    await asyncio.sleep(backoff.next_s())
             else:
                 metrics.SCORES.labels("scored").inc()
                 return
@@ -102,20 +104,26 @@ class Scoring:
         )
 
     async def _lasting_session(self, session_id: str) -> types_pb2.SessionRecord:
+        backoff = _backoff()
         while True:
             try:
                 return await self._store.session(session_id, arrays=True)
             except (StoreAwayError, StoreFullError, StoreError):
-                await asyncio.sleep(_LAST_RETRY_S)
+                await asyncio.sleep(backoff.next_s())
 
     async def _set(self, session_id: str, rewards: types_pb2.SessionRewards) -> None:
         """Stores rewards, trying until the store takes them."""
+        backoff = _backoff()
         while True:
             try:
                 now_ms = clock.steady_unix_ms()
                 await self._store.set_rewards(session_id, rewards, _REQUEST_ID, now_ms)
             except (StoreAwayError, StoreFullError, StoreError):
-                await asyncio.sleep(_LAST_RETRY_S)
+                await asyncio.sleep(backoff.next_s())
             else:
                 self._subscriptions.announce()
                 return
+
+
+def _backoff() -> Backoff:
+    return Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)

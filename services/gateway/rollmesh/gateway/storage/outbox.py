@@ -20,6 +20,7 @@ from rollmesh.gateway.storage import closed
 from rollmesh.gateway.storage.closed import PIECE_NODES, DeadLetter, Letter
 from rollmesh.gateway.storage.journal import DamagedSessionError, read_nodes
 from rollmesh.runtime import clock
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.codec.session_records import check_session
 from rollmesh.runtime.codec.wire import nested
 from rollmesh.runtime.database import Database
@@ -34,8 +35,7 @@ _CALLS = 2
 """At a time: the next is read and sent while the collector writes the one before."""
 _CALL_SESSIONS, _CALL_BYTES = 64, 4 * 1024 * 1024
 _INGEST_TIMEOUT_S = 30.0
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
-_DOUBLINGS = 6
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _JOURNAL_RETRY_S = 0.5
 
 
@@ -150,8 +150,8 @@ class Outbox:
         """Sessions that are with the collector, or wait to be sent again."""
         self._delivered: list[str] = []
         """What the collector has, and the journal too."""
-        self._tries: dict[str, int] = {}
-        """How often a session was sent in vain; such a one goes alone."""
+        self._retries: dict[str, Backoff] = {}
+        """Sessions that the collector did not take; each is sent again alone."""
         self.undelivered = 0
         """Number of sessions that wait."""
         self.dead: set[str] = set()
@@ -232,7 +232,7 @@ class Outbox:
             if session_id in self._busy:
                 continue
             size += length
-            alone = session_id in self._tries
+            alone = session_id in self._retries
             if letters and (alone or size > _CALL_BYTES):
                 break
             try:
@@ -261,20 +261,22 @@ class Outbox:
                 extra=fields(reason=reason, error=str(error)),
                 exc_info=None if known else error,
             )
-            tries = max(self._tries.get(session_id, 0) for session_id in ids)
-            self._tries |= dict.fromkeys(ids, tries + 1)
             own = _is_final(error)
             if own:
                 self._calls.release()
-            await asyncio.sleep(min(_FIRST_RETRY_S * 2 ** min(tries, _DOUBLINGS), _LAST_RETRY_S))
+            await asyncio.sleep(max(map(self._retry_delay_s, ids)))
             self._busy.difference_update(ids)
             if not own:
                 self._calls.release()
         else:
             for session_id in ids:
-                self._tries.pop(session_id, None)
+                self._retries.pop(session_id, None)
             self._calls.release()
         self._changed.set()
+
+    def _retry_delay_s(self, session_id: str) -> float:
+        backoff = self._retries.setdefault(session_id, Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S))
+        return backoff.next_s()
 
     async def _send(self, parcel: _Parcel) -> None:
         """Sends sessions; one that can never be sent becomes a dead letter.

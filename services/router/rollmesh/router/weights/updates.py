@@ -6,31 +6,20 @@ fails is tried again, later and later.
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from rollmesh.router.leases import Engine
 from rollmesh.router.weights.engine_calls import call_engine
+from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import EngineFaultError, RollmeshError
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1024 * 1024
-_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 300.0
-
-
-def retry_delay_s(failures: int, dice: float) -> float:
-    """Returns how long to wait after so many failures in a row, seconds.
-
-    Args:
-        failures: At least 1.
-        dice: Uniform from 0 to 1, so that engines that failed together do not return together.
-    """
-    longest = min(_FIRST_RETRY_S * 2.0 ** min(failures - 1, 32), _LAST_RETRY_S)
-    return longest * (0.5 + dice / 2)
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 300.0
 
 
 class Updates:
@@ -109,7 +98,8 @@ class Updates:
             self.bring(engine)  # what is wanted may have changed meanwhile
 
     async def _bring(self, engine: Engine) -> router_pb2.EngineResult:
-        failures, result = 0, router_pb2.EngineResult(engine_id=engine.engine_id)
+        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
+        result = router_pb2.EngineResult(engine_id=engine.engine_id)
         while (header := self._wanted(engine)) is not None:
             result = await self._update(engine, header)
             if not result.error_reason:
@@ -118,8 +108,7 @@ class Updates:
                     extra=fields(engine=engine.engine_id, policy_version=header.policy_version),
                 )
                 continue
-            failures += 1
-            delay_s = retry_delay_s(failures, random.random())  # noqa: S311 - no secret
+            delay_s = backoff.next_s()
             _log.warning(
                 "weight update failed",
                 extra=fields(
