@@ -1,8 +1,9 @@
 """Settings: where they come from, and what is said about bad ones."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
@@ -10,14 +11,22 @@ from rollmesh.collector.config import CollectorConfig
 from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
-from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.runtime.config import (
+    Bounds,
+    Config,
+    ConfigError,
+    OneOf,
+    Setting,
+    describe,
+    parse_config,
+)
 from rollmesh.sidecar.config import SidecarConfig
 
 SERVICES = (RouterConfig, EngineConfig, CollectorConfig, GatewayConfig, SidecarConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inherited:
+class Inherited(Config):
     """Settings of any service."""
 
     host: str = "localhost"
@@ -30,15 +39,19 @@ class Inherited:
 class Settings(Inherited):
     """Settings of a probe."""
 
-    max_nodes: int = 7
+    max_nodes: Annotated[int, Bounds(-5)] = 7
     """Most nodes of a tree."""
-    share: float = 0.5
+    share: Annotated[float, Bounds(0, 1)] = 0.5
     """Part of the memory, at most 90 %."""
     strict: bool = False
     """Whether to be strict
     about everything."""
     data_dir: Path = Path("var/probe")
     """Folder of the store."""
+    history: Annotated[str, OneOf(("keep", "rewrite"))] = "keep"
+    """What becomes of history."""
+    vllm: dict[str, int] = field(default_factory=dict)
+    """Options of the backend."""
 
 
 def parse(*argv: str, **environ: str) -> Settings:
@@ -162,7 +175,7 @@ def test_an_unknown_flag_ends_with_2_and_is_named(capsys: pytest.CaptureFixture[
     assert "--max-nods" in capsys.readouterr().err
 
 
-def test_help_says_the_docstring_of_every_setting(
+def test_help_says_the_docstring_the_default_and_the_bound_of_every_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
@@ -172,29 +185,56 @@ def test_help_says_the_docstring_of_every_setting(
     told = dict(re.findall(r"^  (--\S+) \S+\s+(\S.*)", capsys.readouterr().out, re.M))
     assert told == {
         "--config": "TOML file with the same names as the flags",
-        "--host": "Address to listen on.",
-        "--max-nodes": "Most nodes of a tree.",
-        "--share": "Part of the memory, at most 90 %.",
-        "--strict": "Whether to be strict about everything.",
-        "--data-dir": "Folder of the store.",
+        "--host": "Address to listen on. [default: localhost]",
+        "--max-nodes": "Most nodes of a tree. [default: 7, at least -5]",
+        "--share": "Part of the memory, at most 90 %. [default: 0.5, at least 0, at most 1]",
+        "--strict": "Whether to be strict about everything. [default: false]",
+        "--data-dir": "Folder of the store. [default: var/probe]",
+        "--history": "What becomes of history. [default: keep, one of keep, rewrite]",
+        "--vllm": "Options of the backend.",
     }
 
 
+def test_settings_are_described_in_order_base_class_first() -> None:
+    told = {setting.name: setting for setting in describe(Settings, "probe")}
+    assert list(told) == [one.name for one in fields(Settings)]
+    assert told["max_nodes"] == Setting(
+        name="max_nodes",
+        flag="--max-nodes",
+        variable="ROLLMESH_PROBE_MAX_NODES",
+        kind=int,
+        default=7,
+        bound=Bounds(-5),
+        doc="Most nodes of a tree.",
+    )
+    assert told["host"].bound is None
+    assert told["strict"].doc == "Whether to be strict about everything."
+    assert (told["vllm"].kind, told["vllm"].default) == (dict, {})
+
+
 @pytest.mark.parametrize("config", SERVICES, ids=lambda cls: cls.__name__)
-def test_every_setting_of_every_service_has_its_help(
-    config: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit):
-        parse_config(config, "any", ["--help"], {})
-    told = dict(re.findall(r"^  (--\S+) \S+\s+(\S.*)", capsys.readouterr().out, re.M))
-    for field in fields(config):
-        assert told[f"--{field.name.replace('_', '-')}"].endswith(".")
+def test_every_setting_of_every_service_has_its_help(config: type) -> None:
+    for setting in describe(config, "any"):
+        assert setting.doc.endswith("."), setting.name
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--max-nodes=-6", "max_nodes: is -6; give at least -5"),
+        ("--share=1.5", "share: is 1.5; give at most 1"),
+        ("--share=nan", "share: is nan; give at least 0"),
+        ("--history=drop", "history: is 'drop'; give one of keep, rewrite"),
+    ],
+)
+def test_a_value_out_of_bounds_is_named_with_its_bound(flag: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        parse(flag)
 
 
 def numbers_of(config: type) -> list[str]:
     """Names of the settings that are numbers."""
-    return [field.name for field in fields(config) if field.type in {int, float}]
+    return [setting.name for setting in describe(config, "any") if setting.kind in {int, float}]
 
 
 @pytest.mark.parametrize(

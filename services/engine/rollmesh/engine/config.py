@@ -2,21 +2,10 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rollmesh.runtime.config import check_least
+from rollmesh.runtime.config import Bounds, OneOf
 from rollmesh.runtime.rpc.listening import ServerConfig
-
-_LEAST = {
-    "max_context_tokens": 0,
-    "lease_capacity": 1,
-    "gpu_memory_utilization": 0,
-    "weight_transfer_timeout_ms": 1,
-    "tokens_per_second": 0,
-    "reply_tokens": 1,
-    "vocabulary_tokens": 3,  # hashed replies have ids from 2 up
-    "eos_id": 0,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,43 +18,34 @@ class EngineConfig(ServerConfig):
     """Id of this engine, unique in the mesh."""
     model: str = "policy"
     """Name of the model, as agents give it."""
-    backend: str = "vllm"
-    """What generates: vllm or scripted."""
+    backend: Annotated[str, OneOf(("vllm", "scripted"))] = "vllm"
+    """What generates tokens."""
     model_path: Path = Path("var/model")
     """Folder of the model (vllm)."""
-    max_context_tokens: int = 0
+    max_context_tokens: Annotated[int, Bounds(0)] = 0
     """Most ids of a prompt and its answer; 0 takes the model's own limit."""
-    lease_capacity: int = 256
+    lease_capacity: Annotated[int, Bounds(1)] = 256
     """Most leases at a time, and most requests sampled at a time."""
     dtype: str = "auto"
     """Number type of the weights (vllm): auto, float32, bfloat16."""
     enforce_eager: bool = False
     """Whether to do without compiled graphs (vllm)."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, Bounds(0)] = 0.9
     """Part of the accelerator's memory to use (vllm)."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Any other argument of the installed vLLM's AsyncEngineArgs, by its name: a table in a file, a
     JSON object elsewhere, such as {"tensor_parallel_size": 2} (vllm)."""
     weight_transfer: str = ""
     """Weight transfer backend, such as nccl or ipc (vllm); empty takes weights by calls alone."""
-    weight_transfer_timeout_ms: int = 300_000
+    weight_transfer_timeout_ms: Annotated[int, Bounds(1)] = 300_000
     """Longest wait for the trainer in a transfer, milliseconds; then the engine restarts (vllm)."""
     script: str = ""
     """JSON file with fixed replies (scripted)."""
-    tokens_per_second: float = 0.0
+    tokens_per_second: Annotated[float, Bounds(0)] = 0.0
     """Steps of the token clock per second, 0 as fast as possible (scripted)."""
-    reply_tokens: int = 32
+    reply_tokens: Annotated[int, Bounds(1)] = 32
     """Length of replies that no script fixes (scripted)."""
-    vocabulary_tokens: int = 1000
+    vocabulary_tokens: Annotated[int, Bounds(3)] = 1000
     """Number of ids (scripted)."""
-    eos_id: int = 1
+    eos_id: Annotated[int, Bounds(0)] = 1
     """Id that ends a reply (scripted)."""
-
-    def __post_init__(self) -> None:
-        """Checks the settings.
-
-        Raises:
-            ConfigError: Names the one with which nothing could be sampled.
-        """
-        super().__post_init__()
-        check_least(self, _LEAST)

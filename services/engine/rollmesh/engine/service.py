@@ -14,7 +14,6 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted import ScriptedBackend, ScriptedConfig
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.mesh.membership import Membership
-from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import engine_pb2_grpc, router_pb2
 
@@ -122,7 +121,7 @@ def make_backend(config: EngineConfig) -> Backend:
     """Returns the backend that the settings name.
 
     Raises:
-        ConfigError: There is none of that name, or vLLM has no such option.
+        ConfigError: vLLM has no such option.
     """
     if config.backend == "scripted":
         scripted = ScriptedConfig(
@@ -136,8 +135,6 @@ def make_backend(config: EngineConfig) -> Backend:
             weight_transfer=config.weight_transfer,
         )
         return ScriptedBackend(scripted)
-    if config.backend != "vllm":
-        raise ConfigError(f"backend: there is no {config.backend!r}; give vllm or scripted")
     # Only here: importing vLLM takes seconds, and the scripted backend does without it.
     from rollmesh.engine.vllm.backend import VllmBackend  # noqa: PLC0415
     from rollmesh.engine.vllm.options import read_options  # noqa: PLC0415

@@ -15,7 +15,7 @@ from rollmesh.chat.parsing.vllm.client import VllmParser
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.loading import load_model, vocabulary_of
 from rollmesh.chat.templates.profile import MOVING
-from rollmesh.chat.templates.special_text import SETTINGS, SpecialText
+from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelFilesError, read_json
 from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
@@ -33,7 +33,7 @@ from rollmesh.gateway.turns.prompt import new_tree
 from rollmesh.gateway.turns.turns import TurnRunner
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.mesh.membership import Membership
-from rollmesh.runtime.config import ConfigError, check_one_of
+from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import StoreError
 from rollmesh.runtime.telemetry.logs import fields
@@ -65,7 +65,6 @@ class GatewayService:
             reasoning_parser=config.reasoning_parser,
             shown=self._shown(),
         )
-        check_one_of(config, {"history": ("keep", "rewrite"), "special_text": SETTINGS})
         moved = self._continuation.contract.findings & MOVING
         if config.history == "rewrite" and moved:
             raise ConfigError(f"history: give keep: the template {min(moved)}")

@@ -23,7 +23,6 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import InvalidMessagesError
 
-SETTINGS = ("parity", "plain", "refuse")
 _FRAMES_BYTES = 16 * 1024 * 1024
 
 
@@ -31,7 +30,7 @@ class SpecialText:
     """Applies the setting to what a request adds."""
 
     def __init__(self, tokenizer: ModelTokenizer, setting: str) -> None:
-        """Takes one of `SETTINGS`."""
+        """Takes the setting: parity, plain or refuse."""
         self._spells = tokenizer.spells
         self._refuses = setting == "refuse"
         self._hides = setting == "plain"

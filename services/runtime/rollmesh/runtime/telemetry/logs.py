@@ -8,8 +8,7 @@ import sys
 import traceback
 from datetime import UTC, datetime
 
-from rollmesh.runtime.config import ConfigError
-
+LEVELS = ("debug", "info", "warning", "error")
 _KEY = re.compile(r"\brmk-([0-9a-zA-Z]+)-[0-9a-zA-Z_-]+")
 _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
@@ -69,11 +68,10 @@ def fields(**values: object) -> dict[str, dict[str, object]]:
 def configure_logging(service: str, level: str) -> None:
     """Sends all logs of this process to standard error as JSON lines.
 
-    Raises:
-        ConfigError: There is no such level.
+    Args:
+        service: Name of the service, in every line.
+        level: The lowest of `LEVELS` that is logged.
     """
-    if level.upper() not in logging.getLevelNamesMapping():
-        raise ConfigError(f"log_level: {level!r} is none of debug, info, warning, error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
