@@ -11,12 +11,14 @@ TORCH_INDEX ?=
 TORCH = torch==2.13.0
 # What has vLLM for GPUs, where `make test-gpu` is run.
 GPU_PYTHON ?= $(PYTHON)
+# Processes that run tests at the same time; most tests wait, so more than there are cores.
+TEST_WORKERS ?= 3
 
 # verl and torch ask for more than their CPU parts need; the locks are what was tried.
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test wheel test-docker check fmt proto proto-baseline proto-check bench-turns bench-durability bench-delivery bench-async kills soak lock clean
+.PHONY: help demo test test-long wheel test-docker check fmt proto proto-baseline proto-check bench-turns bench-durability bench-delivery bench-async kills soak lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -82,8 +84,14 @@ help: ## Lists the targets
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m examples.demo
 
-test: .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-wheel/.ready ## Runs all tests
-	.venv/bin/python -m pytest -q
+TESTED = .venv/.ready .venv-agents/.ready .venv-trainers/.ready .venv-wheel/.ready
+PYTEST = .venv/bin/python -m pytest -n $(TEST_WORKERS) --durations=20
+
+test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is running
+	$(PYTEST) -q -m "not long" --progress=build/test.txt
+
+test-long: $(TESTED) ## Runs the tests that take minutes each: learning, soak, kills, tensor parallel
+	$(PYTEST) -v -m long --progress=build/test-long.txt
 
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
 	.venv/bin/python -m pytest -q -m docker tests/docker

@@ -20,6 +20,8 @@ settings.load_profile("default")
 # A shell's `&` has Ctrl-C ignored, by children too; tests send it to theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ["tests.progress", "tests.schedule"]
+
 
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

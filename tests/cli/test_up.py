@@ -19,8 +19,6 @@ from openai import AsyncOpenAI
 from rollmesh.client import Client, MeshAddresses
 from rollmesh.runtime.rpc.channels import open_channel
 
-pytestmark = pytest.mark.timeout(180)
-
 MESH = """
 [mesh]
 data_dir = "{data}"

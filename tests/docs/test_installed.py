@@ -15,7 +15,6 @@ from openai import AsyncOpenAI
 from rollmesh.client import Client, MeshAddresses
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.timeout(300)
 ENVIRONMENT = ROOT / ".venv-wheel"
 MESH = """
 [mesh]

@@ -24,7 +24,6 @@ from tests.docs.pages import Block, blocks
 from tests.meshes import Mesh
 from tests.trainers.processes import run_script
 
-pytestmark = pytest.mark.timeout(180)
 GROUP = 8
 ADDRESSES = MeshAddresses(router="-", gateway="-", collector="-", sidecar="-")
 

@@ -23,7 +23,6 @@ from tests.models import CONTEXT_TOKENS
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(240),
 ]
 _PLAN = Plan(steps=4, groups=2, samples=2)
 _MAX_LAG = 2

@@ -14,7 +14,7 @@ from tests.processes import run_to_end
 _STEPS = 10  # of 30
 _RISE = 0.1
 _PROGRAM_S = 1500.0
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(_PROGRAM_S + 60)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(_PROGRAM_S + 60)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_to_end
 
-pytestmark = pytest.mark.timeout(240)
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
 
 

@@ -114,7 +114,8 @@ async def test_a_collector_that_is_away_gets_every_session_later(
     assert all(result.trajectories[0].turns == 1 for result in results)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 async def test_the_kill_matrix_loses_doubles_and_leaks_nothing(tmp_path: Path) -> None:
     found = await run_matrix(tmp_path, wanted=20, seed=7)  # `make kills` runs it whole
     assert found["kills"] >= 20

@@ -12,8 +12,6 @@ from tests.collector.records import record
 from tests.collector.redis_server import redis_server
 from tests.processes import running
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.mark.parametrize(
     ("service", "file"),

@@ -7,7 +7,8 @@ import pytest
 from benchmarks.soak.__main__ import run_soak
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 async def test_the_books_are_in_order_after_load_hostile_requests_and_kills(tmp_path: Path) -> None:
     found = await run_soak(tmp_path, 100)
     assert found["kills"] > 3

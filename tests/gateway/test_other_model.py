@@ -16,7 +16,6 @@ from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_refused
 
-pytestmark = pytest.mark.timeout(120)
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
 
 

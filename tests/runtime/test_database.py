@@ -25,8 +25,6 @@ from rollmesh.runtime.errors import (
 from tests.paths import ROOT
 from tests.runtime.writer import SCHEMA, VERSION, inserting
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def rows_of(connection: sqlite3.Connection) -> list[int]:
     return [row for (row,) in connection.execute("SELECT id FROM rows ORDER BY id")]

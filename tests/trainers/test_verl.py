@@ -17,7 +17,7 @@ from tests.trainers.processes import run_script
 _SAMPLES = 3
 _SESSIONS = 3 * _SAMPLES + 1  # of three prompts and one of the validation set
 _TRAINED = 2 * _SAMPLES  # of three prompts; one is broken
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass(frozen=True)

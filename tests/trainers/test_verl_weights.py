@@ -4,13 +4,11 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
 from tests.meshes import scripted_mesh
 from tests.trainers.processes import run_script
 
-pytestmark = pytest.mark.timeout(300)
 STEP = 3
 
 

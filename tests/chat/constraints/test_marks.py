@@ -12,7 +12,7 @@ from rollmesh.chat.parsing.formats import HARMONY, AnswerFormat
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from tests.chat.constraints.grammars import ALL, MARKS, REQUIRED, WRITTEN, Compiler, read
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.chat.constraints.grammars import (
     tag_of,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm]
 
 
 def fits(name: str, arguments: str) -> bool:

@@ -20,7 +20,7 @@ from tests.chat.parsing.outputs import KINDS, TAGS, WRITERS, outputs
 from tests.chat.parsing.test_formats import FRAME, TOOLS
 from tests.paths import ROOT
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.vllm]
 SEEDS = 20
 PAGE = ROOT / "docs" / "parsers.md"
 

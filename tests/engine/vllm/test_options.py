@@ -16,7 +16,6 @@ from rollmesh.runtime.config import ConfigError, parse_config
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, as vLLM imports it
 ]
 

@@ -24,8 +24,6 @@ from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 from tests.gateway.closing import COMPLETED, new_tree, write_closed, write_open, write_small
 from tests.gateway.worlds import World, random_world, said, user
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Collector(collector_pb2_grpc.CollectorServiceServicer):
     """Keeps what it takes, call by call."""

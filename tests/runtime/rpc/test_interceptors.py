@@ -13,7 +13,6 @@ from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.telemetry.logs import current_request_id
 from tests.runtime.services import KINDS, Script, ScriptedService, ask, echo, failing, served
 
-pytestmark = pytest.mark.timeout(60)
 X_REQUEST_ID = (("x-request-id", "r-1"),)
 
 

@@ -27,9 +27,6 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-pytestmark = pytest.mark.timeout(60)
-
-
 def health_of(channel: grpc.aio.Channel) -> Any:
     return health_pb2_grpc.HealthStub(channel)
 

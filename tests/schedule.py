@@ -1,0 +1,52 @@
+"""Which tests share a worker of `pytest -n`, and which begin first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
+
+# By the start of a test's path; the first that fits. Groups begin in this order: the longest first.
+# Tests with vLLM run one after another, for its memory and its threads; so do those with Ray.
+_GROUPS = (
+    ("tests/engine/vllm/", "vllm"),
+    ("tests/engine/test_conformance.py", "vllm"),
+    ("tests/engine/requests/test_constraint.py", "vllm"),
+    ("tests/mesh/test_against_serve.py", "vllm"),
+    ("tests/agents/test_vllm_agents.py", "vllm"),
+    ("tests/examples/", "vllm"),
+    ("tests/trainers/", "ray"),
+    ("tests/client/runners/test_ray_tasks.py", "ray"),
+    ("tests/docs/", "docs"),  # these use the default ports
+    ("tests/agents/", "agents"),
+    ("tests/faults/", None),
+    ("tests/chat/", None),
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _place(item.nodeid)[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - not every run has it
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc] # the checkers skip xdist
+        """A module's tests share a worker and the module's fixtures; so do those of a group."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return _place(nodeid)[1]
+
+    return Scheduling(config, log)
+
+
+def _place(nodeid: str) -> tuple[int, str]:
+    for place, (path, group) in enumerate(_GROUPS):
+        if nodeid.startswith(path):
+            return place, group or nodeid.partition("::")[0]
+    return len(_GROUPS), nodeid.partition("::")[0]
