@@ -204,14 +204,14 @@ Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
 
 @_typing.final
 class DispatchRequest(_message.Message):
-    """A booking or a release."""
+    """What a gateway tells the router about its leases."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
     ACQUIRE_FIELD_NUMBER: _builtins.int
-    RELEASE_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
+    RELEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___DispatchHello:
         """First message, once."""
@@ -221,26 +221,28 @@ class DispatchRequest(_message.Message):
         """Books a place."""
 
     @_builtins.property
-    def release(self) -> Global___ReleaseLease:
-        """Frees a place."""
-
-    @_builtins.property
     def forget(self) -> Global___ForgetSession:
         """Forgets where a session was."""
+
+    @_builtins.property
+    def releases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReleaseLease]:
+        """Leases that are over, freed before the rest of the message is read. Those of the last 2 ms share
+        a message with the next booking, or with each other.
+        """
 
     def __init__(
         self,
         *,
         hello: Global___DispatchHello | None = ...,
         acquire: Global___AcquireLease | None = ...,
-        release: Global___ReleaseLease | None = ...,
         forget: Global___ForgetSession | None = ...,
+        releases: _abc.Iterable[Global___ReleaseLease] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "forget", b"forget", "hello", b"hello", "part", b"part", "release", b"release"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "forget", b"forget", "hello", b"hello", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "forget", b"forget", "hello", b"hello", "part", b"part", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "forget", b"forget", "hello", b"hello", "part", b"part", "releases", b"releases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "acquire", "release", "forget"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "acquire", "forget"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
@@ -290,7 +292,6 @@ class AcquireLease(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     EXCLUDED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
-    RELEASED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, chosen by the gateway, unique on the stream."""
     session_id: _builtins.str
@@ -301,10 +302,6 @@ class AcquireLease(_message.Message):
     def excluded_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of engines that already failed this turn."""
 
-    @_builtins.property
-    def released_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Leases that are given back at the same time: one message less for each turn."""
-
     def __init__(
         self,
         *,
@@ -312,11 +309,10 @@ class AcquireLease(_message.Message):
         session_id: _builtins.str = ...,
         group_id: _builtins.str = ...,
         excluded_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
-        released_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "released_lease_ids", b"released_lease_ids", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,17 +67,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._warn_of_misfits()
         try:
             async for request in request_iterator:
+                for release in request.releases:
+                    self._release(stream_id, release)
+                if request.releases:
+                    await faults.reach("router-after-release")
                 match request.WhichOneof("part"):
                     case "acquire":
                         yield self._acquire(stream_id, request.acquire)
                         await faults.reach("router-after-grant")
-                    case "release":
-                        self._release(stream_id, request.release)
-                        await faults.reach("router-after-release")
                     case "forget":
                         self._table.forget(request.forget.session_id)
-                    case _:
-                        raise InvalidFieldError("part", "is not a booking or a release")
+                    case "hello":
+                        raise InvalidFieldError("hello", "is not the first message; send it once")
+                    case None if not request.releases:
+                        raise InvalidFieldError("part", "is empty; send a booking or releases")
         finally:
             self._table.close_stream(stream_id)
 
@@ -135,8 +138,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def _acquire(
         self, stream_id: str, acquire: router_pb2.AcquireLease
     ) -> router_pb2.DispatchResponse:
-        for lease_id in acquire.released_lease_ids:
-            self._table.release(stream_id, lease_id)
         result = self._table.acquire(
             stream_id,
             acquire.lease_id,
