@@ -149,15 +149,15 @@ def mistral_rows() -> Iterator[str]:
 
 def _row(name: str, template: ModelTemplate, tokenizer: ModelTokenizer) -> str:
     try:
-        contract = Continuation(template, tokenizer).contract
+        profile = Continuation(template, tokenizer).profile
     except TemplateRefusedError as error:
         return f"| {name} | refused | | {_cell(str(error))} |"
-    findings = "; ".join(sorted(contract.findings))
-    refused = "; ".join(f"no {order}" for order in sorted(contract.refused))
-    seen = f"{contract.verified} whole"
-    seen += f", {contract.kept} behind the last answer" if contract.kept else ""
+    findings = "; ".join(sorted(profile.findings))
+    refused = "; ".join(f"no {order}" for order in sorted(profile.refused))
+    seen = f"{profile.verified} whole"
+    seen += f", {profile.kept} behind the last answer" if profile.kept else ""
     said = "; ".join(filter(None, (findings, refused)))
-    return f"| {name} | {contract.kind} | {seen} | {_cell(said)} |"
+    return f"| {name} | {profile.kind} | {seen} | {_cell(said)} |"
 
 
 def _cell(text: str) -> str:
@@ -230,7 +230,7 @@ package, each with a byte-level tokenizer made for it; {refused} of them are ref
 compares it with what the code finds, and all that are not refused with transformers' own rendering
 of other conversations.
 
-| template | contract | verified | what it does, what is refused |
+| template | profile | verified | what it does, what is refused |
 |---|---|---|---|
 """
 
@@ -253,7 +253,7 @@ token; what stands behind the last answer is what the package gives.
 The table is made from all files of the package, and for v11 and v13, of which it has none, from
 files made for it. The test's reference is the package's own `encode_chat_completion`.
 
-| tokenizer | contract | verified | what it does, what is refused |
+| tokenizer | profile | verified | what it does, what is refused |
 |---|---|---|---|
 """
 

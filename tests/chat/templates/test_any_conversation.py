@@ -103,7 +103,7 @@ def test_pieces_are_the_render_or_a_refusal(
         return
     ids = family.tokenizer.encode(full).tolist()
     answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
-    if continuation.contract.findings & REWRITING and answers:
+    if continuation.profile.findings & REWRITING and answers:
         behind = np.concatenate(pieces[answers[-1] + 1 :]).tolist()
         assert ids[-len(behind) :] == behind
     else:
@@ -125,7 +125,7 @@ def test_the_contract_says_which_answers_lose_blanks(name: str, before: str, aft
 
     said = f"{before}here7zq{after}"
     as_it_was = earlier("here7zq").replace("here7zq", said)
-    assert continuation.contract.stripped.changes(said) == (earlier(said) != as_it_was)
+    assert continuation.profile.stripped.changes(said) == (earlier(said) != as_it_was)
 
 
 def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_printed() -> None:
@@ -145,4 +145,4 @@ def test_a_system_message_alone_is_refused_where_it_is_printed_with_the_user_tur
 
 def test_reasoning_inside_the_content_that_is_dropped_later_is_found() -> None:
     _, continuation = loaded("lfm2_2_5")
-    assert Finding.DROPS_REASONING in continuation.contract.findings
+    assert Finding.DROPS_REASONING in continuation.profile.findings

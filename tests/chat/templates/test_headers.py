@@ -61,7 +61,7 @@ def test_a_model_stops_at_the_header_of_every_other_role(
 ) -> None:
     headers = {USER, OBSERVATION, "<|system|>"}
     assert set(continuation.stop_ids) == {glm.tokenizer.special_id(text) for text in headers}
-    assert continuation.contract.headers["assistant"] == "<|assistant|>"
+    assert continuation.profile.headers["assistant"] == "<|assistant|>"
 
 
 @pytest.mark.parametrize(

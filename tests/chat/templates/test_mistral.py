@@ -124,7 +124,7 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
             # Tools or system message were printed in an earlier turn too.
             assert answers
             assert tools or messages[0] is SYSTEM
-            assert continuation.contract.kind == "append-only except"
+            assert continuation.profile.kind == "append-only except"
             behind = [id_ for piece in pieces[answers[-1] + 1 :] for id_ in piece]
             assert full[-len(behind) :] == behind
             behind_ += 1

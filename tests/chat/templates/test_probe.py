@@ -103,11 +103,11 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
                 pieces = [ids.tolist() for ids in found.pieces(units, 0, frame)]
                 pieces.append(found.glue(units, frame).tolist())
             except TemplateRenderError as error:
-                assert found.contract.refused or "does not print tools" in str(error)  # noqa: PT017
+                assert found.profile.refused or "does not print tools" in str(error)  # noqa: PT017
                 continue
             answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
             whole, ids = [id_ for piece in pieces for id_ in piece], encode(full).tolist()
-            if not found.contract.findings & REWRITING or not answers:
+            if not found.profile.findings & REWRITING or not answers:
                 assert whole == ids
             else:
                 behind = [id_ for piece in pieces[answers[-1] + 1 :] for id_ in piece]

@@ -172,7 +172,7 @@ class Played:
         return self.tree.add_sample(parent, step.answer, prompt.glue, sample, prompt.match.reasons)
 
     def _sampled(self, prompt: Prompt, step: Step) -> TokenIds:
-        answer, end = step.answer, self.continuation.contract.stops[0]
+        answer, end = step.answer, self.continuation.profile.stops[0]
         thought = f"{answer.reasoning}\n</think>\n\n" if answer.reasoning else ""
         forms = [
             self._printed(prompt, answer) or f"{answer.content}{end}",
@@ -209,7 +209,7 @@ class Played:
         if not text.startswith(asked):
             return ""
         text = text[len(asked) :].partition("next7zq")[0]
-        ends = [self.continuation.contract.end_text, self.continuation.contract.call_end_text]
+        ends = [self.continuation.profile.end_text, self.continuation.profile.call_end_text]
         found = [text.rfind(end) + len(end) for end in ends if end and end in text]
         return text[: max(found)] if found else ""
 
@@ -240,7 +240,7 @@ def test_a_rewritten_history_is_what_the_template_prints(
     name: str, session: list[Step], frame: Frame
 ) -> None:
     played = Played(name, frame, rewrite=True)
-    findings = played.continuation.contract.findings
+    findings = played.continuation.profile.findings
     assert not findings & MOVING
     if Finding.TEXT_BEHIND_RESULTS in findings:  # no place for it in a tree: such turns are kept
         session = [without_text_beside_calls(step) for step in session]

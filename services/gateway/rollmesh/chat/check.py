@@ -10,27 +10,27 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.loading import load_model
-from rollmesh.chat.templates.profile import REWRITING, Contract
+from rollmesh.chat.templates.profile import REWRITING, TemplateProfile
 from rollmesh.chat.tokenizer import ModelFilesError
 
 
-def report(contract: Contract, format_: AnswerFormat) -> str:
+def report(profile: TemplateProfile, format_: AnswerFormat) -> str:
     """Returns what was found, for people."""
-    ends = " or ".join(contract.stops)
-    lines = [f"{contract}", "", f"an answer ends with   {ends}"]
+    ends = " or ".join(profile.stops)
+    lines = [f"{profile}", "", f"an answer ends with   {ends}"]
     lines.append(f"tool calls            {format_.tools}")
     lines.append(f"reasoning             {format_.reasoning_name}")
-    lines.append(f"probes, whole render  {contract.verified}")
-    lines.append(f"probes, last turn     {contract.kept}")
-    if kept := contract.findings & REWRITING:
+    lines.append(f"probes, whole render  {profile.verified}")
+    lines.append(f"probes, last turn     {profile.kept}")
+    if kept := profile.findings & REWRITING:
         lines += ["", "The template does this to earlier turns; sessions keep what was sampled:"]
         lines += [f"  - {finding}" for finding in sorted(kept)]
-    if other := contract.findings - REWRITING:
+    if other := profile.findings - REWRITING:
         lines += ["", "It also:"]
         lines += [f"  - {finding}" for finding in sorted(other)]
-    if contract.refused:
+    if profile.refused:
         lines += ["", "Requests with these orders of roles are refused:"]
-        lines += [f"  - {order}: {why}" for order, why in sorted(contract.refused.items())]
+        lines += [f"  - {order}: {why}" for order, why in sorted(profile.refused.items())]
     if format_.tools == UNKNOWN:
         lines += [
             "",
@@ -47,7 +47,7 @@ def main() -> int:
     model: Path = parser.parse_args().model
     try:
         template, tokenizer = load_model(model)
-        found = Continuation(template, tokenizer).contract
+        found = Continuation(template, tokenizer).profile
     except ModelFilesError as error:
         print(f"rollmesh template check: {error}", file=sys.stderr)
         return 2

@@ -65,7 +65,7 @@ class GatewayService:
             reasoning_parser=config.reasoning_parser,
             shown=self._shown(),
         )
-        moved = self._continuation.contract.findings & MOVING
+        moved = self._continuation.profile.findings & MOVING
         if config.history == "rewrite" and moved:
             raise ConfigError(f"history: give keep: the template {min(moved)}")
         self._vocabulary_tokens = vocabulary_of(config.model_path)
@@ -75,9 +75,9 @@ class GatewayService:
                 gateway_id=config.gateway_id,
                 model=config.model,
                 template_sha256=template.sha256,
-                template_contract=str(self._continuation.contract),
-                template_findings=sorted(self._continuation.contract.findings),
-                refused_orders=self._continuation.contract.refused,
+                template_contract=str(self._continuation.profile),
+                template_findings=sorted(self._continuation.profile.findings),
+                refused_orders=self._continuation.profile.refused,
                 max_context_tokens=self._max_context_tokens,
                 tool_format=self._format.tools,
                 reasoning_format=self._format.reasoning_name,

@@ -54,21 +54,21 @@ class Continuation:
         self._probed: dict[bytes, Probed] = {}
         self._heads: dict[bytes, TokenIds] = {}
         probed = self._of(Frame())
-        self.contract = probed.contract
+        self.profile = probed.profile
         """What the probe found without template options."""
-        self._headers = {role: self._id_of(text) for role, text in self.contract.headers.items()}
-        self.stop_ids = tuple(sorted(map(self._id_of, self.contract.stops)))
+        self._headers = {role: self._id_of(text) for role, text in self.profile.headers.items()}
+        self.stop_ids = tuple(sorted(map(self._id_of, self.profile.stops)))
         """Ids at which a model of this template must stop."""
         self.end_ids = frozenset({*self.stop_ids, *tokenizer.stop_ids})
         """Ids that end an answer."""
-        end = self.contract.end_text
+        end = self.profile.end_text
         self.closing_ids = self.end_ids | {self._id_of(end)} if end else self.end_ids
         """Ids behind which nothing closes an answer: also what the history ends one with."""
 
     @property
     def prints_call_ids(self) -> bool:
         """Whether the ids of tool calls are part of what the template prints."""
-        return Finding.PRINTS_CALL_IDS in self.contract.findings
+        return Finding.PRINTS_CALL_IDS in self.profile.findings
 
     @property
     def template_sha256(self) -> str:
@@ -150,7 +150,7 @@ class Continuation:
         """
         probed = self._of(frame)
         units = [*(node.unit for node in path), *fresh]
-        if not probed.contract.findings & REWRITING:
+        if not probed.profile.findings & REWRITING:
             try:
                 return Comparison(self._first_otherwise(probed.cutter, path, units, frame, show))
             except TemplateRenderError:  # an answer that is not continued as it usually would be
@@ -249,7 +249,7 @@ class Continuation:
         """
         if node.sample is None:
             return np.empty(0, np.uint32)
-        end, call_end = self.contract.end_text, self.contract.call_end_text
+        end, call_end = self.profile.end_text, self.profile.call_end_text
         if node.unit[0].tool_calls and call_end != end:
             ended = len(node.token_ids) > 0 and node.token_ids[-1] == self._id_of(call_end)
             return np.array([] if ended else [self._id_of(call_end)], np.uint32)

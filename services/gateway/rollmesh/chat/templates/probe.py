@@ -19,7 +19,14 @@ from rollmesh.chat.templates import probes
 from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
-from rollmesh.chat.templates.profile import BLANKS, REWRITING, Contract, Finding, Kind, Stripped
+from rollmesh.chat.templates.profile import (
+    BLANKS,
+    REWRITING,
+    Finding,
+    Kind,
+    Stripped,
+    TemplateProfile,
+)
 from rollmesh.chat.templates.windows import CALL, Place, place
 from rollmesh.chat.tokenizer import ModelTokenizer
 
@@ -44,7 +51,7 @@ class _Outcome(Enum):
 class Probed:
     """A template under one set of options, ready to be continued."""
 
-    contract: Contract
+    profile: TemplateProfile
     cutter: Cutter
 
 
@@ -62,7 +69,7 @@ def probe(template: ModelTemplate, tokenizer: ModelTokenizer, options_json: byte
     options = make_frame(b"", options_json)
     try:
         cutter = Cutter(template, tokenizer, options)
-        return Probed(_Probe(template, tokenizer, cutter, options).contract(), cutter)
+        return Probed(_Probe(template, tokenizer, cutter, options).profile(), cutter)
     except TemplateRenderError as error:
         raise TemplateRefusedError(f"the template fails on a probe: {error}") from error
 
@@ -79,7 +86,7 @@ class _Probe:
         self._frames: tuple[Frame, ...] = (self._bare, self._tools)
         self._counts = dict.fromkeys(_Outcome, 0)
 
-    def contract(self) -> Contract:
+    def profile(self) -> TemplateProfile:
         findings = self._find_system_and_tools()
         plain = self._all(probes.BASIC) and self._glue_begins_answers()
         findings |= self._find_rewrites(plain=plain)
@@ -100,7 +107,7 @@ class _Probe:
         if self._cutter.says_behind_results:
             findings.add(Finding.TEXT_BEHIND_RESULTS)
         kind = Kind.EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
-        return Contract(
+        return TemplateProfile(
             kind if plain else Kind.REWRITES,
             shown(ends.text),
             frozenset(findings),

@@ -70,7 +70,7 @@ def _class_of(character: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Contract:
+class TemplateProfile:
     """What holds for one template, tokenizer and set of template options."""
 
     kind: Kind
