@@ -26,10 +26,10 @@ def met(sampled: list[Message], echo: Message) -> tuple[Match, list[int]]:
     """Where an echo meets a tree with sampled answers; their node ids."""
     tree = Tree(frozenset({7}))
     parent = tree.add_unit(tree.root(FRAME), ASK, np.array([1], np.uint32))
-    ids, glue = np.array([3, 7], np.uint32), np.array([2], np.uint32)
+    ids, opening = np.array([3, 7], np.uint32), np.array([2], np.uint32)
     logprobs, spans = np.zeros(2, np.float32), (VersionSpan(0, 0, 2),)
     sample = Sample(ids, logprobs, spans, Finish.STOP, "e", 2, 0, 0)
-    nodes = [tree.add_sample(parent, one, glue, sample, frozenset()).node_id for one in sampled]
+    nodes = [tree.add_sample(parent, one, opening, sample, frozenset()).node_id for one in sampled]
     return tree.match(FRAME, [ASK, (echo,)]), nodes
 
 

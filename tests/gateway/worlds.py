@@ -48,11 +48,11 @@ class World:
         for unit in units[match.depth :]:
             ids = np.array([*closing, *self.ids(2).tolist(), END], np.uint32)
             parent, closing = self.tree.add_unit(parent, unit, ids), []
-        glue = np.array([*closing, *self.ids(1).tolist()], np.uint32)
+        opening = np.array([*closing, *self.ids(1).tolist()], np.uint32)
         sampled = self.ids(tokens)
         if finish is Finish.STOP:
             sampled = np.append(sampled, np.uint32(END)).astype(np.uint32)
-        prompt = np.concatenate([*parent.context(), glue])
+        prompt = np.concatenate([*parent.context(), opening])
         sample = Sample(
             sampled,
             np.full(len(sampled), -0.5, np.float32),
@@ -63,7 +63,7 @@ class World:
             0,
             0,
         )
-        node = self.tree.add_sample(parent, reply, glue, sample, match.reasons, said=said)
+        node = self.tree.add_sample(parent, reply, opening, sample, match.reasons, said=said)
         self.seen[node.node_id] = (prompt.tolist(), sampled.tolist())
         return node
 

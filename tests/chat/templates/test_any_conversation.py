@@ -98,7 +98,7 @@ def test_pieces_are_the_render_or_a_refusal(
         full = family.template.render(messages, frame, generation_prompt=True)
         cut = data.draw(st.integers(1, len(units)))
         pieces = node_by_node(continuation, units, frame, cut)
-        pieces.append(continuation.glue(units, frame))
+        pieces.append(continuation.generation_prompt(units, frame))
     except TemplateRenderError:
         return
     ids = family.tokenizer.encode(full).tolist()
@@ -133,14 +133,14 @@ def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_print
     messages = (Message("system", ""), Message("user", "q"))
     pieces = node_by_node(continuation, units_of(messages), FRAMES[0], 1)
     full = family.template.render(messages, FRAMES[0], generation_prompt=True)
-    pieces.append(continuation.glue(units_of(messages), FRAMES[0]))
+    pieces.append(continuation.generation_prompt(units_of(messages), FRAMES[0]))
     assert np.concatenate(pieces).tolist() == family.tokenizer.encode(full).tolist()
 
 
 def test_a_system_message_alone_is_refused_where_it_is_printed_with_the_user_turn() -> None:
     _, continuation = loaded("gemma3")
     with pytest.raises(TemplateRenderError, match="printed with the user turn"):
-        continuation.glue([(Message("system", "s"),)], FRAMES[0])
+        continuation.generation_prompt([(Message("system", "s"),)], FRAMES[0])
 
 
 def test_reasoning_inside_the_content_that_is_dropped_later_is_found() -> None:

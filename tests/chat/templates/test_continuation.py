@@ -49,7 +49,8 @@ conversations = st.builds(
 def joined(continuation: Continuation, messages: tuple[Message, ...], frame: Frame) -> np.ndarray:
     """The ids of a conversation, piece by piece."""
     units = units_of(messages)
-    return np.concatenate([*continuation.pieces(units, 0, frame), continuation.glue(units, frame)])
+    pieces = continuation.pieces(units, 0, frame)
+    return np.concatenate([*pieces, continuation.generation_prompt(units, frame)])
 
 
 @given(messages=conversations, tools=st.sampled_from([b"", TOOLS]))

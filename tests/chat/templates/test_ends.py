@@ -52,10 +52,10 @@ def sampled(
     tree, units = new_tree(continuation), units_of((ASK,))
     (piece,) = continuation.pieces(units, 0, TOOLS)
     parent = tree.add_unit(tree.root(TOOLS), units[0], piece)
-    glue, ids = continuation.glue(units, TOOLS), tokenizer.encode(text)
+    opening, ids = continuation.generation_prompt(units, TOOLS), tokenizer.encode(text)
     spans = (VersionSpan(0, 0, len(ids)),)
     sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
-    return tree.add_sample(parent, answer, glue, sample, frozenset())
+    return tree.add_sample(parent, answer, opening, sample, frozenset())
 
 
 def text_behind(
@@ -68,7 +68,7 @@ def text_behind(
     """What stands behind the first answer once `then` is asked, special tokens included."""
     units = units_of((ASK, node.unit[0], then))
     (piece,) = continuation.pieces(units, 2, frame)
-    ids = [continuation.behind(node, piece), continuation.glue(units, frame)]
+    ids = [continuation.behind(node, piece), continuation.generation_prompt(units, frame)]
     return "".join(
         [(stream := tokenizer.stream()).feed_all(np.concatenate(ids).tolist()), stream.finish()]
     )

@@ -42,17 +42,18 @@ def sampled(
     tree, units = Tree(continuation.end_ids), units_of((ASK,))
     (piece,) = continuation.pieces(units, 0, FRAME)
     parent = tree.add_unit(tree.root(FRAME), units[0], piece)
-    glue, ids = continuation.glue(units, FRAME), glm.tokenizer.encode(text)
+    opening, ids = continuation.generation_prompt(units, FRAME), glm.tokenizer.encode(text)
     spans = (VersionSpan(0, 0, len(ids)),)
     sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
-    return tree.add_sample(parent, answer, glue, sample, frozenset())
+    return tree.add_sample(parent, answer, opening, sample, frozenset())
 
 
 def following(continuation: Continuation, node: Node, answer: Message, then: Message) -> list[int]:
     """All ids up to where the model answers `then`."""
     units = units_of((ASK, answer, then))
     (piece,) = continuation.pieces(units, 2, FRAME)
-    ids = [*node.context(), continuation.behind(node, piece), continuation.glue(units, FRAME)]
+    opening = continuation.generation_prompt(units, FRAME)
+    ids = [*node.context(), continuation.behind(node, piece), opening]
     return [int(id_) for id_ in np.concatenate(ids)]
 
 
@@ -122,6 +123,6 @@ def test_two_headers_in_a_row_are_a_reason(
     units = units_of((ASK, SAID, then))
     special_text = SpecialText(glm.tokenizer, "parity")
     prompt = build_prompt(continuation, special_text, match, units, FRAME, rewrite=False)
-    added = [*(ids for _, ids in prompt.new_units), prompt.glue]
+    added = [*(ids for _, ids in prompt.new_units), prompt.generation_prompt]
     at = continuation.compare(node.path(), [(then,)], FRAME, added, special_text.show).at
     assert at == (1 if otherwise else None)

@@ -116,7 +116,7 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
                     or (greets and name == "tekken_v13.json")
                 )
                 continue
-            pieces.append(continuation.glue(units, frame).tolist())
+            pieces.append(continuation.generation_prompt(units, frame).tolist())
             answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
             if [id_ for piece in pieces for id_ in piece] == full:
                 whole_ += 1

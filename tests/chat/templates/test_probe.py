@@ -101,7 +101,7 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
                 continue
             try:
                 pieces = [ids.tolist() for ids in found.pieces(units, 0, frame)]
-                pieces.append(found.glue(units, frame).tolist())
+                pieces.append(found.generation_prompt(units, frame).tolist())
             except TemplateRenderError as error:
                 assert found.profile.refused or "does not print tools" in str(error)  # noqa: PT017
                 continue

@@ -35,7 +35,7 @@ def ids_of(family: families.Family, units: list[Unit], setting: str) -> list[int
     """All ids of a conversation up to where the model answers."""
     continuation = Continuation(family.template, family.tokenizer)
     shown, frame, _ = SpecialText(family.tokenizer, setting).apply(units, 0, BARE)
-    pieces = [*continuation.pieces(shown, 0, frame), continuation.glue(shown, frame)]
+    pieces = [*continuation.pieces(shown, 0, frame), continuation.generation_prompt(shown, frame)]
     return [int(id_) for id_ in np.concatenate(pieces)]
 
 

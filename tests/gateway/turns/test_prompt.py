@@ -169,7 +169,8 @@ class Played:
         spans = (VersionSpan(0, 0, len(ids)),)
         finish = Finish.LENGTH if step.cut else Finish.STOP
         sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
-        return self.tree.add_sample(parent, step.answer, prompt.glue, sample, prompt.match.reasons)
+        opening, reasons = prompt.generation_prompt, prompt.match.reasons
+        return self.tree.add_sample(parent, step.answer, opening, sample, reasons)
 
     def _sampled(self, prompt: Prompt, step: Step) -> TokenIds:
         answer, end = step.answer, self.continuation.profile.stops[0]

@@ -112,7 +112,7 @@ class Continuation:
         sampled = node.sample is not None and len(node.token_ids) > 0
         return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
 
-    def glue(self, units: Sequence[Unit], frame: Frame) -> TokenIds:
+    def generation_prompt(self, units: Sequence[Unit], frame: Frame) -> TokenIds:
         """Returns the ids between the last of `units` and what the model samples; uint32 [N].
 
         Raises:
@@ -122,11 +122,12 @@ class Continuation:
         cutter = self._of(frame).cutter
         if len(units) == 1 and cutter.is_joined(units[0], frame):
             raise TemplateRenderError("a system message alone: it is printed with the user turn")
-        return self._tokenizer.encode(cutter.glue(place(units, len(units))))
+        return self._tokenizer.encode(cutter.generation_prompt(place(units, len(units))))
 
     def opens_reasoning(self, units: Sequence[Unit], frame: Frame, tag: str) -> bool:
         """Says whether the generation prompt behind `units` has opened the reasoning with `tag`."""
-        return self._of(frame).cutter.glue(place(units, len(units))).rstrip().endswith(tag)
+        printed = self._of(frame).cutter.generation_prompt(place(units, len(units)))
+        return printed.rstrip().endswith(tag)
 
     def compare(
         self,
@@ -157,11 +158,11 @@ class Continuation:
                 pass
         try:
             render = self._render(show(units), frame)
-            glue = probed.cutter.glue(place(units, len(units)))
+            generation_prompt = probed.cutter.generation_prompt(place(units, len(units)))
         except TemplateRenderError:  # each message goes, all of them together do not
             sampled = (at for at, node in enumerate(path) if node.sample is not None)
             return Comparison(next(sampled, len(path)))
-        return compare(render, glue, path, added, self._tokenizer, probed.cutter.ends)
+        return compare(render, generation_prompt, path, added, self._tokenizer, probed.cutter.ends)
 
     def reprint(
         self, path: Sequence[HeldUnit], units: Sequence[Unit], frame: Frame, show: Show
@@ -183,14 +184,14 @@ class Continuation:
             units = show([*(node.unit for node in path), *units[begun:]])
             ids = self._tokenizer.encode(self._render(units, frame))
             known = [self._known(cutter, units, at, frame) for at in range(begun, len(units))]
-            glue = self.glue(units, frame)
+            generation_prompt = self.generation_prompt(units, frame)
         except TemplateRenderError:
             return None
         held = np.concatenate([np.empty(0, np.uint32), *(node.token_ids for node in path)])
         if not np.array_equal(ids[: len(held)], held):
             return None
-        pieces = divide(ids[len(held) :], known, glue)
-        return None if pieces is None else (pieces, glue)
+        pieces = divide(ids[len(held) :], known, generation_prompt)
+        return None if pieces is None else (pieces, generation_prompt)
 
     def _first_otherwise(
         self,

@@ -48,14 +48,14 @@ class Cutter:
         """Roles that are not continued behind others, and why."""
         self.refused_with_tools: dict[tuple[Place, RoleName], str] = {}
         """Those that are not continued where tools are listed."""
-        self.refused_glue: dict[Place, str] = {}
+        self.refused_prompts: dict[Place, str] = {}
         """What no answer may be sampled behind, and why."""
         self.says_behind_results = False
         """Whether text beside calls is printed behind their results."""
         self.ends = find_ends(template, tokenizer, options)
         self._leads: dict[Place, str] = {}
         self._closings: dict[Place, str] = {}
-        self._glue: dict[Place, str] = {}
+        self._generation_prompts: dict[Place, str] = {}
         self._ends: dict[Place, str] = {}
         self._beside_calls = self._find_beside_calls()
         self._renders: dict[bytes, str] = {}
@@ -109,21 +109,21 @@ class Cutter:
             return True
         return False
 
-    def glue(self, last: Place) -> str:
+    def generation_prompt(self, last: Place) -> str:
         """Returns what stands between a unit and what the model samples.
 
         Raises:
             TemplateRenderError: The template has no answer behind such a unit.
         """
-        if last in self.refused_glue:
-            raise TemplateRenderError(f"an answer after {last}: {self.refused_glue[last]}")
-        if last not in self._glue:
+        if last in self.refused_prompts:
+            raise TemplateRenderError(f"an answer after {last}: {self.refused_prompts[last]}")
+        if last not in self._generation_prompts:
             text = self._template.render(WINDOWS[last], self._options, generation_prompt=True)
             if last == "assistant":
-                self._glue[last] = self._behind_answer(WINDOWS[last], text)
+                self._generation_prompts[last] = self._behind_answer(WINDOWS[last], text)
             else:
-                self._glue[last] = self._behind_mark(last, text)
-        return self._glue[last]
+                self._generation_prompts[last] = self._behind_mark(last, text)
+        return self._generation_prompts[last]
 
     def find_joined_system(self, frame: Frame) -> bool:
         """Says whether a first system message is printed only with the user turn behind it."""

@@ -37,7 +37,7 @@ class Comparison(NamedTuple):
 
 def compare(
     render: str,
-    glue: str,
+    generation_prompt: str,
     path: Sequence[HeldUnit],
     added: Sequence[TokenIds],
     tokenizer: ModelTokenizer,
@@ -47,7 +47,7 @@ def compare(
 
     Args:
         render: The whole conversation as the template prints it, the model's turn opened.
-        glue: What opens the model's turn.
+        generation_prompt: What opens the model's turn.
         path: The nodes that hold the beginning of the conversation.
         added: The ids that a request adds to them; uint32 [N] each.
         tokenizer: Makes ids of the render.
@@ -64,30 +64,31 @@ def compare(
         at += len(ids)
     if at < len(held):
         return Comparison(_node_at(path, begun, at))
-    if not render.endswith(glue):
+    if not render.endswith(generation_prompt):
         return Comparison(None)
-    size = len(render) - len(glue)
+    size = len(render) - len(generation_prompt)
     digest.update(_bytes(render[chars:size]))
     return Comparison(None, Seen(size, digest.digest()))
 
 
 def divide(
-    ids: TokenIds, known: Sequence[TokenIds | None], glue: TokenIds
+    ids: TokenIds, known: Sequence[TokenIds | None], generation_prompt: TokenIds
 ) -> list[TokenIds] | None:
     """Divides the ids of a render among the units that it prints.
 
     Args:
         ids: The ids of all units, and of what opens the model's turn; uint32 [N].
         known: The ids of each unit; None for an answer, which takes what is left between others.
-        glue: What opens the model's turn; uint32 [N].
+        generation_prompt: What opens the model's turn; uint32 [N].
 
     Returns:
-        The ids of each unit, which joined with `glue` are `ids`; None where they are not found.
+        The ids of each unit, which joined with `generation_prompt` are `ids`; None where they are
+        not found.
     """
-    if not _ends_with(ids, glue):
+    if not _ends_with(ids, generation_prompt):
         return None
     pieces: list[TokenIds] = []
-    end = len(ids) - len(glue)
+    end = len(ids) - len(generation_prompt)
     for at in range(len(known) - 1, -1, -1):
         own, before = known[at], known[at - 1]
         if at == 0:

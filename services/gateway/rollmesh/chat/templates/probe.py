@@ -88,7 +88,7 @@ class _Probe:
 
     def profile(self) -> TemplateProfile:
         findings = self._find_system_and_tools()
-        plain = self._all(probes.BASIC) and self._glue_begins_answers()
+        plain = self._all(probes.BASIC) and self._generation_prompt_begins_answers()
         findings |= self._find_rewrites(plain=plain)
         self._all(probes.TWICE)
         self._all(probes.ENDING)
@@ -116,7 +116,7 @@ class _Probe:
                 f"{before}, {role} with tools": why
                 for (before, role), why in self._cutter.refused_with_tools.items()
             }
-            | {f"{last}, answer": why for last, why in self._cutter.refused_glue.items()},
+            | {f"{last}, answer": why for last, why in self._cutter.refused_prompts.items()},
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
             stripped,
@@ -230,7 +230,7 @@ class _Probe:
             if why and role == "assistant":
                 # Templates end the last answer otherwise: what stands behind it decides.
                 if whole:
-                    self._cutter.refused_glue["assistant"] = why
+                    self._cutter.refused_prompts["assistant"] = why
             elif why:
                 before, role = self._culprit(units[:size], frame)
                 if (before, role) in _ESSENTIAL:
@@ -278,7 +278,7 @@ class _Probe:
 
     def _compare(self, units: list[Unit], frame: Frame, full: str) -> tuple[_Outcome, str]:
         pieces = self._cutter.pieces(units, 0, frame)
-        pieces.append(self._cutter.glue(place(units, len(units))))
+        pieces.append(self._cutter.generation_prompt(place(units, len(units))))
         ids = np.concatenate([self._tokenizer.encode(piece) for piece in pieces])
         if not np.array_equal(ids, self._tokenizer.encode("".join(pieces))):
             return _Outcome.REFUSED, "text at the seams tokenises apart"
@@ -311,7 +311,7 @@ class _Probe:
             return False
         return probes.SYSTEM.content.strip() in whole.rpartition(self._cutter.last_end)[2]
 
-    def _glue_begins_answers(self) -> bool:
+    def _generation_prompt_begins_answers(self) -> bool:
         asked = self._template.render((probes.USER,), self._bare, generation_prompt=True)
         answered = self._render((probes.USER, probes.PLAIN, probes.USER), self._bare)
         return answered.startswith(f"{asked}{probes.PLAIN.content}{self._cutter.ends.text}")

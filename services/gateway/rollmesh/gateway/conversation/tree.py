@@ -3,8 +3,8 @@
 A node is one unit (a message, or a run of tool results) and holds the ids it adds. Invariants:
 
 * The ids of the nodes from a root to a node, joined, are exactly the context behind that node.
-* The ids of a sampled node are what the engine was given behind its parent (`glue` of them) and
-  then what it sampled; nothing is ever tokenised again.
+* The ids of a sampled node are what the engine was given after its parent (`scaffold_tokens`
+  of them) and then what it sampled; nothing is ever tokenised again.
 * A path is shared, never copied: two conversations with a common beginning share those nodes.
 * `nodes` has parents before children. Ids do not: a turn has its id from its beginning.
 """
@@ -66,7 +66,7 @@ class Node:
     unit: Unit
     token_ids: TokenIds
     """What the node adds, uint32 [N]."""
-    glue: int
+    scaffold_tokens: int
     """Number of leading ids that were not sampled; all of them where `sample` is None."""
     sample: Sample | None = None
     reasons: frozenset[Fidelity] = frozenset()
@@ -207,7 +207,7 @@ class Tree:
         self,
         parent: Node,
         message: Message,
-        glue: TokenIds,
+        generation_prompt: TokenIds,
         sample: Sample,
         reasons: frozenset[Fidelity],
         *,
@@ -220,8 +220,8 @@ class Tree:
             parent,
             parent.frame,
             (message,),
-            np.concatenate([glue, sample.token_ids]),
-            len(glue),
+            np.concatenate([generation_prompt, sample.token_ids]),
+            len(generation_prompt),
             sample=sample,
             reasons=reasons,
             said=said,

@@ -155,7 +155,7 @@ def _write_node(node: TreeNode) -> types_pb2.TrajectoryNode:
         parent_index=node.parent_index,
         start=node.start,
         end=node.end,
-        glue_tokens=node.glue,
+        glue_tokens=node.scaffold_tokens,
         role=write_role(node.role),
         sampled=node.sample is not None,
         trained=node.trained,

@@ -19,7 +19,7 @@ _NONE: Mapping[int, Lineage] = {}
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens of one node: its glue, or what was sampled."""
+    """A run of tokens of one node: its scaffold, or what was sampled."""
 
     start: int
     end: int
@@ -64,7 +64,7 @@ class TreeNode:
     """Place of the parent among the nodes; None for a root."""
     start: int
     end: int
-    glue: int
+    scaffold_tokens: int
     """Number of leading tokens that were not sampled."""
     role: RoleName
     sample: Sample | None
@@ -109,7 +109,7 @@ def pack_tree(tree: Tree) -> PackedTree:
         nodes.append(packed)
         token_ids[start:end] = node.token_ids
         if node.sample is not None:
-            middle = start + node.glue
+            middle = start + node.scaffold_tokens
             logprobs[middle:end] = node.sample.logprobs
             mask[middle:end] = packed.trained
             spans += [VersionSpan(v, s + middle, e + middle) for v, s, e in node.sample.spans]
@@ -175,10 +175,11 @@ def _export(
     at = 0
     for node in path:
         role = node.unit[0].role
-        middle, at = at + node.glue, at + len(node.token_ids)
+        middle, at = at + node.scaffold_tokens, at + len(node.token_ids)
         start = at - len(node.token_ids)
-        if node.glue:
-            segments.append(Segment(start, middle, node.node_id, role, False, False, _glue(node)))  # noqa: FBT003
+        if node.scaffold_tokens:
+            reasons = _scaffold(node)
+            segments.append(Segment(start, middle, node.node_id, role, False, False, reasons))  # noqa: FBT003
         if node.sample is None:
             continue
         untrained = Fidelity.SHARED_PREFIX if node.node_id in elsewhere else None
@@ -209,7 +210,7 @@ def _packed(node: Node, start: int, parent_index: int | None, lineage: Lineage) 
         parent_index=parent_index,
         start=start,
         end=start + len(node.token_ids),
-        glue=node.glue,
+        scaffold_tokens=node.scaffold_tokens,
         role=node.unit[0].role,
         sample=node.sample,
         trained=node.sample is not None and untrained is None,
@@ -224,7 +225,7 @@ def _why_untrained(node: Node, lineage: Lineage) -> Fidelity | None:
     return Fidelity.ORPHANED if Fidelity.ORPHANED in node.reasons else None
 
 
-def _glue(node: Node) -> frozenset[Fidelity]:
+def _scaffold(node: Node) -> frozenset[Fidelity]:
     return node.reasons if node.sample is None else frozenset()
 
 

@@ -341,7 +341,7 @@ def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
         parent_node_id=node.parent.node_id,
         role=write_role(node.unit[0].role),
         token_ids_u32le=pack_ids(node.token_ids),
-        glue_tokens=node.glue,
+        glue_tokens=node.scaffold_tokens,
         sampled=node.sample is not None,
         lineage=types_pb2.Lineage.ValueType(lineage),
         reasons=write_reasons(node.reasons),

@@ -278,7 +278,7 @@ def _node_row(node: Node) -> tuple[object, ...]:
         node.frame.key,
         json.dumps([dataclasses.asdict(message) for message in node.unit]),
         pack_ids(node.token_ids),
-        node.glue,
+        node.scaffold_tokens,
         json.dumps(sorted(node.reasons)),
         sample,
         logprobs,
@@ -288,7 +288,7 @@ def _node_row(node: Node) -> tuple[object, ...]:
 
 def attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Frame]) -> None:
     """Attaches the node of a row to the tree of its session."""
-    _, node_id, parent_id, frame_key, unit, ids, glue, reasons, *sampled, answer = row
+    _, node_id, parent_id, frame_key, unit, ids, scaffold_tokens, reasons, *sampled, answer = row
     frame = frames[frame_key]
     token_ids = np.array(unpack_ids(ids, "token_ids"))
     stored.tree.attach(
@@ -298,8 +298,8 @@ def attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Frame]) -> N
             frame,
             tuple(_message(fields) for fields in json.loads(unit)),
             token_ids,
-            glue,
-            sample=_sample(token_ids[glue:], *sampled) if sampled[0] else None,
+            scaffold_tokens,
+            sample=_sample(token_ids[scaffold_tokens:], *sampled) if sampled[0] else None,
             reasons=frozenset(map(Fidelity, json.loads(reasons))),
             stored=True,
         )

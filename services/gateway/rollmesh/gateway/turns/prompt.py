@@ -21,7 +21,7 @@ class Prompt:
     """Where it leaves the tree, and what is to be said of that."""
     new_units: list[tuple[Unit, TokenIds]]
     """Units the tree does not hold, each with the ids it adds."""
-    glue: TokenIds
+    generation_prompt: TokenIds
     """What stands between the last unit and the sampled ids."""
     seen: Seen | None
     """What the last unit is to remember of the template's render."""
@@ -29,7 +29,7 @@ class Prompt:
     def ids(self) -> TokenIds:
         """Returns all of it; uint32 [N]."""
         added = (ids for _, ids in self.new_units)
-        return np.concatenate([*self.match.node.context(), *added, self.glue])
+        return np.concatenate([*self.match.node.context(), *added, self.generation_prompt])
 
 
 def new_tree(continuation: Continuation) -> Tree:
@@ -69,22 +69,22 @@ def build_prompt(
     if spelled:
         match = match._replace(reasons=match.reasons | {Fidelity.SPECIAL_TEXT})
     fresh = continuation.pieces(shown, match.depth, framed)
-    glue = continuation.glue(units, frame)
+    generation_prompt = continuation.generation_prompt(units, frame)
     if fresh:
         fresh[0] = continuation.behind(match.node, fresh[0])
     else:
-        glue = continuation.behind(match.node, glue)
+        generation_prompt = continuation.behind(match.node, generation_prompt)
     show = special_text.show
-    at, seen = continuation.compare(path, new, framed, [*fresh, glue], show)
+    at, seen = continuation.compare(path, new, framed, [*fresh, generation_prompt], show)
     if at is not None:
         match = match._replace(reasons=match.reasons | {Fidelity.TEMPLATE_REWRITE})
         printed = continuation.reprint(path[:at], units, framed, show) if rewrite else None
         if printed is not None:
-            fresh, glue = printed
+            fresh, generation_prompt = printed
             match = Match(_parent(match.node, path, at), at, match.reasons)
     # What closes an answer that was cut belongs to the unit behind it: there must be one.
     new_units = list(zip(units[match.depth :], fresh, strict=True))
-    return Prompt(match, new_units, glue, seen if fresh else None)
+    return Prompt(match, new_units, generation_prompt, seen if fresh else None)
 
 
 def _parent(node: Node, path: list[Node], at: int) -> Node:

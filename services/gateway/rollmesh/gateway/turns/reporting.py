@@ -31,7 +31,7 @@ class Reporter:
         sampled = Sampled(sample.token_ids, sample.logprobs, tops)
 
         def work() -> Report:
-            prompt = np.concatenate([*parent.context(), node.token_ids[: node.glue]])
+            prompt = np.concatenate([*parent.context(), node.token_ids[: node.scaffold_tokens]])
             packed = pack_ids(prompt) if request.returns.token_ids else b""
             return Report(packed, show(sampled, request.returns, self._tokenizer))
 

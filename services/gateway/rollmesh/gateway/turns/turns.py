@@ -293,7 +293,7 @@ class TurnRunner:
         node = tree.add_sample(
             parent,
             message,
-            prompt.glue,
+            prompt.generation_prompt,
             sample,
             reasons,
             node_id=turn.node_id,
