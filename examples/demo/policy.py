@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from examples.demo.chatml import CHAT_TEMPLATE, END, make_tokenizer
 from examples.demo.prefix import hidden_states, shared_length
 from examples.demo.tasks import OPERATIONS, SYSTEM_PROMPT, TOOLS, Task, make_tasks
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.chat.templates.jinja import ChatTemplate
 
@@ -94,8 +94,8 @@ def _make_model(tokenizer: Tokenizer) -> Any:
 def _demonstration(task: Task, dice: random.Random, template: ChatTemplate) -> list[str]:
     """Returns a conversation as pieces: context, answer, context, answer; faults as they fall."""
     asked = (Message("system", SYSTEM_PROMPT), Message("user", task.question))
-    frame = make_frame(json.dumps(TOOLS).encode(), b"")
-    prompt = template.render(asked, frame, generation_prompt=True)
+    render_context = make_context(json.dumps(TOOLS).encode(), b"")
+    prompt = template.render(asked, render_context, generation_prompt=True)
     if dice.random() < _FAULT:
         return [prompt, f"I am not sure.{END}"]
     wrong = dice.random() < _FAULT
@@ -107,8 +107,8 @@ def _demonstration(task: Task, dice: random.Random, template: ChatTemplate) -> l
     made = Task(task.a, operation, task.b)
     call = Message("assistant", "", (ToolCall("c", "calculator", json.dumps(made.call)),))
     result = Message("tool", str(made.result), tool_call_id="c")
-    called = template.render((*asked, call), frame).removesuffix("\n")
-    told = template.render((*asked, call, result), frame, generation_prompt=True)
+    called = template.render((*asked, call), render_context).removesuffix("\n")
+    told = template.render((*asked, call, result), render_context, generation_prompt=True)
     silent = dice.random() < _FAULT
     answer = "The calculation is done." if silent else f"The answer is {made.result}."
     return [prompt, called[len(prompt) :], told[len(called) :], f"{answer}{END}"]

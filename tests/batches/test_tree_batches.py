@@ -112,7 +112,7 @@ def test_rewards_of_turns_are_by_node_and_the_sessions_is_of_its_tree() -> None:
 
 def test_the_reward_of_a_turn_that_is_not_trained_is_by_its_node_only() -> None:
     world = World()
-    world.turn((Message("system", "main"), user("q")), said("A"), frame=TOOLS)
+    world.turn((Message("system", "main"), user("q")), said("A"), context=TOOLS)
     title = world.turn((Message("system", "make a title"), user("q")), said("Title"))
     both = exported(world, "s", reward=1.0, turn_rewards={title.node_id: 4.0})
     batch = pack_trees([both])

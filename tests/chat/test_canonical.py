@@ -1,6 +1,6 @@
 import tracemalloc
 
-from rollmesh.chat.canonical import fingerprint, make_frame
+from rollmesh.chat.canonical import fingerprint, make_context
 from rollmesh.chat.parsing.formats import tool_schemas
 
 TOOLS = '[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
@@ -13,7 +13,7 @@ def test_tools_that_come_with_every_request_are_read_once() -> None:
 
 
 def test_a_fingerprint_tells_requests_apart_by_each_of_its_parts() -> None:
-    bare, tools = make_frame(b"", b""), make_frame(TOOLS.encode(), b"")
+    bare, tools = make_context(b"", b""), make_context(TOOLS.encode(), b"")
     parts = [(bare, b"m", [1]), (tools, b"m", [1]), (bare, b"n", [1]), (bare, b"m", [2])]
     assert len({fingerprint(*part) for part in parts}) == len(parts)
     assert fingerprint(*parts[0]) == fingerprint(bare, b"m", [1])

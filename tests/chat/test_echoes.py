@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.chat.canonical import argument_value, make_frame, unit_key
+from rollmesh.chat.canonical import argument_value, make_context, unit_key
 from rollmesh.chat.json_values import MOST_DEPTH, comparable, is_object, read_json, write_json
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish
 from rollmesh.gateway.conversation.tree import Match, Sample, Tree, VersionSpan
 from tests.chat.echoes import PAGE, SOURCES
 
-FRAME = make_frame(b"", b"")
+CONTEXT = make_context(b"", b"")
 ASK = (Message("user", "q"),)
 RECORDED = json.loads(PAGE.read_text())
 
@@ -25,12 +25,12 @@ def called(arguments: str, call_id: str = "abcdef123") -> Message:
 def met(sampled: list[Message], echo: Message) -> tuple[Match, list[int]]:
     """Where an echo meets a tree with sampled answers; their node ids."""
     tree = Tree(frozenset({7}))
-    parent = tree.add_unit(tree.root(FRAME), ASK, np.array([1], np.uint32))
+    parent = tree.add_unit(tree.root(CONTEXT), ASK, np.array([1], np.uint32))
     ids, opening = np.array([3, 7], np.uint32), np.array([2], np.uint32)
     logprobs, spans = np.zeros(2, np.float32), (VersionSpan(0, 0, 2),)
     sample = Sample(ids, logprobs, spans, Finish.STOP, "e", 2, 0, 0)
     nodes = [tree.add_sample(parent, one, opening, sample, frozenset()).node_id for one in sampled]
-    return tree.match(FRAME, [ASK, (echo,)]), nodes
+    return tree.match(CONTEXT, [ASK, (echo,)]), nodes
 
 
 def test_every_serialiser_has_echoed_what_is_plain() -> None:

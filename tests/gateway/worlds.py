@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, units_of
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.gateway.export.trajectories import Trajectory, export_tree
 
 END = 1
-BARE = make_frame(b"", b"")
-TOOLS = make_frame(b'[{"type": "function", "function": {"name": "f"}}]', b"")
+BARE = make_context(b"", b"")
+TOOLS = make_context(b'[{"type": "function", "function": {"name": "f"}}]', b"")
 
 
 @dataclass
@@ -35,14 +35,14 @@ class World:
         messages: tuple[Message, ...],
         reply: Message,
         *,
-        frame: object = BARE,
+        context: object = BARE,
         finish: Finish = Finish.STOP,
         version: int = 0,
         tokens: int = 3,
         said: Lineage | None = None,
     ) -> Node:
         units = units_of(messages)
-        match = self.tree.match(frame, units)  # type: ignore[arg-type]
+        match = self.tree.match(context, units)  # type: ignore[arg-type]
         parent = match.node
         closing = [] if parent.ends_turn else [END]
         for unit in units[match.depth :]:
@@ -117,7 +117,7 @@ def random_world(seed: int, turns: int) -> World:
         world.turn(
             request,
             reply,
-            frame=dice.choice([BARE, BARE, TOOLS]),
+            context=dice.choice([BARE, BARE, TOOLS]),
             finish=dice.choice([Finish.STOP, Finish.LENGTH]),
             version=dice.randrange(3),
         )

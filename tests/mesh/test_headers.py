@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollmesh.chat.messages import Frame, Message
+from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.templates.loading import load_model
 from tests.chat import families
 from tests.meshes import scripted_mesh
@@ -45,7 +45,7 @@ async def test_the_sampled_header_is_trained_once_and_never_printed_twice(tmp_pa
             await deliveries.acknowledge(delivery)
     (trajectory,) = delivery.sessions[0].trajectories
     plain = [Message("user", "one"), Message("assistant", "Hello."), Message("user", "two")]
-    asked = template.render(plain, Frame(), generation_prompt=True)
+    asked = template.render(plain, RenderContext(), generation_prompt=True)
     whole = tokenizer.encode(f"{asked}{SAID}<|user|>")
     assert trajectory.token_ids.tolist() == whole.tolist()
     header = trajectory.token_ids == tokenizer.special_id("<|user|>")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import trl
 
-from rollmesh.chat.messages import Frame, Message
+from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.templates.jinja import load_template
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.meshes import scripted_mesh
@@ -85,6 +85,6 @@ async def test_history_can_be_rewritten_as_the_template_has_it(
     assert "TEMPLATE_REWRITE" in rewritten.reasons
     template = load_template(thinking_model, tokenizer)
     plain = (Message("user", "why"), Message("assistant", "Because."), Message("user", "and"))
-    prompt = tokenizer.encode(template.render(plain, Frame(), generation_prompt=True))
+    prompt = tokenizer.encode(template.render(plain, RenderContext(), generation_prompt=True))
     assert rewritten.token_ids[: len(prompt)].tolist() == prompt.tolist()
     assert all(trajectory.loss_mask.any() for trajectory in (kept, rewritten))

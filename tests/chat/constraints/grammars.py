@@ -10,9 +10,9 @@ import pytest
 from tokenizers import AddedToken
 
 from examples.demo.chatml import make_tokenizer
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.constraints.structural_tag import FORCED_FORMATS, Calls, Wanted, constraint_of
-from rollmesh.chat.messages import Frame
+from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, AnswerFormat
 from tests.models import CORPUS
 
@@ -47,7 +47,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
-FRAME = make_frame(json.dumps(TOOLS).encode(), b"")
+CONTEXT = make_context(json.dumps(TOOLS).encode(), b"")
 MARKS = sorted(
     {mark for form in FORMATS.values() for mark in form.marks if len(mark) > 1}
     | {mark for marks in CHANNELS.values() for mark in marks}
@@ -123,13 +123,13 @@ class Compiler:
 
 
 def tag_of(wanted: Wanted, format_: AnswerFormat, *, inside: bool = False) -> str:
-    constraint = constraint_of(wanted, format_, FRAME, inside_reasoning=inside)
+    constraint = constraint_of(wanted, format_, CONTEXT, inside_reasoning=inside)
     assert constraint is not None
     return constraint.structural_tag
 
 
-def read(format_: AnswerFormat, text: str, frame: Frame = FRAME) -> Any:
-    parser = format_.parser(frame)
+def read(format_: AnswerFormat, text: str, context: RenderContext = CONTEXT) -> Any:
+    parser = format_.parser(context)
     assert parser is not None
     for char in text:
         parser.feed(char)

@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.constraints.structural_tag import Calls, Wanted, constraint_of
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.runtime.errors import InvalidFieldError
-from tests.chat.constraints.grammars import FRAME, REQUIRED, TOOLS
+from tests.chat.constraints.grammars import CONTEXT, REQUIRED, TOOLS
 
 
 def test_what_is_free_has_no_constraint() -> None:
     form = AnswerFormat("hermes", reasoning=True)
     for wanted in (Wanted(), Wanted(Calls.NONE), Wanted(one_call=True)):
-        assert constraint_of(wanted, form, FRAME, inside_reasoning=False) is None
+        assert constraint_of(wanted, form, CONTEXT, inside_reasoning=False) is None
 
 
 @pytest.mark.parametrize(
@@ -30,27 +30,27 @@ def test_a_format_that_is_not_known_is_refused_and_the_known_ones_are_named(
 ) -> None:
     form = AnswerFormat("vllm:pythonic", reasoning=False)
     with pytest.raises(InvalidFieldError, match=r"deepseek_v3, .*hermes") as caught:
-        constraint_of(wanted, form, FRAME, inside_reasoning=False)
+        constraint_of(wanted, form, CONTEXT, inside_reasoning=False)
     assert caught.value.field == field
 
 
 def test_a_name_that_formats_cannot_carry_is_refused() -> None:
     tools = [{"type": "function", "function": {"name": 'a"b'}}]
-    frame = make_frame(json.dumps(tools).encode(), b"")
+    context = make_context(json.dumps(tools).encode(), b"")
     with pytest.raises(InvalidFieldError, match="cannot be forced"):
         constraint_of(
-            REQUIRED, AnswerFormat("hermes", reasoning=False), frame, inside_reasoning=False
+            REQUIRED, AnswerFormat("hermes", reasoning=False), context, inside_reasoning=False
         )
 
 
 def test_a_strict_tool_makes_the_constraint_strict() -> None:
     strict = {"type": "function", "function": {"name": "f", "strict": True}}
-    frame = make_frame(json.dumps([*TOOLS, strict]).encode(), b"")
+    context = make_context(json.dumps([*TOOLS, strict]).encode(), b"")
     form = AnswerFormat("hermes", reasoning=False)
 
     def is_strict(name: str) -> bool:
         wanted = Wanted(Calls.NAMED, name)
-        constraint = constraint_of(wanted, form, frame, inside_reasoning=False)
+        constraint = constraint_of(wanted, form, context, inside_reasoning=False)
         return constraint is not None and constraint.strict
 
     assert is_strict("f")

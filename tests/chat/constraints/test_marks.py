@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.constraints.structural_tag import constraint_of
 from rollmesh.chat.parsing.formats import HARMONY, AnswerFormat
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
@@ -36,13 +36,16 @@ def test_a_value_in_tags_holds_no_tag_that_would_end_it(
 ) -> None:
     schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
     tool = {"type": "function", "function": {"name": "say", "parameters": schema}}
-    frame, form = make_frame(json.dumps([tool]).encode(), b""), AnswerFormat(name, reasoning=False)
-    constraint = constraint_of(REQUIRED, form, frame, inside_reasoning=False)
+    context, form = (
+        make_context(json.dumps([tool]).encode(), b""),
+        AnswerFormat(name, reasoning=False),
+    )
+    constraint = constraint_of(REQUIRED, form, context, inside_reasoning=False)
     assert constraint is not None
     assert compiler.accepts(constraint.structural_tag, text.replace("VALUE", "a <b> c"))
     for mark in ("<parameter=text>", "<arg_value>"):
         marked = text.replace("VALUE", f"a {mark} c")
-        whole = read(form, marked, frame)
+        whole = read(form, marked, context)
         is_read = whole.calls == [("say", json.dumps({"text": f"a {mark} c"}))]
         assert compiler.accepts(constraint.structural_tag, marked) is is_read
 
@@ -58,7 +61,7 @@ SAY: dict[str, Any] = {
         },
     },
 }
-SAY_FRAME = make_frame(json.dumps([SAY]).encode(), b"")
+SAY_CONTEXT = make_context(json.dumps([SAY]).encode(), b"")
 SAID = {
     name: text.replace("add", "say").replace('{"a": 4, "b": 2}', '{"text": VALUE}')
     for name, text in WRITTEN.items()
@@ -79,7 +82,7 @@ def spelled(name: str, form: AnswerFormat) -> list[str]:
 def test_marks_sampled_as_the_text_of_a_value_are_its_text_or_are_not_let_through(
     compiler: Compiler, form: AnswerFormat, name: str
 ) -> None:
-    constraint = constraint_of(REQUIRED, form, SAY_FRAME, inside_reasoning=False)
+    constraint = constraint_of(REQUIRED, form, SAY_CONTEXT, inside_reasoning=False)
     assert constraint is not None
     let_through = 0
     for value in ("plain", *spelled(name, form)):
@@ -89,7 +92,7 @@ def test_marks_sampled_as_the_text_of_a_value_are_its_text_or_are_not_let_throug
         text = SAID[name].replace("VALUE", written)
         if not compiler.spells(constraint.structural_tag, text):
             continue
-        whole = read(form, text, SAY_FRAME)
+        whole = read(form, text, SAY_CONTEXT)
         assert [(call, json.loads(given)) for call, given in whole.calls] == [
             ("say", {"text": value})
         ], text
@@ -103,7 +106,7 @@ def test_marks_sampled_as_the_text_of_a_thought_are_its_text_or_are_not_let_thro
     compiler: Compiler, form: AnswerFormat, name: str
 ) -> None:
     form = replace(form, reasoning=name != HARMONY)
-    constraint = constraint_of(REQUIRED, form, SAY_FRAME, inside_reasoning=False)
+    constraint = constraint_of(REQUIRED, form, SAY_CONTEXT, inside_reasoning=False)
     assert constraint is not None
     let_through = 0
     for thought in ("plain", *spelled(name, form)):
@@ -113,7 +116,7 @@ def test_marks_sampled_as_the_text_of_a_thought_are_its_text_or_are_not_let_thro
             begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
         if not compiler.spells(constraint.structural_tag, f"{begin}{thought}{end}{text}"):
             continue
-        splitter, parser = ReasoningSplitter(inside=False), form.parser(SAY_FRAME)
+        splitter, parser = ReasoningSplitter(inside=False), form.parser(SAY_CONTEXT)
         assert parser is not None
         for char in f"{begin}{thought}{end}{text}":
             parser.feed(splitter.feed(char)[1] if form.reasoning else char)

@@ -17,7 +17,7 @@ from rollmesh.chat.constraints.structural_tag import FORCED_FORMATS
 from rollmesh.chat.parsing.formats import AnswerFormat
 from tests.chat.parsing.differences import CLASSES, SPELLED, Pair, Reading, folded
 from tests.chat.parsing.outputs import KINDS, TAGS, WRITERS, outputs
-from tests.chat.parsing.test_formats import FRAME, TOOLS
+from tests.chat.parsing.test_formats import CONTEXT, TOOLS
 from tests.paths import ROOT
 
 pytestmark = [pytest.mark.vllm]
@@ -33,7 +33,7 @@ def _value(arguments: str) -> Any:
 
 
 def ours(name: str, text: str) -> Reading:
-    parser = AnswerFormat(name, reasoning=False).parser(FRAME)
+    parser = AnswerFormat(name, reasoning=False).parser(CONTEXT)
     assert parser is not None
     parser.feed(text)
     parser.finish()

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.parsing.answer import Answer, CallDelta, Delta
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
 from rollmesh.chat.parsing.formats import AnswerFormat
@@ -56,14 +56,14 @@ def call(name: str) -> str:
 def test_an_answer_of_one_call_ends_where_a_second_begins_however_the_ids_came(
     tokenizer: Tokenizer, text: str, kept: str | None, content: str, size: int
 ) -> None:
-    frame = make_frame(
+    context = make_context(
         json.dumps([{"type": "function", "function": {"name": name}} for name in "fg"]).encode(),
         b"",
     )
     answer = Answer(
         IncrementalDecoder(tokenizer, AnswerFormat("hermes", reasoning=False).marks),
         (),
-        parser=AnswerFormat("hermes", reasoning=False).parser(frame),
+        parser=AnswerFormat("hermes", reasoning=False).parser(context),
         reasoning=None,
         new_call_id=lambda: "call",
         one_call=True,

@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat.parsing.events import Piece, ReasoningPiece
 from rollmesh.chat.parsing.formats import AnswerFormat
-from tests.chat.parsing.test_formats import FRAME, joined, parse
+from tests.chat.parsing.test_formats import CONTEXT, joined, parse
 
 Vector = tuple[str, str, str, list[tuple[str, str]], str, bool]
 Q = '<|"|>'
@@ -106,7 +106,7 @@ def test_channels_are_the_same_however_they_are_cut(
 
 
 def test_reasoning_that_the_prompt_opened_is_reasoning() -> None:
-    parser = AnswerFormat("gemma4", reasoning=False).parser(FRAME, inside_reasoning=True)
+    parser = AnswerFormat("gemma4", reasoning=False).parser(CONTEXT, inside_reasoning=True)
     assert parser is not None
     parser.feed("Hm.\n<channel|>Yes.")
     parser.finish()

@@ -11,7 +11,7 @@ from rollmesh.chat.parsing.events import CallStart
 from rollmesh.chat.parsing.formats import HARMONY, UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS, ReasoningSplitter
 from rollmesh.chat.parsing.vllm import client as vllm_parser
-from tests.chat.parsing.test_formats import FRAME, kimi
+from tests.chat.parsing.test_formats import CONTEXT, kimi
 
 TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
 
@@ -126,7 +126,7 @@ def test_a_format_of_vllms_is_chosen_only_where_vllm_is(monkeypatch: pytest.Monk
 def test_channels_are_parted_where_calls_stay_text() -> None:
     form = chosen((TEMPLATES / "gemma4.jinja").read_text(), "none")
     assert (form.tools, form.reasoning_name) == ("none", "gemma4")
-    parser = form.parser(FRAME)
+    parser = form.parser(CONTEXT)
     assert parser is not None
     parser.feed("<|channel>thought\nHm.\n<channel|>Yes. <|tool_call>call:g{}<tool_call|>")
     parser.finish()
@@ -163,7 +163,7 @@ def test_a_template_of_python_calls_shows_its_format(source: str, name: str) -> 
     ],
 )
 def test_an_id_that_was_sampled_is_the_calls_id(name: str, text: str, ids: list[str]) -> None:
-    parser = AnswerFormat(name, reasoning=False).parser(FRAME)
+    parser = AnswerFormat(name, reasoning=False).parser(CONTEXT)
     assert parser is not None
     pieces = [*parser.feed(text), *parser.finish()]
     assert [piece.id for piece in pieces if isinstance(piece, CallStart)] == ids

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.canonical import make_frame
-from rollmesh.chat.messages import Frame
+from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.events import (
     ArgumentsPiece,
     CallStart,
@@ -38,7 +38,7 @@ TOOLS: list[dict[str, Any]] = [
     },
     {"type": "function", "function": {"name": "g"}},
 ]
-FRAME = make_frame(json.dumps(TOOLS).encode(), b"")
+CONTEXT = make_context(json.dumps(TOOLS).encode(), b"")
 B, S, E = (f"<\uff5ctool\u2581call{part}\uff5c>" for part in ("\u2581begin", "", "\u2581end"))
 SEP = "<\uff5ctool\u2581sep\uff5c>"
 BEGIN, END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -251,8 +251,10 @@ def test_harmony_is_the_same_however_it_is_cut(
         assert joined(others) == (content, calls)
 
 
-def parse(name: str, parts: list[str], frame: Frame = FRAME) -> tuple[ToolParser, list[Piece]]:
-    parser = AnswerFormat(name, reasoning=False).parser(frame)
+def parse(
+    name: str, parts: list[str], context: RenderContext = CONTEXT
+) -> tuple[ToolParser, list[Piece]]:
+    parser = AnswerFormat(name, reasoning=False).parser(context)
     assert parser is not None
     pieces = [piece for part in parts for piece in parser.feed(part)]
     return parser, pieces + parser.finish()
@@ -321,7 +323,7 @@ def test_any_arguments_survive_any_cut(name: str, arguments: dict[str, Any], at:
 
 
 def test_arguments_leave_while_they_are_sampled() -> None:
-    parser = AnswerFormat("mistral", reasoning=False).parser(FRAME)
+    parser = AnswerFormat("mistral", reasoning=False).parser(CONTEXT)
     assert parser is not None
     assert parser.feed('[TOOL_CALLS]f[ARGS]{"s": "lo') == [
         CallStart(0, "f"),

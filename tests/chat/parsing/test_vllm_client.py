@@ -19,7 +19,7 @@ from rollmesh.chat.parsing.vllm import client as vllm_parser
 from rollmesh.chat.parsing.vllm.answers import Reading, WholeCallParser
 from rollmesh.chat.parsing.vllm.client import VllmParser
 from rollmesh.runtime.config import ConfigError
-from tests.chat.parsing.test_formats import FRAME, TOOLS
+from tests.chat.parsing.test_formats import CONTEXT, TOOLS
 from tests.meshes import scripted_mesh
 
 TOOLS_JSON = json.dumps(TOOLS).encode()
@@ -28,7 +28,7 @@ CALLS = (("f", '{"n": 1, "s": "it\'s"}'), ("g", "{}"))
 
 
 def whole(text: str, reading: Reading | None) -> WholeCallParser:
-    parser = AnswerFormat("vllm:any", reasoning=False).parser(FRAME)
+    parser = AnswerFormat("vllm:any", reasoning=False).parser(CONTEXT)
     assert isinstance(parser, WholeCallParser)
     assert parser.feed(text[:3]) == parser.feed(text[3:]) == []
     parser.take(reading)

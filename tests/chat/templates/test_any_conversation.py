@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from rollmesh.chat.canonical import make_frame
-from rollmesh.chat.messages import Frame, Message, ToolCall, Unit, units_of
+from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import Message, RenderContext, ToolCall, Unit, units_of
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.profile import REWRITING, Finding
 from tests.chat import families
 
 TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
-FRAMES = (make_frame(b"", b""), make_frame(TOOLS, b""))
+CONTEXTS = (make_context(b"", b""), make_context(TOOLS, b""))
 IDS = ("aaaaaaaa1", "bbbbbbbb2")
 
 texts = st.text(max_size=20) | st.sampled_from(
@@ -75,30 +75,30 @@ def loaded(name: str) -> tuple[families.Family, Continuation]:
 
 
 def node_by_node(
-    continuation: Continuation, units: Sequence[Unit], frame: Frame, cut: int
+    continuation: Continuation, units: Sequence[Unit], context: RenderContext, cut: int
 ) -> list[np.ndarray]:
     """What a conversation adds when it comes in two requests, and in as many as it has units."""
-    first = continuation.pieces(units[:cut], 0, frame)
-    rest = continuation.pieces(units, cut, frame)
+    first = continuation.pieces(units[:cut], 0, context)
+    rest = continuation.pieces(units, cut, context)
     assert [ids.tolist() for ids in (*first, *rest)] == [
-        continuation.pieces(units[: at + 1], at, frame)[0].tolist() for at in range(len(units))
+        continuation.pieces(units[: at + 1], at, context)[0].tolist() for at in range(len(units))
     ]
     return [*first, *rest]
 
 
 @pytest.mark.parametrize("name", families.names())
-@given(messages=conversations(), frame=st.sampled_from(FRAMES), data=st.data())
+@given(messages=conversations(), context=st.sampled_from(CONTEXTS), data=st.data())
 @settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_pieces_are_the_render_or_a_refusal(
-    name: str, messages: tuple[Message, ...], frame: Frame, data: st.DataObject
+    name: str, messages: tuple[Message, ...], context: RenderContext, data: st.DataObject
 ) -> None:
     family, continuation = loaded(name)
     units = units_of(messages)
     try:
-        full = family.template.render(messages, frame, generation_prompt=True)
+        full = family.template.render(messages, context, generation_prompt=True)
         cut = data.draw(st.integers(1, len(units)))
-        pieces = node_by_node(continuation, units, frame, cut)
-        pieces.append(continuation.generation_prompt(units, frame))
+        pieces = node_by_node(continuation, units, context, cut)
+        pieces.append(continuation.generation_prompt(units, context))
     except TemplateRenderError:
         return
     ids = family.tokenizer.encode(full).tolist()
@@ -121,7 +121,7 @@ def test_the_contract_says_which_answers_lose_blanks(name: str, before: str, aft
 
     def earlier(said: str) -> str:
         messages = (Message("user", "q"), Message("assistant", said), Message("user", "r"))
-        return family.template.render(messages, FRAMES[0])
+        return family.template.render(messages, CONTEXTS[0])
 
     said = f"{before}here7zq{after}"
     as_it_was = earlier("here7zq").replace("here7zq", said)
@@ -131,16 +131,16 @@ def test_the_contract_says_which_answers_lose_blanks(name: str, before: str, aft
 def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_printed() -> None:
     family, continuation = loaded("lfm2")
     messages = (Message("system", ""), Message("user", "q"))
-    pieces = node_by_node(continuation, units_of(messages), FRAMES[0], 1)
-    full = family.template.render(messages, FRAMES[0], generation_prompt=True)
-    pieces.append(continuation.generation_prompt(units_of(messages), FRAMES[0]))
+    pieces = node_by_node(continuation, units_of(messages), CONTEXTS[0], 1)
+    full = family.template.render(messages, CONTEXTS[0], generation_prompt=True)
+    pieces.append(continuation.generation_prompt(units_of(messages), CONTEXTS[0]))
     assert np.concatenate(pieces).tolist() == family.tokenizer.encode(full).tolist()
 
 
 def test_a_system_message_alone_is_refused_where_it_is_printed_with_the_user_turn() -> None:
     _, continuation = loaded("gemma3")
     with pytest.raises(TemplateRenderError, match="printed with the user turn"):
-        continuation.generation_prompt([(Message("system", "s"),)], FRAMES[0])
+        continuation.generation_prompt([(Message("system", "s"),)], CONTEXTS[0])
 
 
 def test_reasoning_inside_the_content_that_is_dropped_later_is_found() -> None:

@@ -5,8 +5,8 @@ import pytest
 import trl
 from hypothesis import example, given, strategies as st
 
-from rollmesh.chat.canonical import make_frame
-from rollmesh.chat.messages import Frame, Message, ToolCall, units_of
+from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import Message, RenderContext, ToolCall, units_of
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError, load_template
@@ -46,11 +46,13 @@ conversations = st.builds(
 )
 
 
-def joined(continuation: Continuation, messages: tuple[Message, ...], frame: Frame) -> np.ndarray:
+def joined(
+    continuation: Continuation, messages: tuple[Message, ...], context: RenderContext
+) -> np.ndarray:
     """The ids of a conversation, piece by piece."""
     units = units_of(messages)
-    pieces = continuation.pieces(units, 0, frame)
-    return np.concatenate([*pieces, continuation.generation_prompt(units, frame)])
+    pieces = continuation.pieces(units, 0, context)
+    return np.concatenate([*pieces, continuation.generation_prompt(units, context)])
 
 
 @given(messages=conversations, tools=st.sampled_from([b"", TOOLS]))
@@ -69,19 +71,19 @@ def test_pieces_joined_are_the_full_render_as_ids(
     messages: tuple[Message, ...],
     tools: bytes,
 ) -> None:
-    frame = make_frame(tools, b"")
+    context = make_context(tools, b"")
     template = load_template(tokenizer_dir, tokenizer)
-    full = tokenizer.encode(template.render(messages, frame, generation_prompt=True))
-    assert joined(continuation, messages, frame).tolist() == full.tolist()
+    full = tokenizer.encode(template.render(messages, context, generation_prompt=True))
+    assert joined(continuation, messages, context).tolist() == full.tolist()
 
 
 def test_a_long_session_costs_a_turn_no_more_than_a_short_one(
     continuation: Continuation,
 ) -> None:
-    frame = make_frame(TOOLS, b"")
+    context = make_context(TOOLS, b"")
     turn = [(Message("user", "again"),), (Message("assistant", "yes"),)]
-    (second,) = continuation.pieces([*turn, turn[0]], 2, frame)
-    (late,) = continuation.pieces([*turn * 200, turn[0]], 400, frame)
+    (second,) = continuation.pieces([*turn, turn[0]], 2, context)
+    (late,) = continuation.pieces([*turn * 200, turn[0]], 400, context)
     assert late.tolist() == second.tolist()
     assert len(second) < 20  # neither tools nor history are in it
 
@@ -98,11 +100,11 @@ def test_a_template_that_drops_reasoning_is_continued_and_the_contract_says_so(
 def test_trls_chatml_template_of_qwen_2_5_is_continued_exactly(tokenizer: Tokenizer) -> None:
     template = ChatTemplate((TEMPLATES / "qwen2_5.jinja").read_text(), {})
     continuation = Continuation(template, tokenizer)
-    frame = make_frame(TOOLS, b"")
+    context = make_context(TOOLS, b"")
     call = Message("assistant", "", (ToolCall("c", "f", '{"a": 1}'),))
     messages = (Message("user", "q"), call, Message("tool", "r"), Message("tool", "s"))
-    full = tokenizer.encode(template.render(messages, frame, generation_prompt=True))
-    assert joined(continuation, messages, frame).tolist() == full.tolist()
+    full = tokenizer.encode(template.render(messages, context, generation_prompt=True))
+    assert joined(continuation, messages, context).tolist() == full.tolist()
 
 
 COUNTING = (
@@ -131,7 +133,7 @@ def test_options_are_probed_before_they_are_used(tokenizer_dir: Path, tokenizer:
     source = "{% if count %}{{ raise_exception('no') }}{% endif %}" + source
     continuation = Continuation(ChatTemplate(source, {}), tokenizer)
     with pytest.raises(TemplateRefusedError):
-        continuation.pieces([(Message("user", "q"),)], 0, make_frame(b"", b'{"count": true}'))
+        continuation.pieces([(Message("user", "q"),)], 0, make_context(b"", b'{"count": true}'))
 
 
 CHATML = (
@@ -179,7 +181,9 @@ def test_a_greeting_is_the_templates_render_or_is_refused(
     messages = (Message("assistant", "hi"), Message("user", "q"), Message("assistant", "a"))
     if says:
         with pytest.raises(TemplateRenderError, match=says):
-            joined(continuation, messages, Frame())
+            joined(continuation, messages, RenderContext())
         return
-    full = template.render(messages, Frame(), generation_prompt=True)
-    assert joined(continuation, messages, Frame()).tolist() == tokenizer.encode(full).tolist()
+    full = template.render(messages, RenderContext(), generation_prompt=True)
+    assert (
+        joined(continuation, messages, RenderContext()).tolist() == tokenizer.encode(full).tolist()
+    )

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.chat.canonical import make_frame
-from rollmesh.chat.messages import Frame, Message, ToolCall, units_of
+from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import Message, RenderContext, ToolCall, units_of
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
@@ -18,7 +18,7 @@ from rollmesh.gateway.conversation.tree import Node, Sample, VersionSpan
 from rollmesh.gateway.turns.prompt import new_tree
 from tests.chat import families
 
-TOOLS = make_frame(
+TOOLS = make_context(
     b'[{"type": "function", "function": {"name": "add", "description": "Adds.",'
     b' "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}}]',
     b"",
@@ -63,12 +63,12 @@ def text_behind(
     tokenizer: ModelTokenizer,
     node: Node,
     then: Message,
-    frame: Frame = TOOLS,
+    context: RenderContext = TOOLS,
 ) -> str:
     """What stands behind the first answer once `then` is asked, special tokens included."""
     units = units_of((ASK, node.unit[0], then))
-    (piece,) = continuation.pieces(units, 2, frame)
-    ids = [continuation.behind(node, piece), continuation.generation_prompt(units, frame)]
+    (piece,) = continuation.pieces(units, 2, context)
+    ids = [continuation.behind(node, piece), continuation.generation_prompt(units, context)]
     return "".join(
         [(stream := tokenizer.stream()).feed_all(np.concatenate(ids).tolist()), stream.finish()]
     )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, units_of
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.special_text import SpecialText
@@ -13,7 +13,7 @@ from rollmesh.gateway.turns.prompt import build_prompt
 from tests.chat import families
 from tests.chat.templates.test_probe import rendered
 
-FRAME = make_frame(b"", b"")
+CONTEXT = make_context(b"", b"")
 CALL = ToolCall("abcdef123", "add", '{"n": 41}')
 ASK, MORE = Message("user", "q"), Message("user", "more")
 SAID = Message("assistant", "Hello.")
@@ -40,9 +40,9 @@ def sampled(
 ) -> Node:
     """A conversation whose first answer was sampled as `text`."""
     tree, units = Tree(continuation.end_ids), units_of((ASK,))
-    (piece,) = continuation.pieces(units, 0, FRAME)
-    parent = tree.add_unit(tree.root(FRAME), units[0], piece)
-    opening, ids = continuation.generation_prompt(units, FRAME), glm.tokenizer.encode(text)
+    (piece,) = continuation.pieces(units, 0, CONTEXT)
+    parent = tree.add_unit(tree.root(CONTEXT), units[0], piece)
+    opening, ids = continuation.generation_prompt(units, CONTEXT), glm.tokenizer.encode(text)
     spans = (VersionSpan(0, 0, len(ids)),)
     sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
     return tree.add_sample(parent, answer, opening, sample, frozenset())
@@ -51,8 +51,8 @@ def sampled(
 def following(continuation: Continuation, node: Node, answer: Message, then: Message) -> list[int]:
     """All ids up to where the model answers `then`."""
     units = units_of((ASK, answer, then))
-    (piece,) = continuation.pieces(units, 2, FRAME)
-    opening = continuation.generation_prompt(units, FRAME)
+    (piece,) = continuation.pieces(units, 2, CONTEXT)
+    opening = continuation.generation_prompt(units, CONTEXT)
     ids = [*node.context(), continuation.behind(node, piece), opening]
     return [int(id_) for id_ in np.concatenate(ids)]
 
@@ -122,7 +122,7 @@ def test_two_headers_in_a_row_are_a_reason(
     match = Match(node, 2, frozenset())
     units = units_of((ASK, SAID, then))
     special_text = SpecialText(glm.tokenizer, "parity")
-    prompt = build_prompt(continuation, special_text, match, units, FRAME, rewrite=False)
+    prompt = build_prompt(continuation, special_text, match, units, CONTEXT, rewrite=False)
     added = [*(ids for _, ids in prompt.new_units), prompt.generation_prompt]
-    at = continuation.compare(node.path(), [(then,)], FRAME, added, special_text.show).at
+    at = continuation.compare(node.path(), [(then,)], CONTEXT, added, special_text.show).at
     assert at == (1 if otherwise else None)

@@ -15,7 +15,7 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, units_of
 from rollmesh.chat.parsing.answer import Answer, ReasoningDelta
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
@@ -105,9 +105,9 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
             full = encoded(reference, messages, tools)
             if full is None:
                 continue
-            units, frame = units_of(messages), make_frame(tools, b"")
+            units, context = units_of(messages), make_context(tools, b"")
             try:
-                pieces = [ids.tolist() for ids in continuation.pieces(units, 0, frame)]
+                pieces = [ids.tolist() for ids in continuation.pieces(units, 0, context)]
             except TemplateRenderError as error:
                 greets = bool(tools) and "assistant after" in str(error)
                 assert (  # noqa: PT017
@@ -116,7 +116,7 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
                     or (greets and name == "tekken_v13.json")
                 )
                 continue
-            pieces.append(continuation.generation_prompt(units, frame).tolist())
+            pieces.append(continuation.generation_prompt(units, context).tolist())
             answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
             if [id_ for piece in pieces for id_ in piece] == full:
                 whole_ += 1
@@ -135,10 +135,10 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
 @pytest.mark.parametrize("name", families.mistral_names())
 def test_a_late_turn_costs_no_more_than_an_early_one(name: str) -> None:
     continuation, _ = loaded(name)
-    frame = make_frame(b"", b"")
+    context = make_context(b"", b"")
     turn = [(Message("user", "again"),), (Message("assistant", "yes"),)]
-    (second,) = continuation.pieces([*turn, turn[0]], 2, frame)
-    (late,) = continuation.pieces([*turn * 200, turn[0]], 400, frame)
+    (second,) = continuation.pieces([*turn, turn[0]], 2, context)
+    (late,) = continuation.pieces([*turn * 200, turn[0]], 400, context)
     assert late.tolist() == second.tolist()
     assert len(second) < 20
 
@@ -181,7 +181,7 @@ def test_reasoning_between_control_tokens_is_apart_however_its_ids_are_cut(
     said: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     template, tokenizer = families.load_mistral("tekken_v13.json")
-    form, frame = detect(template.source), make_frame(TOOLS, b"")
+    form, context = detect(template.source), make_context(TOOLS, b"")
     thought = "Well \U0001f600 then.\n [THIN is no mark."
     text = f"\ufdd0[THINK]\ufdd1{thought}\ufdd0[/THINK]\ufdd1{said}\ufdd0</s>\ufdd1"
     ids = tokenizer.encode(text).tolist()
@@ -190,7 +190,7 @@ def test_reasoning_between_control_tokens_is_apart_however_its_ids_are_cut(
         answer = Answer(
             IncrementalDecoder(tokenizer, form.marks),
             (),
-            parser=form.parser(frame),
+            parser=form.parser(context),
             reasoning=ReasoningSplitter(inside=False, tags=form.reasoning_tags),
             new_call_id=lambda: "call",
         )
@@ -239,4 +239,4 @@ def test_the_package_brings_neither_torch_nor_vllm() -> None:
 def test_template_options_are_refused_where_there_is_no_template() -> None:
     continuation, _ = loaded("tokenizer.model.v1")
     with pytest.raises(Exception, match="no chat template that could take options"):
-        continuation.pieces([(ASK,)], 0, make_frame(b"", b'{"enable_thinking": true}'))
+        continuation.pieces([(ASK,)], 0, make_context(b"", b'{"enable_thinking": true}'))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, units_of
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
@@ -96,12 +96,12 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
     for messages in CONVERSATIONS:
         for tools in (b"", TOOLS):
             full = rendered(name, messages, tools)
-            units, frame = units_of(messages), make_frame(tools, b"")
+            units, context = units_of(messages), make_context(tools, b"")
             if full is None:
                 continue
             try:
-                pieces = [ids.tolist() for ids in found.pieces(units, 0, frame)]
-                pieces.append(found.generation_prompt(units, frame).tolist())
+                pieces = [ids.tolist() for ids in found.pieces(units, 0, context)]
+                pieces.append(found.generation_prompt(units, context).tolist())
             except TemplateRenderError as error:
                 assert found.profile.refused or "does not print tools" in str(error)  # noqa: PT017
                 continue

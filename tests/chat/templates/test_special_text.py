@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, Unit, units_of
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import load_template
@@ -18,7 +18,7 @@ from rollmesh.runtime.errors import InvalidMessagesError
 from tests.chat import families
 
 NAMES = ("qwen3", "llama3_1", "gptoss", "gemma4_v2", "deepseekv3", "phi3", "muse_glimmer")
-BARE = make_frame(b"", b"")
+BARE = make_context(b"", b"")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -34,8 +34,11 @@ def hostile(tokenizer: Tokenizer, text: str = "") -> str:
 def ids_of(family: families.Family, units: list[Unit], setting: str) -> list[int]:
     """All ids of a conversation up to where the model answers."""
     continuation = Continuation(family.template, family.tokenizer)
-    shown, frame, _ = SpecialText(family.tokenizer, setting).apply(units, 0, BARE)
-    pieces = [*continuation.pieces(shown, 0, frame), continuation.generation_prompt(shown, frame)]
+    shown, context, _ = SpecialText(family.tokenizer, setting).apply(units, 0, BARE)
+    pieces = [
+        *continuation.pieces(shown, 0, context),
+        continuation.generation_prompt(shown, context),
+    ]
     return [int(id_) for id_ in np.concatenate(pieces)]
 
 
@@ -120,24 +123,24 @@ def test_every_text_of_a_message_counts(
 
 
 @pytest.mark.parametrize(
-    "frame",
+    "context",
     [
-        make_frame(json.dumps([TOOL]).encode(), b""),
-        make_frame(json.dumps([TOOL]).replace("<", "\\u003c").encode(), b""),
-        make_frame(b"", json.dumps({"note": END}).encode()),
+        make_context(json.dumps([TOOL]).encode(), b""),
+        make_context(json.dumps([TOOL]).replace("<", "\\u003c").encode(), b""),
+        make_context(b"", json.dumps({"note": END}).encode()),
     ],
 )
 def test_tools_and_options_count_where_a_conversation_begins(
-    frame: Any, tokenizer: Tokenizer
+    context: Any, tokenizer: Tokenizer
 ) -> None:
     units = units_of((Message("user", "x"), Message("assistant", "y")))
     parity, plain, refuse = (SpecialText(tokenizer, one) for one in ("parity", "plain", "refuse"))
-    assert parity.apply(units, 0, frame) == (units, frame, True)
-    assert parity.apply(units, 1, frame) == (units, frame, False)
+    assert parity.apply(units, 0, context) == (units, context, True)
+    assert parity.apply(units, 1, context) == (units, context, False)
     with pytest.raises(InvalidMessagesError, match="tools: spells a special token"):
-        refuse.apply(units, 0, frame)
-    _, hidden, _ = plain.apply(units, 0, frame)
-    assert hidden.key == frame.key
+        refuse.apply(units, 0, context)
+    _, hidden, _ = plain.apply(units, 0, context)
+    assert hidden.key == context.key
     assert not refuse.apply(units, 0, hidden)[2]
 
 
@@ -145,10 +148,10 @@ def test_tools_are_printed_as_they_are_but_for_special_tokens(
     tokenizer: Tokenizer, tokenizer_dir: Path
 ) -> None:
     template = load_template(tokenizer_dir, tokenizer)
-    frame = make_frame(json.dumps([TOOL]).encode(), b"")
+    context = make_context(json.dumps([TOOL]).encode(), b"")
     units = units_of((Message("user", "x"),))
-    _, hidden, _ = SpecialText(tokenizer, "plain").apply(units, 0, frame)
+    _, hidden, _ = SpecialText(tokenizer, "plain").apply(units, 0, context)
     ids = tokenizer.encode(template.render(units[0], hidden)).tolist()
-    printed = template.render(units[0], frame)
+    printed = template.render(units[0], context)
     assert tokenizer.rust.decode(ids, skip_special_tokens=False) == printed
     assert len(special(tokenizer, ids)) == printed.count("<|im_") - 1

@@ -16,7 +16,7 @@ def worked(world: World, turns: int, system: Message = SYSTEM) -> tuple[Message,
     messages: tuple[Message, ...] = (system, user("go"))
     for at in range(turns):
         reply = said(f"step {at}")
-        world.turn(messages, reply, frame=TOOLS)
+        world.turn(messages, reply, context=TOOLS)
         messages = (*messages, reply, user(f"on {at}"))
     return messages
 
@@ -51,9 +51,9 @@ def test_a_conversation_under_another_system_message_is_a_sub_agent() -> None:
     world = World()
     main = worked(world, 2)
     sub = (OTHER, user("find it"))
-    world.turn(sub, said("looking"), frame=TOOLS)
-    world.turn((*sub, said("looking"), user("and?")), said("found"), frame=TOOLS)
-    world.turn(main, said("thanks"), frame=TOOLS)
+    world.turn(sub, said("looking"), context=TOOLS)
+    world.turn((*sub, said("looking"), user("and?")), said("found"), context=TOOLS)
+    world.turn(main, said("thanks"), context=TOOLS)
     assert sorted(found(world)) == [Lineage.MAIN, Lineage.SUB_AGENT]
 
 
@@ -61,8 +61,8 @@ def test_a_history_begun_anew_is_a_compaction() -> None:
     world = World()
     worked(world, 3)
     summary = (SYSTEM, user("so far: much"))
-    world.turn(summary, said("go on"), frame=TOOLS)
-    world.turn((*summary, said("go on"), user("yes")), said("done"), frame=TOOLS)
+    world.turn(summary, said("go on"), context=TOOLS)
+    world.turn((*summary, said("go on"), user("yes")), said("done"), context=TOOLS)
     assert found(world) == [Lineage.MAIN, Lineage.COMPACTION]
     assert all(trajectory.loss_mask.any() for trajectory in world.export())
 
@@ -70,14 +70,14 @@ def test_a_history_begun_anew_is_a_compaction() -> None:
 def test_an_edit_of_the_first_message_is_a_branch() -> None:
     world = World()
     worked(world, 1)
-    world.turn((SYSTEM, user("stop")), said("ok"), frame=TOOLS)
+    world.turn((SYSTEM, user("stop")), said("ok"), context=TOOLS)
     assert found(world) == [Lineage.MAIN, Lineage.BRANCH]
 
 
 def test_a_second_conversation_of_an_agent_without_tools_is_a_root_and_trained() -> None:
     world = World()
-    world.turn((user("a"),), said("A"), frame=BARE)
-    world.turn((user("b"),), said("B"), frame=BARE)
+    world.turn((user("a"),), said("A"), context=BARE)
+    world.turn((user("b"),), said("B"), context=BARE)
     assert found(world) == [Lineage.MAIN, Lineage.ROOT]
     assert all(trajectory.loss_mask.any() for trajectory in world.export())
 
@@ -87,25 +87,25 @@ CALL = ToolCall("c", "f", "{}")
 Say = Lineage | None
 
 
-def work(world: World, turns: int, *, frame: object = TOOLS, marked: Say = None) -> None:
+def work(world: World, turns: int, *, context: object = TOOLS, marked: Say = None) -> None:
     """The conversation of an agent, which calls a tool in every turn but the last."""
     messages: tuple[Message, ...] = (SYSTEM, user(WORK))
     for at in range(turns):
         reply = said("done") if at == turns - 1 else said(f"step {at}", CALL)
-        world.turn(messages, reply, frame=frame, said=marked)
+        world.turn(messages, reply, context=context, said=marked)
         messages = (*messages, reply, Message("tool", f"r{at}", tool_call_id="c"))
 
 
-def title(world: World, *, frame: object = BARE, marked: Say = None) -> None:
+def title(world: World, *, context: object = BARE, marked: Say = None) -> None:
     asked = user(f"<session>{WORK}</session>")
-    world.turn((OTHER, asked), said("A title"), frame=frame, said=marked)
+    world.turn((OTHER, asked), said("A title"), context=context, said=marked)
 
 
-def memory(world: World, *, frame: object = TOOLS, marked: Say = None) -> None:
+def memory(world: World, *, context: object = TOOLS, marked: Say = None) -> None:
     """An agent of its own that reads and writes notes before the work begins."""
     messages: tuple[Message, ...] = (Message("system", "Keep notes."), user("What is known?"))
     for at in range(3):
-        world.turn(messages, said(f"note {at}", CALL), frame=frame, said=marked)
+        world.turn(messages, said(f"note {at}", CALL), context=context, said=marked)
         result = Message("tool", f"n{at}", tool_call_id="c")
         messages = (*messages, said(f"note {at}", CALL), result)
 
@@ -134,10 +134,10 @@ def test_a_title_call_is_not_the_work_and_not_auxiliary_where_that_is_not_sure(
 ) -> None:
     world = World()
     if order == "title first":
-        title(world, frame=titles)
-    work(world, turns, frame=works)
+        title(world, context=titles)
+    work(world, turns, context=works)
     if order == "title last":
-        title(world, frame=titles)
+        title(world, context=titles)
     assert main_of(world) == ["done"]
     assert sorted(found(world)) == sorted([Lineage.MAIN, title_is])
     world_trains = {t.lineage for t in world.export() if t.loss_mask.any()}
@@ -159,10 +159,10 @@ def test_what_a_request_says_that_it_is_wins(
 ) -> None:
     world = World()
     if order == "first":
-        beside(world, frame=TOOLS, marked=marked)
+        beside(world, context=TOOLS, marked=marked)
     work(world, 2)
     if order == "last":
-        beside(world, frame=TOOLS, marked=marked)
+        beside(world, context=TOOLS, marked=marked)
     assert main_of(world) == ["done"]
     assert sorted(found(world)) == sorted([Lineage.MAIN, marked])
     trained = {one.lineage for one in world.export() if one.loss_mask.any()}
@@ -172,7 +172,7 @@ def test_what_a_request_says_that_it_is_wins(
 def test_a_conversation_that_says_it_is_main_is() -> None:
     world = World()
     memory(world)
-    work(world, 1, frame=BARE, marked=Lineage.MAIN)
+    work(world, 1, context=BARE, marked=Lineage.MAIN)
     assert main_of(world) == ["done"]
 
 
@@ -181,9 +181,9 @@ def test_a_call_that_leaves_the_work_does_not_become_it(marked: Say) -> None:
     world = World()
     start = (SYSTEM, user(WORK))
     first = said("step", CALL)
-    world.turn(start, first, frame=TOOLS)
-    world.turn((*start, first, user("Summarise.")), said("A summary"), frame=TOOLS, said=marked)
-    world.turn((*start, first, Message("tool", "r", tool_call_id="c")), said("done"), frame=TOOLS)
+    world.turn(start, first, context=TOOLS)
+    world.turn((*start, first, user("Summarise.")), said("A summary"), context=TOOLS, said=marked)
+    world.turn((*start, first, Message("tool", "r", tool_call_id="c")), said("done"), context=TOOLS)
     assert main_of(world) == ["done"]
     assert sorted(found(world)) == sorted([Lineage.MAIN, marked or Lineage.BRANCH])
     trained = [
@@ -195,8 +195,8 @@ def test_a_call_that_leaves_the_work_does_not_become_it(marked: Say) -> None:
 def test_an_auxiliary_call_at_the_end_leaves_the_work_before_it_trained() -> None:
     world = World()
     start = (SYSTEM, user(WORK))
-    world.turn(start, said("done"), frame=TOOLS)
+    world.turn(start, said("done"), context=TOOLS)
     after = (*start, said("done"), user("Summarise."))
-    world.turn(after, said("A summary"), frame=TOOLS, said=Lineage.AUXILIARY)
+    world.turn(after, said("A summary"), context=TOOLS, said=Lineage.AUXILIARY)
     (trajectory,) = world.export()
     assert [one.trained for one in trajectory.segments if one.sampled] == [True, False]

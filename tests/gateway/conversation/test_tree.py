@@ -73,7 +73,7 @@ def test_an_edit_of_an_early_message_branches_there_and_shares_what_is_before() 
 def test_other_tools_begin_a_new_root_and_say_why() -> None:
     world = World()
     world.turn((user("q"),), said("A"))
-    world.turn((user("q"),), said("B"), frame=TOOLS)
+    world.turn((user("q"),), said("B"), context=TOOLS)
     assert world.export()[1].reasons == (Fidelity.TOOLS_CHANGED,)
     world.check()
 

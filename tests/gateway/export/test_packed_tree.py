@@ -110,8 +110,8 @@ def test_the_trajectories_that_can_be_rewarded_are_those_of_the_record(
 def test_a_tree_says_what_is_to_be_known_of_its_nodes() -> None:
     world = World()
     system = Message("system", "main")
-    world.turn((system, user("q")), said("A"), frame=TOOLS, finish=Finish.LENGTH, version=1)
-    world.turn((system, user("q")), said("B"), frame=TOOLS, version=2)
+    world.turn((system, user("q")), said("A"), context=TOOLS, finish=Finish.LENGTH, version=1)
+    world.turn((system, user("q")), said("B"), context=TOOLS, version=2)
     world.turn((Message("system", "make a title"), user("q")), said("Title"))
     record = record_of(world, ExportMode.TREE)
     assert sorted(exported_lineages(record)) == ["auxiliary", "main", "sibling"]

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rollmesh.chat.canonical import make_frame
-from rollmesh.chat.messages import Frame, Message, ToolCall, units_of
+from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import Message, RenderContext, ToolCall, units_of
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.profile import MOVING, Finding
@@ -30,7 +30,7 @@ TOOLS = (
     b'[{"type": "function", "function": {"name": "f", "description": "Does.",'
     b' "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}]'
 )
-FRAMES = (make_frame(b"", b""), make_frame(TOOLS, b""))
+CONTEXTS = (make_context(b"", b""), make_context(TOOLS, b""))
 CALLS = (ToolCall("aaaaaaaa1", "f", '{"a": "x"}'), ToolCall("bbbbbbbb2", "f", '{"a":  "y"}'))
 
 
@@ -80,7 +80,7 @@ def loaded(name: str) -> tuple[families.Family, Continuation]:
 
 
 def reference(
-    family: families.Family, messages: Sequence[Message], frame: Frame
+    family: families.Family, messages: Sequence[Message], context: RenderContext
 ) -> list[int] | None:
     """The ids that transformers would give; None where the template refuses the conversation."""
     plain: list[dict[str, Any]] = []
@@ -106,7 +106,7 @@ def reference(
     try:
         texts, _ = render_jinja_template(
             conversations=[plain],
-            tools=json.loads(frame.tools_json) if frame.tools_json else None,
+            tools=json.loads(context.tools_json) if context.tools_json else None,
             chat_template=family.source,
             add_generation_prompt=True,
             **family.variables,
@@ -119,9 +119,9 @@ def reference(
 class Played:
     """A session as a gateway holds it, without engines: answers are sampled as they are told."""
 
-    def __init__(self, name: str, frame: Frame, *, rewrite: bool) -> None:
+    def __init__(self, name: str, context: RenderContext, *, rewrite: bool) -> None:
         self.family, self.continuation = loaded(name)
-        self.frame = frame
+        self.context = context
         self.tree: Tree = new_tree(self.continuation)
         self._rewrite = rewrite
 
@@ -140,14 +140,14 @@ class Played:
             else:
                 messages.append(Message("user", step.asked))
             units = units_of(tuple(messages))
-            match = self.tree.match(self.frame, units)
+            match = self.tree.match(self.context, units)
             try:
                 prompt = build_prompt(
                     self.continuation,
                     SpecialText(self.family.tokenizer, "parity"),
                     match,
                     units,
-                    self.frame,
+                    self.context,
                     rewrite=self._rewrite,
                 )
             except TemplateRenderError:
@@ -203,8 +203,8 @@ class Played:
             ]
         template = self.family.template
         try:
-            asked = template.render(held, self.frame, generation_prompt=True)
-            text = template.render([*held, answer, *then], self.frame)
+            asked = template.render(held, self.context, generation_prompt=True)
+            text = template.render([*held, answer, *then], self.context)
         except TemplateRenderError:
             return ""
         if not text.startswith(asked):
@@ -222,31 +222,31 @@ def without_text_beside_calls(step: Step) -> Step:
 
 
 @pytest.mark.parametrize("name", families.names())
-@given(session=sessions, frame=st.sampled_from(FRAMES))
+@given(session=sessions, context=st.sampled_from(CONTEXTS))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_a_turn_is_flagged_exactly_where_the_templates_ids_differ(
-    name: str, session: list[Step], frame: Frame
+    name: str, session: list[Step], context: RenderContext
 ) -> None:
-    played = Played(name, frame, rewrite=False)
+    played = Played(name, context, rewrite=False)
     for prompt, messages in played.turns(session):
-        ids = reference(played.family, messages, frame)
+        ids = reference(played.family, messages, context)
         flagged = Fidelity.TEMPLATE_REWRITE in prompt.match.reasons
         assert flagged == (ids != prompt.ids().tolist())
 
 
 @pytest.mark.parametrize("name", families.names())
-@given(session=sessions, frame=st.sampled_from(FRAMES))
+@given(session=sessions, context=st.sampled_from(CONTEXTS))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_a_rewritten_history_is_what_the_template_prints(
-    name: str, session: list[Step], frame: Frame
+    name: str, session: list[Step], context: RenderContext
 ) -> None:
-    played = Played(name, frame, rewrite=True)
+    played = Played(name, context, rewrite=True)
     findings = played.continuation.profile.findings
     assert not findings & MOVING
     if Finding.TEXT_BEHIND_RESULTS in findings:  # no place for it in a tree: such turns are kept
         session = [without_text_beside_calls(step) for step in session]
     for prompt, messages in played.turns(session):
-        ids = reference(played.family, messages, frame)
+        ids = reference(played.family, messages, context)
         if ids is not None:
             assert prompt.ids().tolist() == ids
 
@@ -290,7 +290,7 @@ def test_the_hundredth_turn_is_compared_at_the_cost_of_the_tenth(
     family = families.load(name)
     template: Any = Counting(family.template)
     tokenizer: Any = Counting(family.tokenizer)
-    played = Played(name, FRAMES[0], rewrite=False)
+    played = Played(name, CONTEXTS[0], rewrite=False)
     played.continuation = Continuation(template, tokenizer)
     step = replace(PLAIN, form=form, answer=replace(PLAIN.answer, reasoning="Hm."))
     costs: list[tuple[int, int]] = []

@@ -10,7 +10,7 @@ import hashlib
 import json
 
 from rollmesh.chat.json_values import comparable, rounded
-from rollmesh.chat.messages import Frame, Message, Unit
+from rollmesh.chat.messages import Message, RenderContext, Unit
 
 _DIGEST_BYTES = 16
 
@@ -84,8 +84,8 @@ def argument_value(text: str) -> tuple[str, str]:
         return "raw", text
 
 
-def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
-    """Returns the frame of a request.
+def make_context(tools_json: bytes, options_json: bytes) -> RenderContext:
+    """Returns the context of a request.
 
     Raises:
         ValueError: One of the two is not JSON, or not an array and an object.
@@ -97,18 +97,18 @@ def make_frame(tools_json: bytes, options_json: bytes) -> Frame:
     if not isinstance(options, dict):
         raise ValueError("template_options_json is not an object")  # noqa: TRY004 - bad input
     key = _digest([_dump(tools), _dump(options)])
-    return Frame(tools_json if tools else b"", options_json if options else b"", key)
+    return RenderContext(tools_json if tools else b"", options_json if options else b"", key)
 
 
-def fingerprint(frame: Frame, messages_digest: bytes, settings: object) -> bytes:
+def fingerprint(context: RenderContext, messages_digest: bytes, settings: object) -> bytes:
     """Returns the digest by which a retry is told from a new request.
 
     Args:
-        frame: Tools and template options.
+        context: Tools and template options.
         messages_digest: Of all messages, reasoning and call ids included.
         settings: Whatever else changes the answer, as JSON values.
     """
-    begin = _digest([frame.key.hex(), _dump(settings)])
+    begin = _digest([context.key.hex(), _dump(settings)])
     return hashlib.blake2b(begin + messages_digest, digest_size=_DIGEST_BYTES).digest()
 
 

@@ -51,8 +51,8 @@ def units_of(messages: tuple[Message, ...]) -> list[Unit]:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What is rendered beside the messages; another frame is another root."""
+class RenderContext:
+    """What is rendered beside the messages; another context is another root."""
 
     tools_json: bytes = b""
     """The tools: a JSON array as the agent sent it; empty means none."""

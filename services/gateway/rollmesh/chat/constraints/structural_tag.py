@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from rollmesh.chat.json_values import write_json
-from rollmesh.chat.messages import Frame
+from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.calls import gemma_calls, harmony, json_formats as object_formats
 from rollmesh.chat.parsing.formats import (
     CHANNELS,
@@ -142,7 +142,7 @@ FORCED_FORMATS = frozenset(_SYNTAXES) - {"mistral_args"}
 
 
 def constraint_of(
-    wanted: Wanted, format_: AnswerFormat, frame: Frame, *, inside_reasoning: bool
+    wanted: Wanted, format_: AnswerFormat, context: RenderContext, *, inside_reasoning: bool
 ) -> engine_pb2.Constraint | None:
     """Returns what the answer must be; None where it may be anything.
 
@@ -151,14 +151,14 @@ def constraint_of(
     """
     forms: list[_Format] = []
     strict = wanted.strict
-    callable_ = bool(frame.tools_json) and wanted.calls is not Calls.NONE
+    callable_ = bool(context.tools_json) and wanted.calls is not Calls.NONE
     if callable_ and wanted.one_call and format_.tools not in {*_SYNTAXES, "none"}:
         raise InvalidFieldError("parallel_tool_calls", _not_served(format_))
     if wanted.calls in {Calls.REQUIRED, Calls.NAMED} or (
         callable_ and wanted.json_schema is not None
     ):
-        schemas = _wanted_schemas(wanted, frame)
-        strict |= _any_strict(frame, schemas)
+        schemas = _wanted_schemas(wanted, context)
+        strict |= _any_strict(context, schemas)
         forms += _calls(_syntax(format_), schemas, one=wanted.one_call or _is_named(wanted))
     if wanted.json_schema is not None and wanted.calls not in {Calls.REQUIRED, Calls.NAMED}:
         forms.append(_json(wanted.json_schema, format_, beside_calls=callable_))
@@ -186,8 +186,8 @@ def _not_served(format_: AnswerFormat) -> str:
     return f"is not served with tool_parser {format_.tools}; with these it is: {known}"
 
 
-def _wanted_schemas(wanted: Wanted, frame: Frame) -> Mapping[str, Mapping[str, Any]]:
-    schemas = tool_schemas(frame.tools_json)
+def _wanted_schemas(wanted: Wanted, context: RenderContext) -> Mapping[str, Mapping[str, Any]]:
+    schemas = tool_schemas(context.tools_json)
     if wanted.calls is Calls.NAMED:
         schemas = {wanted.tool_name: schemas[wanted.tool_name]}
     for name in schemas:
@@ -198,8 +198,8 @@ def _wanted_schemas(wanted: Wanted, frame: Frame) -> Mapping[str, Mapping[str, A
     return schemas
 
 
-def _any_strict(frame: Frame, schemas: Iterable[str]) -> bool:
-    functions = [tool.get("function", tool) for tool in json.loads(frame.tools_json)]
+def _any_strict(context: RenderContext, schemas: Iterable[str]) -> bool:
+    functions = [tool.get("function", tool) for tool in json.loads(context.tools_json)]
     return any(one.get("strict") is True and one.get("name") in schemas for one in functions)
 
 

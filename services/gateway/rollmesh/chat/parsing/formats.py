@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.chat.messages import Frame
+from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.calls import (
     gemma_calls,
     harmony,
@@ -95,16 +95,16 @@ class AnswerFormat:
         return (*marks, *self.reasoning_tags) if self.reasoning else marks
 
     def parser(
-        self, frame: Frame, *, calls: bool = True, inside_reasoning: bool = False
+        self, context: RenderContext, *, calls: bool = True, inside_reasoning: bool = False
     ) -> ToolParser | None:
         """Returns a parser for one answer; None where there is nothing to look for.
 
         Args:
-            frame: The tools that there are.
+            context: The tools that there are.
             calls: Look for calls; else they are text.
             inside_reasoning: The generation prompt has opened the reasoning.
         """
-        schemas = tool_schemas(frame.tools_json) if frame.tools_json and calls else {}
+        schemas = tool_schemas(context.tools_json) if context.tools_json and calls else {}
         if self.in_channels:
             return self._channel_parser({} if self.channels else schemas, inside_reasoning)
         if not schemas or self.tools in {"none", UNKNOWN}:

@@ -23,7 +23,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rollmesh.chat.canonical import spelling_key
-from rollmesh.chat.messages import Frame, RoleName, Unit
+from rollmesh.chat.messages import RenderContext, RoleName, Unit
 from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
@@ -53,7 +53,7 @@ class Continuation:
         self._tokenizer = tokenizer
         self._probed: dict[bytes, Probed] = {}
         self._heads: dict[bytes, TokenIds] = {}
-        probed = self._of(Frame())
+        probed = self._of(RenderContext())
         self.profile = probed.profile
         """What the probe found without template options."""
         self._headers = {role: self._id_of(text) for role, text in self.profile.headers.items()}
@@ -75,26 +75,26 @@ class Continuation:
         """SHA-256 of the template's source, hexadecimal."""
         return self._template.sha256
 
-    def pieces(self, units: Sequence[Unit], start: int, frame: Frame) -> list[TokenIds]:
+    def pieces(self, units: Sequence[Unit], start: int, context: RenderContext) -> list[TokenIds]:
         """Returns the ids that each of `units[start:]` adds behind those before it; uint32 [N].
 
         Raises:
             TemplateRenderError: The template refuses a unit.
-            TemplateRefusedError: It cannot be continued exactly under the frame's options.
+            TemplateRefusedError: It cannot be continued exactly under the context's options.
         """
-        cutter = self._of(frame).cutter
+        cutter = self._of(context).cutter
         if start == 0:
-            first = spelling_key(units[0]) + frame.key
+            first = spelling_key(units[0]) + context.key
             known = self._heads.get(first)
             if known is not None:
-                return [known, *self._encode(cutter.pieces(units, 1, frame))]
-            texts = self._encode(cutter.pieces(units, 0, frame))
+                return [known, *self._encode(cutter.pieces(units, 1, context))]
+            texts = self._encode(cutter.pieces(units, 0, context))
             texts[0].flags.writeable = False
             if len(self._heads) >= _CACHED:
                 self._heads.clear()  # one step: several threads tokenise
             self._heads[first] = texts[0]
             return texts
-        return self._encode(cutter.pieces(units, start, frame))
+        return self._encode(cutter.pieces(units, start, context))
 
     def behind(self, node: HeldUnit, ids: TokenIds) -> TokenIds:
         """Returns ids that follow a node as they stand behind what the node really holds.
@@ -112,28 +112,28 @@ class Continuation:
         sampled = node.sample is not None and len(node.token_ids) > 0
         return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
 
-    def generation_prompt(self, units: Sequence[Unit], frame: Frame) -> TokenIds:
+    def generation_prompt(self, units: Sequence[Unit], context: RenderContext) -> TokenIds:
         """Returns the ids between the last of `units` and what the model samples; uint32 [N].
 
         Raises:
             TemplateRenderError: The template has no answer behind such a unit.
-            TemplateRefusedError: It cannot be continued exactly under the frame's options.
+            TemplateRefusedError: It cannot be continued exactly under the context's options.
         """
-        cutter = self._of(frame).cutter
-        if len(units) == 1 and cutter.is_joined(units[0], frame):
+        cutter = self._of(context).cutter
+        if len(units) == 1 and cutter.is_joined(units[0], context):
             raise TemplateRenderError("a system message alone: it is printed with the user turn")
         return self._tokenizer.encode(cutter.generation_prompt(place(units, len(units))))
 
-    def opens_reasoning(self, units: Sequence[Unit], frame: Frame, tag: str) -> bool:
+    def opens_reasoning(self, units: Sequence[Unit], context: RenderContext, tag: str) -> bool:
         """Says whether the generation prompt behind `units` has opened the reasoning with `tag`."""
-        printed = self._of(frame).cutter.generation_prompt(place(units, len(units)))
+        printed = self._of(context).cutter.generation_prompt(place(units, len(units)))
         return printed.rstrip().endswith(tag)
 
     def compare(
         self,
         path: Sequence[HeldUnit],
         fresh: Sequence[Unit],
-        frame: Frame,
+        context: RenderContext,
         added: Sequence[TokenIds],
         show: Show,
     ) -> Comparison:
@@ -145,19 +145,19 @@ class Continuation:
         Args:
             path: The nodes of a path.
             fresh: The units that a request adds to it.
-            frame: What is rendered beside them.
+            context: What is rendered beside them.
             added: The ids that those add, and those that open the model's turn; uint32 [N] each.
             show: Gives units as the template is to see them.
         """
-        probed = self._of(frame)
+        probed = self._of(context)
         units = [*(node.unit for node in path), *fresh]
         if not probed.profile.findings & REWRITING:
             try:
-                return Comparison(self._first_otherwise(probed.cutter, path, units, frame, show))
+                return Comparison(self._first_otherwise(probed.cutter, path, units, context, show))
             except TemplateRenderError:  # an answer that is not continued as it usually would be
                 pass
         try:
-            render = self._render(show(units), frame)
+            render = self._render(show(units), context)
             generation_prompt = probed.cutter.generation_prompt(place(units, len(units)))
         except TemplateRenderError:  # each message goes, all of them together do not
             sampled = (at for at, node in enumerate(path) if node.sample is not None)
@@ -165,26 +165,26 @@ class Continuation:
         return compare(render, generation_prompt, path, added, self._tokenizer, probed.cutter.ends)
 
     def reprint(
-        self, path: Sequence[HeldUnit], units: Sequence[Unit], frame: Frame, show: Show
+        self, path: Sequence[HeldUnit], units: Sequence[Unit], context: RenderContext, show: Show
     ) -> tuple[list[TokenIds], TokenIds] | None:
         """Returns what the template prints behind a path that it prints as it is.
 
         Args:
             path: Nodes that hold the beginning of a conversation.
             units: The whole conversation.
-            frame: What is rendered beside it.
+            context: What is rendered beside it.
             show: Gives units as the template is to see them.
 
         Returns:
             The ids of each unit behind the path and of what opens the model's turn, uint32 [N]
             each; None where the template's render does not fall into these pieces.
         """
-        cutter, begun = self._of(frame).cutter, len(path)
+        cutter, begun = self._of(context).cutter, len(path)
         try:
             units = show([*(node.unit for node in path), *units[begun:]])
-            ids = self._tokenizer.encode(self._render(units, frame))
-            known = [self._known(cutter, units, at, frame) for at in range(begun, len(units))]
-            generation_prompt = self.generation_prompt(units, frame)
+            ids = self._tokenizer.encode(self._render(units, context))
+            known = [self._known(cutter, units, at, context) for at in range(begun, len(units))]
+            generation_prompt = self.generation_prompt(units, context)
         except TemplateRenderError:
             return None
         held = np.concatenate([np.empty(0, np.uint32), *(node.token_ids for node in path)])
@@ -198,7 +198,7 @@ class Continuation:
         cutter: Cutter,
         path: Sequence[HeldUnit],
         units: Sequence[Unit],
-        frame: Frame,
+        context: RenderContext,
         show: Show,
     ) -> int | None:
         for at, node in enumerate(path):
@@ -209,7 +209,7 @@ class Continuation:
                     cutter,
                     node,
                     [*show(units[: min(at, 1)]), *units[1:at], *show([units[at]])],
-                    frame,
+                    context,
                 )
             role = units[at + 1][0].role if at + 1 < len(units) else "assistant"
             if not node.as_printed or self._ends_otherwise(node, role):
@@ -217,10 +217,10 @@ class Continuation:
         return None
 
     def _is_as_printed(
-        self, cutter: Cutter, node: HeldUnit, units: Sequence[Unit], frame: Frame
+        self, cutter: Cutter, node: HeldUnit, units: Sequence[Unit], context: RenderContext
     ) -> bool:
         """Says whether an append-only template prints the last of `units` as its node has it."""
-        (text,) = cutter.pieces(units, len(units) - 1, frame)
+        (text,) = cutter.pieces(units, len(units) - 1, context)
         ids = node.token_ids
         if not self._headers:
             ids = np.concatenate([ids, self._closing(node)])
@@ -229,7 +229,7 @@ class Continuation:
         return np.array_equal(self._tokenizer.encode(text), ids)
 
     def _known(
-        self, cutter: Cutter, units: Sequence[Unit], at: int, frame: Frame
+        self, cutter: Cutter, units: Sequence[Unit], at: int, context: RenderContext
     ) -> TokenIds | None:
         """Returns the ids of a unit; None for an answer, whose ids depend on what follows.
 
@@ -237,11 +237,11 @@ class Continuation:
         """
         if units[at][0].role == "assistant" and place(units, at) != "assistant":
             return None
-        return self._encode(cutter.pieces(units[: at + 1], at, frame))[0]
+        return self._encode(cutter.pieces(units[: at + 1], at, context))[0]
 
-    def _render(self, units: Sequence[Unit], frame: Frame) -> str:
+    def _render(self, units: Sequence[Unit], context: RenderContext) -> str:
         messages = [message for unit in units for message in unit]
-        return self._template.render(messages, frame, generation_prompt=True)
+        return self._template.render(messages, context, generation_prompt=True)
 
     def _closing(self, node: HeldUnit) -> TokenIds:
         """Returns what is missing at the end of a node; uint32 [0] or [1].
@@ -270,11 +270,11 @@ class Continuation:
     def _encode(self, texts: list[str]) -> list[TokenIds]:
         return [self._tokenizer.encode(text) for text in texts]
 
-    def _of(self, frame: Frame) -> Probed:
-        found = self._probed.get(frame.options_json)
+    def _of(self, context: RenderContext) -> Probed:
+        found = self._probed.get(context.options_json)
         if found is None:
-            found = probe(self._template, self._tokenizer, frame.options_json)
+            found = probe(self._template, self._tokenizer, context.options_json)
             if len(self._probed) >= _CACHED:
                 self._probed.clear()
-            self._probed[frame.options_json] = found
+            self._probed[context.options_json] = found
         return found

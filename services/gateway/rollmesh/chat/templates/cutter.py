@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rollmesh.chat.canonical import spelling_key
-from rollmesh.chat.messages import Frame, Message, RoleName, Unit
+from rollmesh.chat.messages import Message, RenderContext, RoleName, Unit
 from rollmesh.chat.templates.ends import TemplateRefusedError, find_ends
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.windows import (
@@ -27,7 +27,9 @@ _CACHED = 64
 class Cutter:
     """Cuts renders of one template under one set of options into pieces, as text."""
 
-    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer, options: Frame) -> None:
+    def __init__(
+        self, template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext
+    ) -> None:
         """Finds out how the messages of each role end.
 
         Raises:
@@ -62,20 +64,20 @@ class Cutter:
         for where in WINDOWS:
             self._learn(where)
 
-    def pieces(self, units: Sequence[Unit], start: int, frame: Frame) -> list[str]:
+    def pieces(self, units: Sequence[Unit], start: int, context: RenderContext) -> list[str]:
         """Returns what each of `units[start:]` adds behind those before it.
 
         Raises:
             TemplateRenderError: The template refuses a unit, or cannot be continued there.
         """
-        if frame.tools_json and self.ignores_tools:
+        if context.tools_json and self.ignores_tools:
             raise TemplateRenderError("tools: the model's chat template does not print tools")
         pieces: list[str] = []
         for at in range(start, len(units)):
             before = place(units, at)
             order = before, units[at][0].role
             why = self.refused.get(order)
-            if why is None and frame.tools_json:
+            if why is None and context.tools_json:
                 why = self.refused_with_tools.get(order)
             if why is not None:
                 raise TemplateRenderError(f"{units[at][0].role} after {before}: {why}")
@@ -85,26 +87,26 @@ class Cutter:
                     "content: the model's chat template prints text beside calls behind their "
                     "results; leave it out"
                 )
-            joined = at < 2 and self.is_joined(units[0], frame)
+            joined = at < 2 and self.is_joined(units[0], context)
             if at == 0:
-                pieces.append("" if joined else self._head(units[:1], frame))
+                pieces.append("" if joined else self._head(units[:1], context))
             elif at == 1 and joined:
-                pieces.append(self._head(units[:2], frame))
+                pieces.append(self._head(units[:2], context))
             else:
-                pieces.append(self._delta(units, at, frame))
+                pieces.append(self._delta(units, at, context))
         return pieces
 
-    def is_joined(self, first: Unit, frame: Frame) -> bool:
+    def is_joined(self, first: Unit, context: RenderContext) -> bool:
         """Says whether a first message is a system message that is printed with the user turn.
 
         Some templates print one apart, but for an empty one.
         """
         if first[0].role != "system":
             return False
-        if self.joins_system[bool(frame.tools_json)]:
+        if self.joins_system[bool(context.tools_json)]:
             return True
         try:
-            self._head((first,), frame)
+            self._head((first,), context)
         except TemplateRenderError:
             return True
         return False
@@ -125,15 +127,15 @@ class Cutter:
                 self._generation_prompts[last] = self._behind_mark(last, text)
         return self._generation_prompts[last]
 
-    def find_joined_system(self, frame: Frame) -> bool:
+    def find_joined_system(self, context: RenderContext) -> bool:
         """Says whether a first system message is printed only with the user turn behind it."""
         units: list[Unit] = [(Message("system", "s"),), (Message("user", "u"),)]
         try:
-            both = self._template.render((*units[0], *units[1]), frame)
+            both = self._template.render((*units[0], *units[1]), context)
         except TemplateRenderError:
             return False
         try:
-            apart = self._head(units[:1], frame) + self._delta(units, 1, frame)
+            apart = self._head(units[:1], context) + self._delta(units, 1, context)
         except TemplateRenderError:
             return True
         return not both.startswith(apart)
@@ -190,13 +192,13 @@ class Cutter:
         self._leads[where], self._closings[where] = lead, tail[len(lead) :]
         self._ends[where] = special + self._closings[where]
 
-    def _head(self, units: Sequence[Unit], frame: Frame) -> str:
+    def _head(self, units: Sequence[Unit], context: RenderContext) -> str:
         messages = tuple(message for unit in units for message in unit)
-        text = self._template.render((*messages, *followers(units[-1])), frame)
+        text = self._template.render((*messages, *followers(units[-1])), context)
         return self._without_closing(place(units, len(units)), units[-1], text)
 
-    def _delta(self, units: Sequence[Unit], at: int, frame: Frame) -> str:
-        options = frame if self.repeats_tools else self._options
+    def _delta(self, units: Sequence[Unit], at: int, context: RenderContext) -> str:
+        options = context if self.repeats_tools else self._options
         before, previous, unit = place(units, at), units[at - 1], units[at]
         window = WINDOWS[before] if before != "start" else ()
         if before == "assistant":
@@ -219,7 +221,7 @@ class Cutter:
         return behind[len(lead) :]
 
     def _behind_answer(
-        self, window: tuple[Message, ...], text: str, options: Frame | None = None
+        self, window: tuple[Message, ...], text: str, options: RenderContext | None = None
     ) -> str:
         """Returns what stands behind the token that ends the window's answer."""
         alone, end = self._render_cached(window, options or self._options), self._end_of(window[-1])
@@ -235,7 +237,7 @@ class Cutter:
             raise TemplateRenderError("the end of an answer is not found behind what follows it")
         return behind
 
-    def _render_cached(self, window: tuple[Message, ...], options: Frame) -> str:
+    def _render_cached(self, window: tuple[Message, ...], options: RenderContext) -> str:
         key = options.key + spelling_key(window)
         text = self._renders.get(key)
         if text is None:

@@ -11,7 +11,7 @@ take more care:
 
 from dataclasses import dataclass, field
 
-from rollmesh.chat.messages import Frame, Message, RoleName, ToolCall
+from rollmesh.chat.messages import Message, RenderContext, RoleName, ToolCall
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.windows import (
     ASKED,
@@ -44,7 +44,7 @@ class Ends:
     """What begins a turn behind an answer, where nothing else ends it."""
 
 
-def find_ends(template: ModelTemplate, tokenizer: ModelTokenizer, options: Frame) -> Ends:
+def find_ends(template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext) -> Ends:
     """Finds out how a template ends answers.
 
     Raises:
@@ -55,7 +55,9 @@ def find_ends(template: ModelTemplate, tokenizer: ModelTokenizer, options: Frame
 
 
 class _Finder:
-    def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer, options: Frame) -> None:
+    def __init__(
+        self, template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext
+    ) -> None:
         self._template = template
         self._tokenizer = tokenizer
         self._options = options

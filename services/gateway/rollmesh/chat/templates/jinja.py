@@ -18,7 +18,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollmesh.chat.json_values import escape_surrogates, read_json, replace_surrogates
-from rollmesh.chat.messages import Frame, Message
+from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.tokenizer import ModelFilesError, Tokenizer
 
 _PROBE = "string7zq"
@@ -38,7 +38,11 @@ class ModelTemplate(Protocol):
     """SHA-256 of the source, hexadecimal."""
 
     def render(
-        self, messages: Sequence[Message], frame: Frame, *, generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
     ) -> str:
         """Returns the text of a conversation.
 
@@ -72,18 +76,22 @@ class ChatTemplate:
         self._parts = not self._prints_strings()
 
     def render(
-        self, messages: Sequence[Message], frame: Frame, *, generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
     ) -> str:
         """Returns the text of a conversation.
 
         Raises:
             TemplateRenderError: The template refuses the messages.
         """
-        options = json.loads(frame.options_json) if frame.options_json else {}
+        options = json.loads(context.options_json) if context.options_json else {}
         try:
             text = self._template.render(
                 messages=[as_template_message(one, parts=self._parts) for one in messages],
-                tools=json.loads(frame.tools_json) if frame.tools_json else None,
+                tools=json.loads(context.tools_json) if context.tools_json else None,
                 add_generation_prompt=generation_prompt,
                 **{"documents": None, **self._variables, **options},
             )
@@ -96,7 +104,7 @@ class ChatTemplate:
     def _prints_strings(self) -> bool:
         """Says whether content is printed as a string; templates for images want it in parts."""
         try:
-            return _PROBE in self.render((Message("user", _PROBE),), Frame())
+            return _PROBE in self.render((Message("user", _PROBE),), RenderContext())
         except TemplateRenderError as error:
             return "has no attribute" not in str(error)
 

@@ -29,7 +29,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Referen
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from rollmesh.chat.json_values import replace_surrogates
-from rollmesh.chat.messages import Frame, Message
+from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.tokenizer import ModelFilesError
 from rollmesh.runtime.codec.arrays import TokenIds
@@ -147,17 +147,21 @@ class MistralTemplate:
         self.sha256 = hashlib.sha256(self.source.encode()).hexdigest()
 
     def render(
-        self, messages: Sequence[Message], frame: Frame, *, generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        context: RenderContext,
+        *,
+        generation_prompt: bool = False,
     ) -> str:
         """Returns the text of a conversation.
 
         Raises:
             TemplateRenderError: `mistral_common` refuses the messages.
         """
-        if frame.options_json:
+        if context.options_json:
             raise TemplateRenderError("the model has no chat template that could take options")
         validator = self._before_answer if generation_prompt else self._any_end
-        tools = json.loads(frame.tools_json) if frame.tools_json else None
+        tools = json.loads(context.tools_json) if context.tools_json else None
         recorder = _Recorder(self._instruct.tokenizer)
         instruct = copy.copy(self._instruct)
         instruct.tokenizer = recorder

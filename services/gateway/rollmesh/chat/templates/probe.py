@@ -12,8 +12,8 @@ from enum import Enum, auto
 
 import numpy as np
 
-from rollmesh.chat.canonical import make_frame
-from rollmesh.chat.messages import Frame, Message, RoleName, ToolCall, Unit, units_of
+from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import Message, RenderContext, RoleName, ToolCall, Unit, units_of
 from rollmesh.chat.parsing.reasoning import OPEN
 from rollmesh.chat.templates import probes
 from rollmesh.chat.templates.cutter import Cutter
@@ -66,7 +66,7 @@ def probe(template: ModelTemplate, tokenizer: ModelTokenizer, options_json: byte
     Raises:
         TemplateRefusedError: It cannot be continued exactly; the message says what was seen.
     """
-    options = make_frame(b"", options_json)
+    options = make_context(b"", options_json)
     try:
         cutter = Cutter(template, tokenizer, options)
         return Probed(_Probe(template, tokenizer, cutter, options).profile(), cutter)
@@ -76,14 +76,18 @@ def probe(template: ModelTemplate, tokenizer: ModelTokenizer, options_json: byte
 
 class _Probe:
     def __init__(
-        self, template: ModelTemplate, tokenizer: ModelTokenizer, cutter: Cutter, options: Frame
+        self,
+        template: ModelTemplate,
+        tokenizer: ModelTokenizer,
+        cutter: Cutter,
+        options: RenderContext,
     ) -> None:
         self._template = template
         self._tokenizer = tokenizer
         self._cutter = cutter
         self._bare = options
-        self._tools = make_frame(probes.TOOLS, options.options_json)
-        self._frames: tuple[Frame, ...] = (self._bare, self._tools)
+        self._tools = make_context(probes.TOOLS, options.options_json)
+        self._contexts: tuple[RenderContext, ...] = (self._bare, self._tools)
         self._counts = dict.fromkeys(_Outcome, 0)
 
     def profile(self) -> TemplateProfile:
@@ -131,16 +135,16 @@ class _Probe:
         if self._ignores_tools():
             findings.add(Finding.IGNORES_TOOLS)
             self._cutter.ignores_tools = True
-            self._frames = (self._bare,)
+            self._contexts = (self._bare,)
         elif self._repeats_tools():
             findings.add(Finding.REPEATS_TOOLS)
             self._cutter.repeats_tools = True
         if self._moves_system():
             findings.add(Finding.MOVES_SYSTEM)
             self._cutter.moves_system = True
-        for frame in self._frames:
-            joined = self._cutter.find_joined_system(frame)
-            self._cutter.joins_system[bool(frame.tools_json)] = joined
+        for context in self._contexts:
+            joined = self._cutter.find_joined_system(context)
+            self._cutter.joins_system[bool(context.tools_json)] = joined
             if joined:
                 findings.add(Finding.SYSTEM_IN_USER)
         return findings
@@ -167,10 +171,10 @@ class _Probe:
         exact = True
         for messages in conversations:
             units = units_of(messages)
-            for frame in self._frames:
-                outcome = self._try(units, frame)
+            for context in self._contexts:
+                outcome = self._try(units, context)
                 self._counts[outcome] += 1
-                if outcome is _Outcome.KEPT and not self._is_explained(messages, frame):
+                if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
                     exact = False
         return exact
 
@@ -180,41 +184,41 @@ class _Probe:
         Nobody sampled a greeting: that a session keeps what was sampled does not explain one.
         """
         refused = self._cutter.refused
-        for frame in self._frames:
+        for context in self._contexts:
             before = set(refused)
             for messages in probes.GREETING:
-                self._try_greeting(messages, frame)
-            if frame.tools_json:
+                self._try_greeting(messages, context)
+            if context.tools_json:
                 for order in refused.keys() - before:
                     self._cutter.refused_with_tools[order] = refused.pop(order)
 
-    def _try_greeting(self, messages: tuple[Message, ...], frame: Frame) -> None:
+    def _try_greeting(self, messages: tuple[Message, ...], context: RenderContext) -> None:
         units = units_of(messages)
-        order = self._culprit(units, frame)
-        outcome = self._try(units, frame)
+        order = self._culprit(units, context)
+        outcome = self._try(units, context)
         self._counts[outcome] += 1
-        if outcome is _Outcome.KEPT and not self._is_explained(messages, frame):
+        if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
             self._cutter.refused[order] = "what follows changes how it is printed"
         elif outcome is _Outcome.REFUSED and order not in self._cutter.refused:
             without = tuple(one for one in messages if one.role != "assistant")
-            why = self._refusal(messages, frame)
-            if why and not self._refusal(without, frame):
+            why = self._refusal(messages, context)
+            if why and not self._refusal(without, context):
                 self._cutter.refused[order] = why
 
-    def _refusal(self, messages: tuple[Message, ...], frame: Frame) -> str:
+    def _refusal(self, messages: tuple[Message, ...], context: RenderContext) -> str:
         """Returns why the template itself refuses a conversation; nothing where it takes it."""
         try:
-            self._template.render(messages, frame, generation_prompt=True)
+            self._template.render(messages, context, generation_prompt=True)
         except TemplateRenderError as error:
             return str(error)
         return ""
 
-    def _is_explained(self, messages: tuple[Message, ...], frame: Frame) -> bool:
+    def _is_explained(self, messages: tuple[Message, ...], context: RenderContext) -> bool:
         """Says whether what is printed otherwise stands in a finding: tools or system message."""
         moved = self._cutter.moves_system and messages[0].role == "system"
-        return moved or (self._cutter.repeats_tools and bool(frame.tools_json))
+        return moved or (self._cutter.repeats_tools and bool(context.tools_json))
 
-    def _try(self, units: list[Unit], frame: Frame) -> _Outcome:
+    def _try(self, units: list[Unit], context: RenderContext) -> _Outcome:
         """Compares ever longer beginnings, so that what fails is known by its last role.
 
         Raises:
@@ -226,20 +230,20 @@ class _Probe:
             if (before, role) in self._cutter.refused:
                 return _Outcome.REFUSED
             whole = size == len(units)
-            outcome, why = self._judge(units[:size], frame, whole=whole)
+            outcome, why = self._judge(units[:size], context, whole=whole)
             if why and role == "assistant":
                 # Templates end the last answer otherwise: what stands behind it decides.
                 if whole:
                     self._cutter.refused_prompts["assistant"] = why
             elif why:
-                before, role = self._culprit(units[:size], frame)
+                before, role = self._culprit(units[:size], context)
                 if (before, role) in _ESSENTIAL:
                     raise TemplateRefusedError(f"{role} after {before}: {why}")
                 self._cutter.refused[before, role] = why
                 return outcome
         return outcome
 
-    def _culprit(self, units: list[Unit], frame: Frame) -> tuple[Place, RoleName]:
+    def _culprit(self, units: list[Unit], context: RenderContext) -> tuple[Place, RoleName]:
         """Returns the first pair of roles that cannot be cut and may be missing, else the last.
 
         An agent's greeting comes before all: without it the others have been seen to hold.
@@ -251,33 +255,37 @@ class _Probe:
             return greeting
         for at, pair in enumerate(pairs):
             try:
-                self._cutter.pieces(units[: at + 1], at, frame)
+                self._cutter.pieces(units[: at + 1], at, context)
             except TemplateRenderError:
                 if pair not in _ESSENTIAL:
                     return pair
         return pairs[-1]
 
-    def _judge(self, units: list[Unit], frame: Frame, *, whole: bool) -> tuple[_Outcome, str]:
+    def _judge(
+        self, units: list[Unit], context: RenderContext, *, whole: bool
+    ) -> tuple[_Outcome, str]:
         """Returns what came of a comparison, and why it failed.
 
         No reason is given where the template itself refuses the conversation, as it would at any
         time, or where what may not end here may go on.
         """
         messages = tuple(message for unit in units for message in unit)
-        joined = self._cutter.joins_system[bool(frame.tools_json)]
+        joined = self._cutter.joins_system[bool(context.tools_json)]
         if len(units) == 1 and joined and messages[0].role == "system":
             return _Outcome.REFUSED, ""
         try:
-            full = self._template.render(messages, frame, generation_prompt=True)
+            full = self._template.render(messages, context, generation_prompt=True)
         except TemplateRenderError:
             return _Outcome.REFUSED, ""
         try:
-            return self._compare(units, frame, full)
+            return self._compare(units, context, full)
         except TemplateRenderError as error:
             return _Outcome.REFUSED, str(error) if whole else ""
 
-    def _compare(self, units: list[Unit], frame: Frame, full: str) -> tuple[_Outcome, str]:
-        pieces = self._cutter.pieces(units, 0, frame)
+    def _compare(
+        self, units: list[Unit], context: RenderContext, full: str
+    ) -> tuple[_Outcome, str]:
+        pieces = self._cutter.pieces(units, 0, context)
         pieces.append(self._cutter.generation_prompt(place(units, len(units))))
         ids = np.concatenate([self._tokenizer.encode(piece) for piece in pieces])
         if not np.array_equal(ids, self._tokenizer.encode("".join(pieces))):
@@ -329,8 +337,8 @@ class _Probe:
     def _drops_reasoning_of_calls(self) -> bool:
         called = (probes.USER, probes.THOUGHT_CALLS, probes.RESULT)
         try:
-            last = self._render(called, self._frames[-1])
-            earlier = self._render((*called, probes.PLAIN, probes.USER), self._frames[-1])
+            last = self._render(called, self._contexts[-1])
+            earlier = self._render((*called, probes.PLAIN, probes.USER), self._contexts[-1])
         except TemplateRenderError:
             return False
         return probes.THOUGHT.reasoning in last and probes.THOUGHT.reasoning not in earlier
@@ -351,10 +359,10 @@ class _Probe:
             result = Message("tool", "x", tool_call_id=call.id, name=call.name)
             messages = (probes.USER, Message("assistant", "", (call,)), result)
             try:
-                renders.append(self._render(messages, self._frames[-1]))
+                renders.append(self._render(messages, self._contexts[-1]))
             except TemplateRenderError:
                 return False
         return renders[0] != renders[1]
 
-    def _render(self, messages: tuple[Message, ...], frame: Frame) -> str:
-        return self._template.render(messages, frame)
+    def _render(self, messages: tuple[Message, ...], context: RenderContext) -> str:
+        return self._template.render(messages, context)

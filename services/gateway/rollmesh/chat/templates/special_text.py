@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import Any
 
 from rollmesh.chat.json_values import read_json
-from rollmesh.chat.messages import Frame, Message, ToolCall, Unit
+from rollmesh.chat.messages import Message, RenderContext, ToolCall, Unit
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import InvalidMessagesError
 
-_FRAMES_BYTES = 16 * 1024 * 1024
+_CONTEXTS_BYTES = 16 * 1024 * 1024
 
 
 class SpecialText:
@@ -36,24 +36,28 @@ class SpecialText:
         self._hides = setting == "plain"
         # Text may hold what hidden text is marked with: that is printed as it is all the same.
         self._changed = tokenizer.hide if self._hides else tokenizer.escape
-        self._frames: ByteCache[tuple[bytes, bytes], tuple[Frame, bool]] = ByteCache(_FRAMES_BYTES)
+        self._contexts: ByteCache[tuple[bytes, bytes], tuple[RenderContext, bool]] = ByteCache(
+            _CONTEXTS_BYTES
+        )
 
-    def apply(self, units: list[Unit], start: int, frame: Frame) -> tuple[list[Unit], Frame, bool]:
+    def apply(
+        self, units: list[Unit], start: int, context: RenderContext
+    ) -> tuple[list[Unit], RenderContext, bool]:
         """Returns what is rendered of a request that adds `units[start:]`.
 
         Returns:
-            The units and the frame as the template is to see them, and whether text in them becomes
-            special tokens.
+            The units and the context as the template is to see them, and whether text in them
+            becomes special tokens.
 
         Raises:
             InvalidMessagesError: It spells a special token, and such text is refused.
         """
-        source = frame.tools_json, frame.options_json
-        framed, in_frame = self._frames.get(
-            source, sum(map(len, source)), lambda: self._shown_frame(frame)
+        source = context.tools_json, context.options_json
+        shown_context, in_context = self._contexts.get(
+            source, sum(map(len, source)), lambda: self._shown_context(context)
         )
         spelled = [at for at in range(start, len(units)) if self._is_spelled(units[at])]
-        found = bool(spelled) or (in_frame and start == 0)
+        found = bool(spelled) or (in_context and start == 0)
         if found and self._refuses:
             raise InvalidMessagesError(self._field(units, spelled), _REFUSED)
         # Some templates print the first message again in a later turn.
@@ -61,7 +65,7 @@ class SpecialText:
             tuple(map(self._shown, unit)) if at >= start or at == 0 else unit
             for at, unit in enumerate(units)
         ]
-        return shown, framed, found and not self._hides
+        return shown, shown_context, found and not self._hides
 
     def show(self, units: Sequence[Unit]) -> list[Unit]:
         """Returns units as the template is to see them."""
@@ -95,16 +99,16 @@ class SpecialText:
             ),
         )
 
-    def _shown_frame(self, frame: Frame) -> tuple[Frame, bool]:
-        """Returns a frame as the template is to see it, and whether it spells a special token."""
+    def _shown_context(self, context: RenderContext) -> tuple[RenderContext, bool]:
+        """Returns a context as the template is to see it, and whether it spells a special token."""
         change = self._changed
-        sources = frame.tools_json.decode(), frame.options_json.decode()
+        sources = context.tools_json.decode(), context.options_json.decode()
         texts = [text for source in sources for text in _strings_of(source)]
         spelled = any(map(self._spells, texts))
         if all(change(text) == text for text in texts):
-            return frame, spelled
+            return context, spelled
         tools, options = (_mapped(source, change).encode() for source in sources)
-        return replace(frame, tools_json=tools, options_json=options), spelled
+        return replace(context, tools_json=tools, options_json=options), spelled
 
 
 _REFUSED = (

@@ -132,7 +132,7 @@ class _Ways:
             first = _first_turn(head)
             return (
                 *self._said(head),
-                bool(head.frame.tools_json),
+                bool(head.render_context.tools_json),
                 self._turns[head.node_id] > 1,
                 not quotes and not (first is not None and _is_probe(first)),
             )
@@ -175,15 +175,15 @@ class _Ways:
         """
         one_turn = first is not None and self._turns[first.node_id] == 1
         same_system = _system(head) == _system(main)
-        same_frame = head.frame.key == main.frame.key
+        same_context = head.render_context.key == main.render_context.key
         if one_turn and first is not None and _is_probe(first):
             return Lineage.AUXILIARY
-        toolless = bool(main.frame.tools_json) and not head.frame.tools_json
+        toolless = bool(main.render_context.tools_json) and not head.render_context.tools_json
         if one_turn and toolless and not same_system:
             return Lineage.AUXILIARY
-        if same_frame and same_system and first is not None and _follows(first, self._trunk):
+        if same_context and same_system and first is not None and _follows(first, self._trunk):
             return Lineage.COMPACTION
-        if not same_system or (not same_frame and bool(head.frame.tools_json)):
+        if not same_system or (not same_context and bool(head.render_context.tools_json)):
             return Lineage.SUB_AGENT
         return Lineage.BRANCH if head is main else Lineage.ROOT
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollmesh.chat.canonical import contradicts_reasoning, is_mended_echo, lenient_key, unit_key
-from rollmesh.chat.messages import Frame, Message, Unit
+from rollmesh.chat.messages import Message, RenderContext, Unit
 from rollmesh.chat.templates.path import Seen
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.sampled import Tops
@@ -62,7 +62,7 @@ class Node:
 
     node_id: int
     parent: "Node | None"
-    frame: Frame
+    render_context: RenderContext
     unit: Unit
     token_ids: TokenIds
     """What the node adds, uint32 [N]."""
@@ -146,7 +146,7 @@ class Tree:
         """Number of sampled nodes."""
         return sum(node.sample is not None for node in self.nodes.values())
 
-    def match(self, frame: Frame, units: list[Unit]) -> Match:
+    def match(self, render_context: RenderContext, units: list[Unit]) -> Match:
         """Finds the deepest node whose path equals the beginning of the request.
 
         Where several samples are equal, the ids of calls say which of them the request goes on
@@ -154,7 +154,7 @@ class Tree:
         nothing, as agents make up their own. Of equally deep nodes it takes one without leniency
         before one with, then the newest.
         """
-        node, shared = _unbranched(self.root(frame), units)
+        node, shared = _unbranched(self.root(render_context), units)
         best = Match(node, shared, frozenset())
         frontier = [best]
         for depth, unit in enumerate(units[shared:], shared):
@@ -182,9 +182,9 @@ class Tree:
         """Leaves out ids that turns may have had which did not end before a restart."""
         self._next_id += count
 
-    def root_reasons(self, frame: Frame) -> frozenset[Fidelity]:
-        """Returns why a first message under `frame` begins a new root: TOOLS_CHANGED or nothing."""
-        others = (root for key, root in self._roots.items() if key != frame.key)
+    def root_reasons(self, render_context: RenderContext) -> frozenset[Fidelity]:
+        """Returns why a first message begins a new root: TOOLS_CHANGED or nothing."""
+        others = (root for key, root in self._roots.items() if key != render_context.key)
         changed = any(root.children for root in others)
         return frozenset({Fidelity.TOOLS_CHANGED}) if changed else frozenset()
 
@@ -197,9 +197,15 @@ class Tree:
             # Equal messages may be spelled otherwise (7 and 7.0): each has its own tokens then.
             if node.sample is None and np.array_equal(node.token_ids, token_ids):
                 return node
-        reasons = self.root_reasons(parent.frame) if parent.parent is None else frozenset()
+        reasons = self.root_reasons(parent.render_context) if parent.parent is None else frozenset()
         node = Node(
-            self._next_id, parent, parent.frame, unit, token_ids, len(token_ids), reasons=reasons
+            self._next_id,
+            parent,
+            parent.render_context,
+            unit,
+            token_ids,
+            len(token_ids),
+            reasons=reasons,
         )
         return self.attach(node)
 
@@ -218,7 +224,7 @@ class Tree:
         node = Node(
             self.reserve_id() if node_id is None else node_id,
             parent,
-            parent.frame,
+            parent.render_context,
             (message,),
             np.concatenate([generation_prompt, sample.token_ids]),
             len(generation_prompt),
@@ -279,12 +285,12 @@ class Tree:
             if not node.children:
                 yield node
 
-    def root(self, frame: Frame) -> Node:
-        """Returns the root of a frame; a new one where there was none."""
-        root = self._roots.get(frame.key)
+    def root(self, render_context: RenderContext) -> Node:
+        """Returns the root of a render_context; a new one where there was none."""
+        root = self._roots.get(render_context.key)
         if root is None:
-            root = Node(0, None, frame, (), np.empty(0, np.uint32), 0)
-            self._roots[frame.key] = root
+            root = Node(0, None, render_context, (), np.empty(0, np.uint32), 0)
+            self._roots[render_context.key] = root
         return root
 
     def _count_record(self, leaf: Node, sign: int) -> None:

@@ -7,10 +7,10 @@ from typing import Literal, TypeAlias
 
 from google.protobuf import json_format
 
-from rollmesh.chat.canonical import fingerprint, make_frame
+from rollmesh.chat.canonical import fingerprint, make_context
 from rollmesh.chat.constraints.structural_tag import Calls, Wanted
 from rollmesh.chat.json_values import read_json, replace_surrogates
-from rollmesh.chat.messages import Frame, Message, RoleName
+from rollmesh.chat.messages import Message, RenderContext, RoleName
 from rollmesh.chat.parsing.answer import Delta, ReasoningDelta
 from rollmesh.chat.parsing.formats import tool_schemas
 from rollmesh.gateway.conversation.lineage import lineages
@@ -61,7 +61,7 @@ _MAX_SCHEMA_BYTES = 64 * 1024
 _DEFAULTS_CACHED = 256
 _Digest: TypeAlias = Callable[[types_pb2.SamplingParams, int], str]
 """Gives a choice's fingerprint, by its sampling parameters and its index."""
-_frames: ByteCache[tuple[str, str], Frame] = ByteCache(16 * 1024 * 1024)
+_contexts: ByteCache[tuple[str, str], RenderContext] = ByteCache(16 * 1024 * 1024)
 """By tools and options: agents send the same ones with every request."""
 
 
@@ -105,7 +105,7 @@ def _read_chat(request: gateway_pb2.ChatRequest, session: Session) -> tuple[Turn
         raise InvalidFieldError(
             "stop", f"give at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters"
         )
-    frame = _frame_of(request)
+    render_context = _context_of(request)
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(_defaults(spec.sampling))
     for name in _REPLACED:  # merging would join them
@@ -114,7 +114,7 @@ def _read_chat(request: gateway_pb2.ChatRequest, session: Session) -> tuple[Turn
     sampling.MergeFrom(request.sampling)
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         raise InvalidFieldError("sampling.max_tokens", "is 0; give at least 1")
-    wanted = _read_wanted(request, frame)
+    wanted = _read_wanted(request, render_context)
     returns = _read_returns(request.returns)
     others = [
         request.tool_choice,
@@ -128,12 +128,12 @@ def _read_chat(request: gateway_pb2.ChatRequest, session: Session) -> tuple[Turn
 
     def fingerprint_of(sampling: types_pb2.SamplingParams, index: int) -> str:
         settings = [sampling.SerializeToString(deterministic=True).hex(), stops, index, *others]
-        return fingerprint(frame, digest, settings).hex()
+        return fingerprint(render_context, digest, settings).hex()
 
     policy = request.disconnect_policy
     first = TurnRequest(
         messages=messages,
-        frame=frame,
+        render_context=render_context,
         sampling=sampling,
         stops=stops,
         wanted=wanted,
@@ -170,12 +170,12 @@ def _read_bad_words(request: gateway_pb2.ChatRequest) -> list[str]:
     return words
 
 
-def _frame_of(request: gateway_pb2.ChatRequest) -> Frame:
+def _context_of(request: gateway_pb2.ChatRequest) -> RenderContext:
     source = request.tools_json, request.template_options_json
-    return _frames.get(source, sum(map(len, source)), lambda: _read_frame(*source))
+    return _contexts.get(source, sum(map(len, source)), lambda: _read_context(*source))
 
 
-def _read_frame(tools_json: str, options_json: str) -> Frame:
+def _read_context(tools_json: str, options_json: str) -> RenderContext:
     for field, source in (("tools_json", tools_json), ("template_options_json", options_json)):
         try:
             if source:
@@ -183,14 +183,14 @@ def _read_frame(tools_json: str, options_json: str) -> Frame:
         except ValueError as error:
             raise InvalidFieldError(field, f"is not JSON: {error}") from error
     try:
-        frame = make_frame(tools_json.encode(), options_json.encode())
+        render_context = make_context(tools_json.encode(), options_json.encode())
     except ValueError as error:
         field = "template_options_json" if "options" in str(error) else "tools_json"
         raise InvalidFieldError(field, str(error)) from error
-    for name in tool_schemas(frame.tools_json) if frame.tools_json else ():
+    for name in tool_schemas(render_context.tools_json) if render_context.tools_json else ():
         if name != replace_surrogates(name):
             raise InvalidFieldError("tools_json", f"the name {name!r} is not Unicode")
-    return frame
+    return render_context
 
 
 def _read_lineage(request: gateway_pb2.ChatRequest) -> Lineage | None:
@@ -201,14 +201,14 @@ def _read_lineage(request: gateway_pb2.ChatRequest) -> Lineage | None:
     return Lineage(request.lineage) if request.lineage else None
 
 
-def _read_wanted(request: gateway_pb2.ChatRequest, frame: Frame) -> Wanted:
+def _read_wanted(request: gateway_pb2.ChatRequest, render_context: RenderContext) -> Wanted:
     calls = _CALLS.get(request.tool_choice)
     if calls is None:
         raise InvalidFieldError("tool_choice", f"there is no {request.tool_choice}")
-    if calls in {Calls.REQUIRED, Calls.NAMED} and not frame.tools_json:
+    if calls in {Calls.REQUIRED, Calls.NAMED} and not render_context.tools_json:
         raise InvalidFieldError("tool_choice", "wants a call, but there are no tools; send some")
     named = calls is Calls.NAMED
-    if named and request.tool_name not in tool_schemas(frame.tools_json):
+    if named and request.tool_name not in tool_schemas(render_context.tools_json):
         raise InvalidFieldError("tool_choice", f"names {request.tool_name!r}, which is no tool")
     schema = request.json_format.schema_json.encode() if request.HasField("json_format") else None
     if schema:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rollmesh.chat.constraints.structural_tag import Wanted
-from rollmesh.chat.messages import Frame, Message
+from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.parsing.answer import CallDelta, Delta, ReasoningDelta
 from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
 from rollmesh.gateway.conversation.sampled import Returns, Shown
@@ -29,7 +29,7 @@ class TurnRequest:
     """One chat request, checked and free of protos but for its sampling parameters."""
 
     messages: tuple[Message, ...]
-    frame: Frame
+    render_context: RenderContext
     sampling: types_pb2.SamplingParams
     stops: tuple[str, ...]
     wanted: Wanted

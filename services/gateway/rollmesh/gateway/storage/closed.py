@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollmesh.chat.messages import Frame
+from rollmesh.chat.messages import RenderContext
 from rollmesh.gateway.conversation.tree import Node, Tree
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.journal import StoredSession
@@ -55,7 +55,7 @@ class Letter(NamedTuple):
     spec: str
     request: bytes
     closed_unix_ms: int
-    frames: dict[bytes, Frame]
+    contexts: dict[bytes, RenderContext]
     rows: list[Any]
     """Its nodes; the first `PIECE_NODES` at first."""
 
@@ -135,18 +135,18 @@ def read_letter(db: sqlite3.Connection, session_id: str) -> Letter:
         request, closed = db.execute(
             "SELECT request, closed_unix_ms FROM outbox WHERE session_id = ?", (session_id,)
         ).fetchone()
-        frames = journal.read_frames(db, session_id)
+        contexts = journal.read_contexts(db, session_id)
         rows = journal.read_nodes(db, session_id, limit=PIECE_NODES)
     except Exception as error:
         raise journal.DamagedSessionError(f"{type(error).__name__}: {error}") from error
-    return Letter(session_id, spec, request, closed, frames, rows)
+    return Letter(session_id, spec, request, closed, contexts, rows)
 
 
 def rebuilt(letter: Letter, new_tree: Callable[[], Tree]) -> StoredSession:
     """Returns the session of a letter with all its rows."""
     stored = StoredSession(journal.SessionSpec(**json.loads(letter.spec)), new_tree())
     for row in letter.rows:
-        journal.attach_row(stored, row, letter.frames)
+        journal.attach_row(stored, row, letter.contexts)
     return stored
 
 
@@ -177,14 +177,14 @@ def sweep(db: sqlite3.Connection) -> bool:
 
 
 def _forget(db: sqlite3.Connection, session_id: str) -> None:
-    """Removes what is left of a session without nodes, and its frames where no other has them."""
-    frames = db.execute(
+    """Removes what is left of a session without nodes, and render contexts that only it has."""
+    keys = db.execute(
         "DELETE FROM session_frames WHERE session_id = ? RETURNING frame_key", (session_id,)
     ).fetchall()
     db.executemany(
         "DELETE FROM frames WHERE frame_key = ?1"
         " AND NOT EXISTS (SELECT 1 FROM session_frames WHERE frame_key = ?1)",
-        frames,
+        keys,
     )
     db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
     db.execute("DELETE FROM outbox WHERE session_id = ?", (session_id,))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollmesh.chat.canonical import make_frame
-from rollmesh.chat.messages import Frame, Message, ToolCall
+from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import Message, RenderContext, ToolCall
 from rollmesh.gateway.conversation.reasons import ExportMode, Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.sampled import Tops
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
@@ -159,12 +159,12 @@ def insert_turn(
     db: sqlite3.Connection, session_id: str, nodes: list[Node], answer: AnswerRecord
 ) -> None:
     """Stores the nodes of a turn that may not be stored yet; the last is the sampled one."""
-    frame = nodes[-1].frame
+    context = nodes[-1].render_context
     db.execute(
         "INSERT OR IGNORE INTO frames VALUES (?, ?, ?)",
-        (frame.key, frame.tools_json, frame.options_json),
+        (context.key, context.tools_json, context.options_json),
     )
-    db.execute("INSERT OR IGNORE INTO session_frames VALUES (?, ?)", (session_id, frame.key))
+    db.execute("INSERT OR IGNORE INTO session_frames VALUES (?, ?)", (session_id, context.key))
     for node in nodes:
         text = json.dumps(dataclasses.asdict(answer)) if node is nodes[-1] else None
         row = (session_id, *_node_row(node), text)
@@ -208,9 +208,9 @@ def read_session(
     """
     try:
         stored = StoredSession(read_spec(db, session_id), new_tree())
-        frames = read_frames(db, session_id)
+        contexts = read_contexts(db, session_id)
         for row in read_nodes(db, session_id):
-            attach_row(stored, row, frames)
+            attach_row(stored, row, contexts)
     except Exception as error:
         raise DamagedSessionError(f"{type(error).__name__}: {error}") from error
     return stored
@@ -226,14 +226,14 @@ def read_spec(db: sqlite3.Connection, session_id: str) -> SessionSpec:
     return SessionSpec(**json.loads(row[0]))
 
 
-def read_frames(db: sqlite3.Connection, session_id: str) -> dict[bytes, Frame]:
-    """Returns the frames of a session by their keys."""
+def read_contexts(db: sqlite3.Connection, session_id: str) -> dict[bytes, RenderContext]:
+    """Returns the render contexts of a session by their keys."""
     rows = db.execute(
         "SELECT frame_key, tools_json, options_json FROM session_frames JOIN frames"
         " USING (frame_key) WHERE session_id = ?",
         (session_id,),
     )
-    return {key: make_frame(tools, options) for key, tools, options in rows}
+    return {key: make_context(tools, options) for key, tools, options in rows}
 
 
 def read_nodes(
@@ -275,7 +275,7 @@ def _node_row(node: Node) -> tuple[object, ...]:
     return (
         node.node_id,
         node.parent.node_id,
-        node.frame.key,
+        node.render_context.key,
         json.dumps([dataclasses.asdict(message) for message in node.unit]),
         pack_ids(node.token_ids),
         node.scaffold_tokens,
@@ -286,16 +286,16 @@ def _node_row(node: Node) -> tuple[object, ...]:
     )
 
 
-def attach_row(stored: StoredSession, row: Any, frames: dict[bytes, Frame]) -> None:
+def attach_row(stored: StoredSession, row: Any, contexts: dict[bytes, RenderContext]) -> None:
     """Attaches the node of a row to the tree of its session."""
-    _, node_id, parent_id, frame_key, unit, ids, scaffold_tokens, reasons, *sampled, answer = row
-    frame = frames[frame_key]
+    _, node_id, parent_id, context_key, unit, ids, scaffold_tokens, reasons, *sampled, answer = row
+    context = contexts[context_key]
     token_ids = np.array(unpack_ids(ids, "token_ids"))
     stored.tree.attach(
         Node(
             node_id,
-            stored.tree.nodes[parent_id] if parent_id else stored.tree.root(frame),
-            frame,
+            stored.tree.nodes[parent_id] if parent_id else stored.tree.root(context),
+            context,
             tuple(_message(fields) for fields in json.loads(unit)),
             token_ids,
             scaffold_tokens,

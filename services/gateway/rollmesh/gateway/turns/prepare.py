@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rollmesh.chat.constraints.masks import bad_sequences
 from rollmesh.chat.constraints.structural_tag import constraint_of
-from rollmesh.chat.messages import Frame, Unit, units_of
+from rollmesh.chat.messages import RenderContext, Unit, units_of
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
@@ -96,8 +96,8 @@ class Preparer:
     def begin(self, session: Session, request: TurnRequest) -> asyncio.Future[Prepared]:
         """Begins to make a request into tokens."""
         units = units_of(request.messages)
-        match = session.tree.match(request.frame, units)
-        if _new_chars(match, request.frame, units) <= _SHORT_CHARS:
+        match = session.tree.match(request.render_context, units)
+        if _new_chars(match, request.render_context, units) <= _SHORT_CHARS:
             return self._workers.run(lambda: self._prepare(match, request, units))
         return self._workers.run_long(
             session.spec.session_id, lambda: self._prepare_long(match, request, units)
@@ -114,21 +114,25 @@ class Preparer:
 
     def _prepare(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""
-        frame = request.frame
+        render_context = request.render_context
         try:
             prompt = build_prompt(
                 self._continuation,
                 self._special_text,
                 match,
                 units,
-                frame,
+                render_context,
                 rewrite=self._rewrite_history,
             )
         except (TemplateRenderError, TemplateRefusedError, SpecialTextError) as error:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
         opening = self._format.opening
-        inside = bool(opening) and self._continuation.opens_reasoning(units, frame, opening)
-        constraint = constraint_of(request.wanted, self._format, frame, inside_reasoning=inside)
+        inside = bool(opening) and self._continuation.opens_reasoning(
+            units, render_context, opening
+        )
+        constraint = constraint_of(
+            request.wanted, self._format, render_context, inside_reasoning=inside
+        )
         ids = prompt.ids()
         packed = pack_ids(ids)
         crc32 = zlib.crc32(packed)
@@ -190,7 +194,7 @@ def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> 
     return least
 
 
-def _new_chars(match: Match, frame: Frame, units: list[Unit]) -> int:
+def _new_chars(match: Match, render_context: RenderContext, units: list[Unit]) -> int:
     """Returns the size of the text that the tree does not hold, about."""
     fresh = sum(len(message.content) for unit in units[match.depth :] for message in unit)
-    return fresh if match.depth else fresh + len(frame.tools_json)
+    return fresh if match.depth else fresh + len(render_context.tools_json)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollmesh.chat.messages import Frame, Unit
+from rollmesh.chat.messages import RenderContext, Unit
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.path import Seen
 from rollmesh.chat.templates.special_text import SpecialText
@@ -42,7 +42,7 @@ def build_prompt(
     special_text: SpecialText,
     match: Match,
     units: list[Unit],
-    frame: Frame,
+    render_context: RenderContext,
     *,
     rewrite: bool,
 ) -> Prompt:
@@ -56,29 +56,29 @@ def build_prompt(
         special_text: Says how the template is to see what comes from outside.
         match: Where the request meets the tree.
         units: The whole request.
-        frame: What is rendered beside it.
+        render_context: What is rendered beside it.
         rewrite: Leave the tree for what the template prints.
 
     Raises:
         TemplateRenderError: The template refuses a unit.
-        TemplateRefusedError: It cannot be continued exactly under the frame's options.
+        TemplateRefusedError: It cannot be continued exactly under the render_context's options.
         InvalidMessagesError: It spells a special token, and such text is refused.
     """
     path, new = match.node.path(), units[match.depth :]
-    shown, framed, spelled = special_text.apply(units, match.depth, frame)
+    shown, shown_context, spelled = special_text.apply(units, match.depth, render_context)
     if spelled:
         match = match._replace(reasons=match.reasons | {Fidelity.SPECIAL_TEXT})
-    fresh = continuation.pieces(shown, match.depth, framed)
-    generation_prompt = continuation.generation_prompt(units, frame)
+    fresh = continuation.pieces(shown, match.depth, shown_context)
+    generation_prompt = continuation.generation_prompt(units, render_context)
     if fresh:
         fresh[0] = continuation.behind(match.node, fresh[0])
     else:
         generation_prompt = continuation.behind(match.node, generation_prompt)
     show = special_text.show
-    at, seen = continuation.compare(path, new, framed, [*fresh, generation_prompt], show)
+    at, seen = continuation.compare(path, new, shown_context, [*fresh, generation_prompt], show)
     if at is not None:
         match = match._replace(reasons=match.reasons | {Fidelity.TEMPLATE_REWRITE})
-        printed = continuation.reprint(path[:at], units, framed, show) if rewrite else None
+        printed = continuation.reprint(path[:at], units, shown_context, show) if rewrite else None
         if printed is not None:
             fresh, generation_prompt = printed
             match = Match(_parent(match.node, path, at), at, match.reasons)

@@ -125,7 +125,7 @@ class TurnRunner:
     async def _sample(
         self, session: Session, turn: Turn, request: TurnRequest
     ) -> tuple[Prepared, Message, Sample, frozenset[Fidelity]]:
-        if request.frame.tools_json and request.wanted.calls is not Calls.NONE:
+        if request.render_context.tools_json and request.wanted.calls is not Calls.NONE:
             check_readable(self._format)
         self._limits.check(session)
         prepared: Prepared = await request.shared.get(
@@ -142,7 +142,7 @@ class TurnRunner:
         generation = await self._generate_somewhere(session, turn, request, prepared, sampling)
         turn.emit(generation.answer.end_text())
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
-            whole.take(await self._vllm_parser.read(whole.text, request.frame.tools_json))
+            whole.take(await self._vllm_parser.read(whole.text, request.render_context.tools_json))
         turn.emit(self._reporter.pieces(request, generation, generation.answer.finish(), over=True))
         sample = checked_sample(
             generation,
@@ -249,7 +249,7 @@ class TurnRunner:
             ),
             request.stops,
             parser=self._format.parser(
-                request.frame,
+                request.render_context,
                 calls=request.wanted.calls is not Calls.NONE,
                 inside_reasoning=prepared.inside_reasoning,
             ),
