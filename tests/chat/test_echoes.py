@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.chat.canonical import argument_value, make_context, unit_key
+from rollmesh.chat.canonical import argument_value, exact_key, make_context
 from rollmesh.chat.json_values import MOST_DEPTH, comparable, is_object, read_json, write_json
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish
@@ -25,7 +25,7 @@ def called(arguments: str, call_id: str = "abcdef123") -> Message:
 def met(sampled: list[Message], echo: Message) -> tuple[Match, list[int]]:
     """Where an echo meets a tree with sampled answers; their node ids."""
     tree = Tree(frozenset({7}))
-    parent = tree.add_unit(tree.root(CONTEXT), ASK, np.array([1], np.uint32))
+    parent = tree.add_messages(tree.root(CONTEXT), ASK, np.array([1], np.uint32))
     ids, opening = np.array([3, 7], np.uint32), np.array([2], np.uint32)
     logprobs, spans = np.zeros(2, np.float32), (VersionSpan(0, 0, 2),)
     sample = Sample(ids, logprobs, spans, Finish.STOP, "e", 2, 0, 0)
@@ -71,7 +71,7 @@ def test_what_differs_is_another_message(one: str, other: str) -> None:
 
 def test_a_tool_result_is_not_compared_as_json() -> None:
     results = [(Message("tool", text, tool_call_id="abcdef123"),) for text in ("7.0", "7")]
-    assert unit_key(results[0], call_ids=False) != unit_key(results[1], call_ids=False)
+    assert exact_key(results[0], call_ids=False) != exact_key(results[1], call_ids=False)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_tool_result_is_not_compared_as_json() -> None:
 def test_arguments_that_are_hard_to_read_have_a_value_all_the_same(arguments: str) -> None:
     raw = "\ud800" not in arguments
     assert argument_value(arguments) == (("raw", arguments) if raw else ("json", '{"a":"\ufffd"}'))
-    assert unit_key((called(arguments),), call_ids=True)
+    assert exact_key((called(arguments),), call_ids=True)
     assert is_object(arguments) != raw
 
 

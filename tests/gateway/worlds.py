@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, units_of
+from rollmesh.chat.messages import Message, ToolCall, group_messages
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.gateway.export.trajectories import Trajectory, export_tree
@@ -41,13 +41,13 @@ class World:
         tokens: int = 3,
         said: Lineage | None = None,
     ) -> Node:
-        units = units_of(messages)
-        match = self.tree.match(context, units)  # type: ignore[arg-type]
+        groups = group_messages(messages)
+        match = self.tree.match(context, groups)  # type: ignore[arg-type]
         parent = match.node
         closing = [] if parent.ends_turn else [END]
-        for unit in units[match.depth :]:
+        for group in groups[match.depth :]:
             ids = np.array([*closing, *self.ids(2).tolist(), END], np.uint32)
-            parent, closing = self.tree.add_unit(parent, unit, ids), []
+            parent, closing = self.tree.add_messages(parent, group, ids), []
         opening = np.array([*closing, *self.ids(1).tolist()], np.uint32)
         sampled = self.ids(tokens)
         if finish is Finish.STOP:

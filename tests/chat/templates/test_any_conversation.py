@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall, Unit, units_of
+from rollmesh.chat.messages import Message, MessageGroup, RenderContext, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.profile import REWRITING, Finding
@@ -75,13 +75,13 @@ def loaded(name: str) -> tuple[families.Family, Continuation]:
 
 
 def node_by_node(
-    continuation: Continuation, units: Sequence[Unit], context: RenderContext, cut: int
+    continuation: Continuation, groups: Sequence[MessageGroup], context: RenderContext, cut: int
 ) -> list[np.ndarray]:
-    """What a conversation adds when it comes in two requests, and in as many as it has units."""
-    first = continuation.pieces(units[:cut], 0, context)
-    rest = continuation.pieces(units, cut, context)
+    """What a conversation adds when it comes in two requests, and in as many as it has groups."""
+    first = continuation.pieces(groups[:cut], 0, context)
+    rest = continuation.pieces(groups, cut, context)
     assert [ids.tolist() for ids in (*first, *rest)] == [
-        continuation.pieces(units[: at + 1], at, context)[0].tolist() for at in range(len(units))
+        continuation.pieces(groups[: at + 1], at, context)[0].tolist() for at in range(len(groups))
     ]
     return [*first, *rest]
 
@@ -93,16 +93,16 @@ def test_pieces_are_the_render_or_a_refusal(
     name: str, messages: tuple[Message, ...], context: RenderContext, data: st.DataObject
 ) -> None:
     family, continuation = loaded(name)
-    units = units_of(messages)
+    groups = group_messages(messages)
     try:
         full = family.template.render(messages, context, generation_prompt=True)
-        cut = data.draw(st.integers(1, len(units)))
-        pieces = node_by_node(continuation, units, context, cut)
-        pieces.append(continuation.generation_prompt(units, context))
+        cut = data.draw(st.integers(1, len(groups)))
+        pieces = node_by_node(continuation, groups, context, cut)
+        pieces.append(continuation.generation_prompt(groups, context))
     except TemplateRenderError:
         return
     ids = family.tokenizer.encode(full).tolist()
-    answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
+    answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
     if continuation.profile.findings & REWRITING and answers:
         behind = np.concatenate(pieces[answers[-1] + 1 :]).tolist()
         assert ids[-len(behind) :] == behind
@@ -131,9 +131,9 @@ def test_the_contract_says_which_answers_lose_blanks(name: str, before: str, aft
 def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_printed() -> None:
     family, continuation = loaded("lfm2")
     messages = (Message("system", ""), Message("user", "q"))
-    pieces = node_by_node(continuation, units_of(messages), CONTEXTS[0], 1)
+    pieces = node_by_node(continuation, group_messages(messages), CONTEXTS[0], 1)
     full = family.template.render(messages, CONTEXTS[0], generation_prompt=True)
-    pieces.append(continuation.generation_prompt(units_of(messages), CONTEXTS[0]))
+    pieces.append(continuation.generation_prompt(group_messages(messages), CONTEXTS[0]))
     assert np.concatenate(pieces).tolist() == family.tokenizer.encode(full).tolist()
 
 

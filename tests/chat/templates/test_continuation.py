@@ -6,7 +6,7 @@ import trl
 from hypothesis import example, given, strategies as st
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall, units_of
+from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError, load_template
@@ -50,9 +50,9 @@ def joined(
     continuation: Continuation, messages: tuple[Message, ...], context: RenderContext
 ) -> np.ndarray:
     """The ids of a conversation, piece by piece."""
-    units = units_of(messages)
-    pieces = continuation.pieces(units, 0, context)
-    return np.concatenate([*pieces, continuation.generation_prompt(units, context)])
+    groups = group_messages(messages)
+    pieces = continuation.pieces(groups, 0, context)
+    return np.concatenate([*pieces, continuation.generation_prompt(groups, context)])
 
 
 @given(messages=conversations, tools=st.sampled_from([b"", TOOLS]))

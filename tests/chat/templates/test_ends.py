@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall, units_of
+from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
@@ -49,10 +49,10 @@ def sampled(
     finish: Finish = Finish.STOP,
 ) -> Node:
     """A conversation whose first answer was sampled as `text`."""
-    tree, units = new_tree(continuation), units_of((ASK,))
-    (piece,) = continuation.pieces(units, 0, TOOLS)
-    parent = tree.add_unit(tree.root(TOOLS), units[0], piece)
-    opening, ids = continuation.generation_prompt(units, TOOLS), tokenizer.encode(text)
+    tree, groups = new_tree(continuation), group_messages((ASK,))
+    (piece,) = continuation.pieces(groups, 0, TOOLS)
+    parent = tree.add_messages(tree.root(TOOLS), groups[0], piece)
+    opening, ids = continuation.generation_prompt(groups, TOOLS), tokenizer.encode(text)
     spans = (VersionSpan(0, 0, len(ids)),)
     sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
     return tree.add_sample(parent, answer, opening, sample, frozenset())
@@ -66,9 +66,9 @@ def text_behind(
     context: RenderContext = TOOLS,
 ) -> str:
     """What stands behind the first answer once `then` is asked, special tokens included."""
-    units = units_of((ASK, node.unit[0], then))
-    (piece,) = continuation.pieces(units, 2, context)
-    ids = [continuation.behind(node, piece), continuation.generation_prompt(units, context)]
+    groups = group_messages((ASK, node.messages[0], then))
+    (piece,) = continuation.pieces(groups, 2, context)
+    ids = [continuation.behind(node, piece), continuation.generation_prompt(groups, context)]
     return "".join(
         [(stream := tokenizer.stream()).feed_all(np.concatenate(ids).tolist()), stream.finish()]
     )
@@ -197,9 +197,9 @@ def test_an_agents_own_text_beside_a_call_is_refused_where_it_would_move(
     family = families.load(name)
     continuation = Continuation(family.template, family.tokenizer)
     said = Message("assistant", "Let me see.", (CALL,))
-    units = units_of((ASK, said, GOT))
+    groups = group_messages((ASK, said, GOT))
     if moves:
         with pytest.raises(TemplateRenderError, match=r"content: .* behind their results"):
-            continuation.pieces(units, 0, TOOLS)
+            continuation.pieces(groups, 0, TOOLS)
     else:
-        assert len(continuation.pieces(units, 0, TOOLS)) == len(units)
+        assert len(continuation.pieces(groups, 0, TOOLS)) == len(groups)

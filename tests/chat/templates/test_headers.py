@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, units_of
+from rollmesh.chat.messages import Message, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.gateway.conversation.reasons import Finish
@@ -39,10 +39,10 @@ def sampled(
     glm: families.Family, continuation: Continuation, answer: Message, text: str, finish: Finish
 ) -> Node:
     """A conversation whose first answer was sampled as `text`."""
-    tree, units = Tree(continuation.end_ids), units_of((ASK,))
-    (piece,) = continuation.pieces(units, 0, CONTEXT)
-    parent = tree.add_unit(tree.root(CONTEXT), units[0], piece)
-    opening, ids = continuation.generation_prompt(units, CONTEXT), glm.tokenizer.encode(text)
+    tree, groups = Tree(continuation.end_ids), group_messages((ASK,))
+    (piece,) = continuation.pieces(groups, 0, CONTEXT)
+    parent = tree.add_messages(tree.root(CONTEXT), groups[0], piece)
+    opening, ids = continuation.generation_prompt(groups, CONTEXT), glm.tokenizer.encode(text)
     spans = (VersionSpan(0, 0, len(ids)),)
     sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
     return tree.add_sample(parent, answer, opening, sample, frozenset())
@@ -50,9 +50,9 @@ def sampled(
 
 def following(continuation: Continuation, node: Node, answer: Message, then: Message) -> list[int]:
     """All ids up to where the model answers `then`."""
-    units = units_of((ASK, answer, then))
-    (piece,) = continuation.pieces(units, 2, CONTEXT)
-    opening = continuation.generation_prompt(units, CONTEXT)
+    groups = group_messages((ASK, answer, then))
+    (piece,) = continuation.pieces(groups, 2, CONTEXT)
+    opening = continuation.generation_prompt(groups, CONTEXT)
     ids = [*node.context(), continuation.behind(node, piece), opening]
     return [int(id_) for id_ in np.concatenate(ids)]
 
@@ -120,9 +120,9 @@ def test_two_headers_in_a_row_are_a_reason(
     finish = Finish.STOP if end else Finish.LENGTH
     node = sampled(glm, continuation, SAID, "Hello." + end, finish)
     match = Match(node, 2, frozenset())
-    units = units_of((ASK, SAID, then))
+    groups = group_messages((ASK, SAID, then))
     special_text = SpecialText(glm.tokenizer, "parity")
-    prompt = build_prompt(continuation, special_text, match, units, CONTEXT, rewrite=False)
-    added = [*(ids for _, ids in prompt.new_units), prompt.generation_prompt]
+    prompt = build_prompt(continuation, special_text, match, groups, CONTEXT, rewrite=False)
+    added = [*(ids for _, ids in prompt.new_groups), prompt.generation_prompt]
     at = continuation.compare(node.path(), [(then,)], CONTEXT, added, special_text.show).at
     assert at == (1 if otherwise else None)

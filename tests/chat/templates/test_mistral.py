@@ -16,7 +16,7 @@ from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, units_of
+from rollmesh.chat.messages import Message, ToolCall, group_messages
 from rollmesh.chat.parsing.answer import Answer, ReasoningDelta
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
 from rollmesh.chat.parsing.detection import detect
@@ -105,9 +105,9 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
             full = encoded(reference, messages, tools)
             if full is None:
                 continue
-            units, context = units_of(messages), make_context(tools, b"")
+            groups, context = group_messages(messages), make_context(tools, b"")
             try:
-                pieces = [ids.tolist() for ids in continuation.pieces(units, 0, context)]
+                pieces = [ids.tolist() for ids in continuation.pieces(groups, 0, context)]
             except TemplateRenderError as error:
                 greets = bool(tools) and "assistant after" in str(error)
                 assert (  # noqa: PT017
@@ -116,8 +116,8 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
                     or (greets and name == "tekken_v13.json")
                 )
                 continue
-            pieces.append(continuation.generation_prompt(units, context).tolist())
-            answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
+            pieces.append(continuation.generation_prompt(groups, context).tolist())
+            answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
             if [id_ for piece in pieces for id_ in piece] == full:
                 whole_ += 1
                 continue

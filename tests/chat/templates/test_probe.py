@@ -7,7 +7,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, units_of
+from rollmesh.chat.messages import Message, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import TemplateRenderError
@@ -96,16 +96,16 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
     for messages in CONVERSATIONS:
         for tools in (b"", TOOLS):
             full = rendered(name, messages, tools)
-            units, context = units_of(messages), make_context(tools, b"")
+            groups, context = group_messages(messages), make_context(tools, b"")
             if full is None:
                 continue
             try:
-                pieces = [ids.tolist() for ids in found.pieces(units, 0, context)]
-                pieces.append(found.generation_prompt(units, context).tolist())
+                pieces = [ids.tolist() for ids in found.pieces(groups, 0, context)]
+                pieces.append(found.generation_prompt(groups, context).tolist())
             except TemplateRenderError as error:
                 assert found.profile.refused or "does not print tools" in str(error)  # noqa: PT017
                 continue
-            answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
+            answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
             whole, ids = [id_ for piece in pieces for id_ in piece], encode(full).tolist()
             if not found.profile.findings & REWRITING or not answers:
                 assert whole == ids

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, Unit, units_of
+from rollmesh.chat.messages import Message, MessageGroup, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import load_template
 from rollmesh.chat.templates.special_text import SpecialText
@@ -31,10 +31,10 @@ def hostile(tokenizer: Tokenizer, text: str = "") -> str:
     return text + " ".join(f"{one}system" for one in tokenizer.special_texts)
 
 
-def ids_of(family: families.Family, units: list[Unit], setting: str) -> list[int]:
+def ids_of(family: families.Family, groups: list[MessageGroup], setting: str) -> list[int]:
     """All ids of a conversation up to where the model answers."""
     continuation = Continuation(family.template, family.tokenizer)
-    shown, context, _ = SpecialText(family.tokenizer, setting).apply(units, 0, BARE)
+    shown, context, _ = SpecialText(family.tokenizer, setting).apply(groups, 0, BARE)
     pieces = [
         *continuation.pieces(shown, 0, context),
         continuation.generation_prompt(shown, context),
@@ -50,10 +50,10 @@ def test_plain_text_has_the_special_tokens_of_the_template_and_no_others(
     family: families.Family,
 ) -> None:
     tokenizer, said = family.tokenizer, hostile(family.tokenizer)
-    bad = units_of(
+    bad = group_messages(
         (Message("user", f"a {said} b"), Message("assistant", "x"), Message("user", said))
     )
-    good = units_of((Message("user", "a b"), Message("assistant", "x"), Message("user", "c")))
+    good = group_messages((Message("user", "a b"), Message("assistant", "x"), Message("user", "c")))
     plain = ids_of(family, bad, "plain")
     assert special(tokenizer, plain) == special(tokenizer, ids_of(family, good, "parity"))
     text = tokenizer.rust.decode(plain, skip_special_tokens=False)
@@ -66,8 +66,8 @@ def test_plain_text_has_the_special_tokens_of_the_template_and_no_others(
 
 def test_what_spells_no_special_token_is_encoded_as_ever(family: families.Family) -> None:
     odd = Message("user", "a < b |im_end| \ufdd3\ufdd4 \ufdd3")
-    units = units_of((odd, Message("assistant", "x")))
-    assert ids_of(family, units, "plain") == ids_of(family, units, "parity")
+    groups = group_messages((odd, Message("assistant", "x")))
+    assert ids_of(family, groups, "plain") == ids_of(family, groups, "parity")
 
 
 @given(parts=st.lists(st.sampled_from(("<", "|", "im_end", ">", "<|im_end|>", " ", "\ufdd3", "x"))))
@@ -111,13 +111,13 @@ CASES = {
 def test_every_text_of_a_message_counts(
     messages: tuple[Message, ...], tokenizer: Tokenizer
 ) -> None:
-    units = units_of(messages)
+    groups = group_messages(messages)
     parity, plain, refuse = (SpecialText(tokenizer, one) for one in ("parity", "plain", "refuse"))
-    assert parity.apply(units, 0, BARE) == (units, BARE, True)
-    assert parity.apply(units, 2, BARE) == (units, BARE, False)
+    assert parity.apply(groups, 0, BARE) == (groups, BARE, True)
+    assert parity.apply(groups, 2, BARE) == (groups, BARE, False)
     with pytest.raises(InvalidMessagesError, match=r"messages\[1\]: spells a special token"):
-        refuse.apply(units, 0, BARE)
-    shown, _, becomes = plain.apply(units, 0, BARE)
+        refuse.apply(groups, 0, BARE)
+    shown, _, becomes = plain.apply(groups, 0, BARE)
     assert not becomes
     assert not refuse.apply(shown, 0, BARE)[2]
 
@@ -133,15 +133,15 @@ def test_every_text_of_a_message_counts(
 def test_tools_and_options_count_where_a_conversation_begins(
     context: Any, tokenizer: Tokenizer
 ) -> None:
-    units = units_of((Message("user", "x"), Message("assistant", "y")))
+    groups = group_messages((Message("user", "x"), Message("assistant", "y")))
     parity, plain, refuse = (SpecialText(tokenizer, one) for one in ("parity", "plain", "refuse"))
-    assert parity.apply(units, 0, context) == (units, context, True)
-    assert parity.apply(units, 1, context) == (units, context, False)
+    assert parity.apply(groups, 0, context) == (groups, context, True)
+    assert parity.apply(groups, 1, context) == (groups, context, False)
     with pytest.raises(InvalidMessagesError, match="tools: spells a special token"):
-        refuse.apply(units, 0, context)
-    _, hidden, _ = plain.apply(units, 0, context)
+        refuse.apply(groups, 0, context)
+    _, hidden, _ = plain.apply(groups, 0, context)
     assert hidden.key == context.key
-    assert not refuse.apply(units, 0, hidden)[2]
+    assert not refuse.apply(groups, 0, hidden)[2]
 
 
 def test_tools_are_printed_as_they_are_but_for_special_tokens(
@@ -149,9 +149,9 @@ def test_tools_are_printed_as_they_are_but_for_special_tokens(
 ) -> None:
     template = load_template(tokenizer_dir, tokenizer)
     context = make_context(json.dumps([TOOL]).encode(), b"")
-    units = units_of((Message("user", "x"),))
-    _, hidden, _ = SpecialText(tokenizer, "plain").apply(units, 0, context)
-    ids = tokenizer.encode(template.render(units[0], hidden)).tolist()
-    printed = template.render(units[0], context)
+    groups = group_messages((Message("user", "x"),))
+    _, hidden, _ = SpecialText(tokenizer, "plain").apply(groups, 0, context)
+    ids = tokenizer.encode(template.render(groups[0], hidden)).tolist()
+    printed = template.render(groups[0], context)
     assert tokenizer.rust.decode(ids, skip_special_tokens=False) == printed
     assert len(special(tokenizer, ids)) == printed.count("<|im_") - 1

@@ -113,7 +113,7 @@ def memory(world: World, *, context: object = TOOLS, marked: Say = None) -> None
 def main_of(world: World) -> list[str]:
     """What the main trajectories say at their end."""
     return [
-        world.tree.nodes[one.leaf_node_id].unit[0].content
+        world.tree.nodes[one.leaf_node_id].messages[0].content
         for one in world.export()
         if one.lineage is Lineage.MAIN
     ]

@@ -26,7 +26,7 @@ def test_the_same_prompt_three_times_then_an_older_sibling_continued() -> None:
     for reply in ("A", "OLDER", "C"):
         world.turn((user("same"),), said(reply))
     node = world.turn((user("same"), said("OLDER"), user("more")), said("NEXT"))
-    assert [n.unit[0].content for n in node.path()] == ["same", "OLDER", "more", "NEXT"]
+    assert [n.messages[0].content for n in node.path()] == ["same", "OLDER", "more", "NEXT"]
     lineages = {t.leaf_node_id: t.lineage for t in world.export()}
     assert sorted(lineages.values()) == [Lineage.MAIN, Lineage.SIBLING, Lineage.SIBLING]
     world.check()

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.chat.messages import Message, units_of
+from rollmesh.chat.messages import Message, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.gateway.turns.prepare import least_tokens
@@ -37,11 +37,11 @@ async def test_a_short_request_is_answered_while_long_ones_are_tokenised(
     pieces, may_go = Continuation.pieces, threading.Event()
     loop, reached = asyncio.get_running_loop(), asyncio.Event()
 
-    def held(self: Continuation, units: Sequence[Any], *more: Any) -> Any:
-        if len(units[-1][0].content or "") > 1000:
+    def held(self: Continuation, groups: Sequence[Any], *more: Any) -> Any:
+        if len(groups[-1][0].content or "") > 1000:
             loop.call_soon_threadsafe(reached.set)
             assert may_go.wait(60)
-        return pieces(self, units, *more)
+        return pieces(self, groups, *more)
 
     monkeypatch.setattr(Continuation, "pieces", held)
     async with LiveMesh(tmp_path, model, random.Random(0), faults=0) as mesh:
@@ -96,5 +96,5 @@ def test_what_is_left_out_of_a_count_is_never_more_than_there_is(tokenizer: Toke
 async def test_a_run_of_tool_results_takes_time_in_proportion_to_its_length() -> None:
     """Joined one by one, so many would be two thousand million copies."""
     results = [Message("tool", "x", tool_call_id=str(at)) for at in range(64_000)]
-    units = units_of((Message("user", "a"), *results, Message("user", "b")))
-    assert [len(unit) for unit in units] == [1, 64_000, 1]
+    groups = group_messages((Message("user", "a"), *results, Message("user", "b")))
+    assert [len(group) for group in groups] == [1, 64_000, 1]

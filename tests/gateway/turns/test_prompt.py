@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, ToolCall, units_of
+from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.profile import MOVING, Finding
@@ -139,21 +139,21 @@ class Played:
                 ]
             else:
                 messages.append(Message("user", step.asked))
-            units = units_of(tuple(messages))
-            match = self.tree.match(self.context, units)
+            groups = group_messages(tuple(messages))
+            match = self.tree.match(self.context, groups)
             try:
                 prompt = build_prompt(
                     self.continuation,
                     SpecialText(self.family.tokenizer, "parity"),
                     match,
-                    units,
+                    groups,
                     self.context,
                     rewrite=self._rewrite,
                 )
             except TemplateRenderError:
                 return
-            held = [message for node in prompt.match.node.path() for message in node.unit]
-            fresh = [message for unit in units[prompt.match.depth :] for message in unit]
+            held = [message for node in prompt.match.node.path() for message in node.messages]
+            fresh = [message for group in groups[prompt.match.depth :] for message in group]
             yield prompt, held + fresh
             self._commit(prompt, step)
             calls = step.answer.tool_calls
@@ -162,8 +162,8 @@ class Played:
 
     def _commit(self, prompt: Prompt, step: Step) -> Node:
         parent = prompt.match.node
-        for unit, ids in prompt.new_units:
-            parent = self.tree.add_unit(parent, unit, ids)
+        for group, ids in prompt.new_groups:
+            parent = self.tree.add_messages(parent, group, ids)
         parent.seen = prompt.seen or parent.seen
         ids = self._sampled(prompt, step)
         spans = (VersionSpan(0, 0, len(ids)),)
@@ -193,8 +193,8 @@ class Played:
 
     def _printed(self, prompt: Prompt, answer: Message) -> str:
         """How the template prints the answer behind this prompt; nothing where it cannot."""
-        held = [message for node in prompt.match.node.path() for message in node.unit]
-        held += [message for unit, _ in prompt.new_units for message in unit]
+        held = [message for node in prompt.match.node.path() for message in node.messages]
+        held += [message for group, _ in prompt.new_groups for message in group]
         then = [Message("user", "next7zq")]
         if answer.tool_calls:
             then = [

@@ -10,20 +10,20 @@ import hashlib
 import json
 
 from rollmesh.chat.json_values import comparable, rounded
-from rollmesh.chat.messages import Message, RenderContext, Unit
+from rollmesh.chat.messages import Message, MessageGroup, RenderContext
 
 _DIGEST_BYTES = 16
 
 
-def unit_key(unit: Unit, *, call_ids: bool) -> bytes:
-    """Returns the digest under which equal units are found; `call_ids` says whether ids count."""
-    return _digest([field for message in unit for field in _plain(message, call_ids=call_ids)])
+def exact_key(group: MessageGroup, *, call_ids: bool) -> bytes:
+    """Returns the digest under which equal groups are found; `call_ids` says whether ids count."""
+    return _digest([field for message in group for field in _plain(message, call_ids=call_ids)])
 
 
-def spelling_key(unit: Unit) -> bytes:
-    """Returns the digest of all that a template prints of a unit, arguments as they are spelled."""
+def spelling_key(group: MessageGroup) -> bytes:
+    """Returns the digest of everything that a template prints of a group, arguments as spelled."""
     fields: list[str] = []
-    for one in unit:
+    for one in group:
         fields += (one.role, one.content, one.name, one.tool_call_id, one.reasoning)
         for call in one.tool_calls:
             fields += (call.id, call.name, call.arguments)
@@ -31,9 +31,9 @@ def spelling_key(unit: Unit) -> bytes:
     return _digest(fields)
 
 
-def lenient_key(unit: Unit, *, call_ids: bool) -> bytes:
+def lenient_key(group: MessageGroup, *, call_ids: bool) -> bytes:
     """Returns the digest that also agrees for an echo that was stripped or given a name."""
-    fields = [_plain(message, call_ids=call_ids, lenient=True) for message in unit]
+    fields = [_plain(message, call_ids=call_ids, lenient=True) for message in group]
     return _digest([field for one in fields for field in one])
 
 

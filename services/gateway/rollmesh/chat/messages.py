@@ -31,7 +31,7 @@ class Message:
     name: str = ""
 
 
-Unit: TypeAlias = tuple[Message, ...]
+MessageGroup: TypeAlias = tuple[Message, ...]
 """What one node holds: a message, or a run of tool results.
 
 Templates that answer several calls render the results as one turn, so the tokens of one result
@@ -39,15 +39,15 @@ depend on its neighbours; a run of results is therefore never split.
 """
 
 
-def units_of(messages: tuple[Message, ...]) -> list[Unit]:
-    """Returns the messages cut into units, in order."""
-    units: list[Unit] = []
+def group_messages(messages: tuple[Message, ...]) -> list[MessageGroup]:
+    """Returns the messages cut into groups, in order."""
+    groups: list[MessageGroup] = []
     for is_result, run in groupby(messages, lambda message: message.role == "tool"):
         if is_result:
-            units.append(tuple(run))
+            groups.append(tuple(run))
         else:
-            units += [(message,) for message in run]
-    return units
+            groups += [(message,) for message in run]
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ from typing import TypeAlias
 import numpy as np
 
 from rollmesh.chat.canonical import spelling_key
-from rollmesh.chat.messages import RenderContext, RoleName, Unit
+from rollmesh.chat.messages import MessageGroup, RenderContext, RoleName
 from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
-from rollmesh.chat.templates.path import HeldUnit
+from rollmesh.chat.templates.path import HeldGroup
 from rollmesh.chat.templates.printing import Comparison, compare, divide
 from rollmesh.chat.templates.probe import Probed, probe
 from rollmesh.chat.templates.profile import REWRITING, Finding
@@ -35,8 +35,8 @@ from rollmesh.chat.templates.windows import place
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.codec.arrays import TokenIds
 
-Show: TypeAlias = Callable[[Sequence[Unit]], list[Unit]]
-"""Gives units as a template is to see them."""
+Show: TypeAlias = Callable[[Sequence[MessageGroup]], list[MessageGroup]]
+"""Gives groups as a template is to see them."""
 _CACHED = 64
 
 
@@ -75,28 +75,30 @@ class Continuation:
         """SHA-256 of the template's source, hexadecimal."""
         return self._template.sha256
 
-    def pieces(self, units: Sequence[Unit], start: int, context: RenderContext) -> list[TokenIds]:
-        """Returns the ids that each of `units[start:]` adds behind those before it; uint32 [N].
+    def pieces(
+        self, groups: Sequence[MessageGroup], start: int, context: RenderContext
+    ) -> list[TokenIds]:
+        """Returns the ids that each of `groups[start:]` adds behind those before it; uint32 [N].
 
         Raises:
-            TemplateRenderError: The template refuses a unit.
+            TemplateRenderError: The template refuses a group.
             TemplateRefusedError: It cannot be continued exactly under the context's options.
         """
         cutter = self._of(context).cutter
         if start == 0:
-            first = spelling_key(units[0]) + context.key
+            first = spelling_key(groups[0]) + context.key
             known = self._heads.get(first)
             if known is not None:
-                return [known, *self._encode(cutter.pieces(units, 1, context))]
-            texts = self._encode(cutter.pieces(units, 0, context))
+                return [known, *self._encode(cutter.pieces(groups, 1, context))]
+            texts = self._encode(cutter.pieces(groups, 0, context))
             texts[0].flags.writeable = False
             if len(self._heads) >= _CACHED:
                 self._heads.clear()  # one step: several threads tokenise
             self._heads[first] = texts[0]
             return texts
-        return self._encode(cutter.pieces(units, start, context))
+        return self._encode(cutter.pieces(groups, start, context))
 
-    def behind(self, node: HeldUnit, ids: TokenIds) -> TokenIds:
+    def behind(self, node: HeldGroup, ids: TokenIds) -> TokenIds:
         """Returns ids that follow a node as they stand behind what the node really holds.
 
         An answer that was cut is closed as the template closes it. Where answers end with the
@@ -105,34 +107,36 @@ class Continuation:
 
         Args:
             node: Where a request meets the tree.
-            ids: What the next unit, or the model's turn, adds by the template alone; uint32 [N].
+            ids: What the next group, or the model's turn, adds by the template alone; uint32 [N].
         """
         if not self._headers:
             return np.concatenate([self._closing(node), ids])
         sampled = node.sample is not None and len(node.token_ids) > 0
         return ids[1:] if sampled and len(ids) and node.token_ids[-1] == ids[0] else ids
 
-    def generation_prompt(self, units: Sequence[Unit], context: RenderContext) -> TokenIds:
-        """Returns the ids between the last of `units` and what the model samples; uint32 [N].
+    def generation_prompt(self, groups: Sequence[MessageGroup], context: RenderContext) -> TokenIds:
+        """Returns the ids between the last of `groups` and what the model samples; uint32 [N].
 
         Raises:
-            TemplateRenderError: The template has no answer behind such a unit.
+            TemplateRenderError: The template has no answer behind such a group.
             TemplateRefusedError: It cannot be continued exactly under the context's options.
         """
         cutter = self._of(context).cutter
-        if len(units) == 1 and cutter.is_joined(units[0], context):
+        if len(groups) == 1 and cutter.is_joined(groups[0], context):
             raise TemplateRenderError("a system message alone: it is printed with the user turn")
-        return self._tokenizer.encode(cutter.generation_prompt(place(units, len(units))))
+        return self._tokenizer.encode(cutter.generation_prompt(place(groups, len(groups))))
 
-    def opens_reasoning(self, units: Sequence[Unit], context: RenderContext, tag: str) -> bool:
-        """Says whether the generation prompt behind `units` has opened the reasoning with `tag`."""
-        printed = self._of(context).cutter.generation_prompt(place(units, len(units)))
+    def opens_reasoning(
+        self, groups: Sequence[MessageGroup], context: RenderContext, tag: str
+    ) -> bool:
+        """Says whether the generation prompt after `groups` has opened the reasoning with `tag`."""
+        printed = self._of(context).cutter.generation_prompt(place(groups, len(groups)))
         return printed.rstrip().endswith(tag)
 
     def compare(
         self,
-        path: Sequence[HeldUnit],
-        fresh: Sequence[Unit],
+        path: Sequence[HeldGroup],
+        fresh: Sequence[MessageGroup],
         context: RenderContext,
         added: Sequence[TokenIds],
         show: Show,
@@ -144,47 +148,51 @@ class Continuation:
 
         Args:
             path: The nodes of a path.
-            fresh: The units that a request adds to it.
+            fresh: The groups that a request adds to it.
             context: What is rendered beside them.
             added: The ids that those add, and those that open the model's turn; uint32 [N] each.
-            show: Gives units as the template is to see them.
+            show: Gives groups as the template is to see them.
         """
         probed = self._of(context)
-        units = [*(node.unit for node in path), *fresh]
+        groups = [*(node.messages for node in path), *fresh]
         if not probed.profile.findings & REWRITING:
             try:
-                return Comparison(self._first_otherwise(probed.cutter, path, units, context, show))
+                return Comparison(self._first_otherwise(probed.cutter, path, groups, context, show))
             except TemplateRenderError:  # an answer that is not continued as it usually would be
                 pass
         try:
-            render = self._render(show(units), context)
-            generation_prompt = probed.cutter.generation_prompt(place(units, len(units)))
+            render = self._render(show(groups), context)
+            generation_prompt = probed.cutter.generation_prompt(place(groups, len(groups)))
         except TemplateRenderError:  # each message goes, all of them together do not
             sampled = (at for at, node in enumerate(path) if node.sample is not None)
             return Comparison(next(sampled, len(path)))
         return compare(render, generation_prompt, path, added, self._tokenizer, probed.cutter.ends)
 
     def reprint(
-        self, path: Sequence[HeldUnit], units: Sequence[Unit], context: RenderContext, show: Show
+        self,
+        path: Sequence[HeldGroup],
+        groups: Sequence[MessageGroup],
+        context: RenderContext,
+        show: Show,
     ) -> tuple[list[TokenIds], TokenIds] | None:
         """Returns what the template prints behind a path that it prints as it is.
 
         Args:
             path: Nodes that hold the beginning of a conversation.
-            units: The whole conversation.
+            groups: The whole conversation.
             context: What is rendered beside it.
-            show: Gives units as the template is to see them.
+            show: Gives groups as the template is to see them.
 
         Returns:
-            The ids of each unit behind the path and of what opens the model's turn, uint32 [N]
+            The ids of each group behind the path and of what opens the model's turn, uint32 [N]
             each; None where the template's render does not fall into these pieces.
         """
         cutter, begun = self._of(context).cutter, len(path)
         try:
-            units = show([*(node.unit for node in path), *units[begun:]])
-            ids = self._tokenizer.encode(self._render(units, context))
-            known = [self._known(cutter, units, at, context) for at in range(begun, len(units))]
-            generation_prompt = self.generation_prompt(units, context)
+            groups = show([*(node.messages for node in path), *groups[begun:]])
+            ids = self._tokenizer.encode(self._render(groups, context))
+            known = [self._known(cutter, groups, at, context) for at in range(begun, len(groups))]
+            generation_prompt = self.generation_prompt(groups, context)
         except TemplateRenderError:
             return None
         held = np.concatenate([np.empty(0, np.uint32), *(node.token_ids for node in path)])
@@ -196,8 +204,8 @@ class Continuation:
     def _first_otherwise(
         self,
         cutter: Cutter,
-        path: Sequence[HeldUnit],
-        units: Sequence[Unit],
+        path: Sequence[HeldGroup],
+        groups: Sequence[MessageGroup],
         context: RenderContext,
         show: Show,
     ) -> int | None:
@@ -208,19 +216,23 @@ class Continuation:
                 node.as_printed = self._is_as_printed(
                     cutter,
                     node,
-                    [*show(units[: min(at, 1)]), *units[1:at], *show([units[at]])],
+                    [*show(groups[: min(at, 1)]), *groups[1:at], *show([groups[at]])],
                     context,
                 )
-            role = units[at + 1][0].role if at + 1 < len(units) else "assistant"
+            role = groups[at + 1][0].role if at + 1 < len(groups) else "assistant"
             if not node.as_printed or self._ends_otherwise(node, role):
                 return at
         return None
 
     def _is_as_printed(
-        self, cutter: Cutter, node: HeldUnit, units: Sequence[Unit], context: RenderContext
+        self,
+        cutter: Cutter,
+        node: HeldGroup,
+        groups: Sequence[MessageGroup],
+        context: RenderContext,
     ) -> bool:
-        """Says whether an append-only template prints the last of `units` as its node has it."""
-        (text,) = cutter.pieces(units, len(units) - 1, context)
+        """Says whether an append-only template prints the last of `groups` as its node has it."""
+        (text,) = cutter.pieces(groups, len(groups) - 1, context)
         ids = node.token_ids
         if not self._headers:
             ids = np.concatenate([ids, self._closing(node)])
@@ -229,21 +241,21 @@ class Continuation:
         return np.array_equal(self._tokenizer.encode(text), ids)
 
     def _known(
-        self, cutter: Cutter, units: Sequence[Unit], at: int, context: RenderContext
+        self, cutter: Cutter, groups: Sequence[MessageGroup], at: int, context: RenderContext
     ) -> TokenIds | None:
-        """Returns the ids of a unit; None for an answer, whose ids depend on what follows.
+        """Returns the ids of a group; None for an answer, whose ids depend on what follows.
 
         Of two in a row the second is taken for what it usually is: one has to be known.
         """
-        if units[at][0].role == "assistant" and place(units, at) != "assistant":
+        if groups[at][0].role == "assistant" and place(groups, at) != "assistant":
             return None
-        return self._encode(cutter.pieces(units[: at + 1], at, context))[0]
+        return self._encode(cutter.pieces(groups[: at + 1], at, context))[0]
 
-    def _render(self, units: Sequence[Unit], context: RenderContext) -> str:
-        messages = [message for unit in units for message in unit]
+    def _render(self, groups: Sequence[MessageGroup], context: RenderContext) -> str:
+        messages = [message for group in groups for message in group]
         return self._template.render(messages, context, generation_prompt=True)
 
-    def _closing(self, node: HeldUnit) -> TokenIds:
+    def _closing(self, node: HeldGroup) -> TokenIds:
         """Returns what is missing at the end of a node; uint32 [0] or [1].
 
         Where calls have an end of their own, what follows is printed behind that one only.
@@ -251,12 +263,12 @@ class Continuation:
         if node.sample is None:
             return np.empty(0, np.uint32)
         end, call_end = self.profile.end_text, self.profile.call_end_text
-        if node.unit[0].tool_calls and call_end != end:
+        if node.messages[0].tool_calls and call_end != end:
             ended = len(node.token_ids) > 0 and node.token_ids[-1] == self._id_of(call_end)
             return np.array([] if ended else [self._id_of(call_end)], np.uint32)
         return np.array([] if node.ends_turn else [self._id_of(end)], np.uint32)
 
-    def _ends_otherwise(self, node: HeldUnit, role: RoleName) -> bool:
+    def _ends_otherwise(self, node: HeldGroup, role: RoleName) -> bool:
         """Says whether a model sampled another end than the header of the turn that follows."""
         ended = bool(self._headers) and node.ends_turn and len(node.token_ids) > 0
         return ended and int(node.token_ids[-1]) != self._headers.get(role)

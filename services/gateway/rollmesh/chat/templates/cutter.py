@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rollmesh.chat.canonical import spelling_key
-from rollmesh.chat.messages import Message, RenderContext, RoleName, Unit
+from rollmesh.chat.messages import Message, MessageGroup, RenderContext, RoleName
 from rollmesh.chat.templates.ends import TemplateRefusedError, find_ends
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.windows import (
@@ -64,39 +64,41 @@ class Cutter:
         for where in WINDOWS:
             self._learn(where)
 
-    def pieces(self, units: Sequence[Unit], start: int, context: RenderContext) -> list[str]:
-        """Returns what each of `units[start:]` adds behind those before it.
+    def pieces(
+        self, groups: Sequence[MessageGroup], start: int, context: RenderContext
+    ) -> list[str]:
+        """Returns what each of `groups[start:]` adds behind those before it.
 
         Raises:
-            TemplateRenderError: The template refuses a unit, or cannot be continued there.
+            TemplateRenderError: The template refuses a group, or cannot be continued there.
         """
         if context.tools_json and self.ignores_tools:
             raise TemplateRenderError("tools: the model's chat template does not print tools")
         pieces: list[str] = []
-        for at in range(start, len(units)):
-            before = place(units, at)
-            order = before, units[at][0].role
+        for at in range(start, len(groups)):
+            before = place(groups, at)
+            order = before, groups[at][0].role
             why = self.refused.get(order)
             if why is None and context.tools_json:
                 why = self.refused_with_tools.get(order)
             if why is not None:
-                raise TemplateRenderError(f"{units[at][0].role} after {before}: {why}")
-            message = units[at][0]
+                raise TemplateRenderError(f"{groups[at][0].role} after {before}: {why}")
+            message = groups[at][0]
             if self.says_behind_results and message.tool_calls and message.content:
                 raise TemplateRenderError(
                     "content: the model's chat template prints text beside calls behind their "
                     "results; leave it out"
                 )
-            joined = at < 2 and self.is_joined(units[0], context)
+            joined = at < 2 and self.is_joined(groups[0], context)
             if at == 0:
-                pieces.append("" if joined else self._head(units[:1], context))
+                pieces.append("" if joined else self._head(groups[:1], context))
             elif at == 1 and joined:
-                pieces.append(self._head(units[:2], context))
+                pieces.append(self._head(groups[:2], context))
             else:
-                pieces.append(self._delta(units, at, context))
+                pieces.append(self._delta(groups, at, context))
         return pieces
 
-    def is_joined(self, first: Unit, context: RenderContext) -> bool:
+    def is_joined(self, first: MessageGroup, context: RenderContext) -> bool:
         """Says whether a first message is a system message that is printed with the user turn.
 
         Some templates print one apart, but for an empty one.
@@ -112,10 +114,10 @@ class Cutter:
         return False
 
     def generation_prompt(self, last: Place) -> str:
-        """Returns what stands between a unit and what the model samples.
+        """Returns what stands between a group and what the model samples.
 
         Raises:
-            TemplateRenderError: The template has no answer behind such a unit.
+            TemplateRenderError: The template has no answer behind such a group.
         """
         if last in self.refused_prompts:
             raise TemplateRenderError(f"an answer after {last}: {self.refused_prompts[last]}")
@@ -129,13 +131,13 @@ class Cutter:
 
     def find_joined_system(self, context: RenderContext) -> bool:
         """Says whether a first system message is printed only with the user turn behind it."""
-        units: list[Unit] = [(Message("system", "s"),), (Message("user", "u"),)]
+        groups: list[MessageGroup] = [(Message("system", "s"),), (Message("user", "u"),)]
         try:
-            both = self._template.render((*units[0], *units[1]), context)
+            both = self._template.render((*groups[0], *groups[1]), context)
         except TemplateRenderError:
             return False
         try:
-            apart = self._head(units[:1], context) + self._delta(units, 1, context)
+            apart = self._head(groups[:1], context) + self._delta(groups, 1, context)
         except TemplateRenderError:
             return True
         return not both.startswith(apart)
@@ -192,26 +194,31 @@ class Cutter:
         self._leads[where], self._closings[where] = lead, tail[len(lead) :]
         self._ends[where] = special + self._closings[where]
 
-    def _head(self, units: Sequence[Unit], context: RenderContext) -> str:
-        messages = tuple(message for unit in units for message in unit)
-        text = self._template.render((*messages, *followers(units[-1])), context)
-        return self._without_closing(place(units, len(units)), units[-1], text)
+    def _head(self, groups: Sequence[MessageGroup], context: RenderContext) -> str:
+        messages = tuple(message for group in groups for message in group)
+        text = self._template.render((*messages, *followers(groups[-1])), context)
+        return self._without_closing(place(groups, len(groups)), groups[-1], text)
 
-    def _delta(self, units: Sequence[Unit], at: int, context: RenderContext) -> str:
+    def _delta(self, groups: Sequence[MessageGroup], at: int, context: RenderContext) -> str:
         options = context if self.repeats_tools else self._options
-        before, previous, unit = place(units, at), units[at - 1], units[at]
+        before, previous, group = place(groups, at), groups[at - 1], groups[at]
         window = WINDOWS[before] if before != "start" else ()
         if before == "assistant":
             calls = readable(previous[0].tool_calls)
             window = (ASKED, Message("assistant", self._beside_calls if calls else MARK, calls))
-        if self.moves_system and at > 1 and unit[0].role == "user" and units[0][0].role == "system":
-            window = (*units[0], *window)
-        text = self._template.render((*window, *unit, *followers(unit)), options)
+        if (
+            self.moves_system
+            and at > 1
+            and group[0].role == "user"
+            and groups[0][0].role == "system"
+        ):
+            window = (*groups[0], *window)
+        text = self._template.render((*window, *group, *followers(group)), options)
         if before == "assistant":
             behind = self._behind_answer(window, text, options)
         else:
             behind = self._behind_mark(before, text)
-        return self._without_closing(place(units, at + 1), unit, behind)
+        return self._without_closing(place(groups, at + 1), group, behind)
 
     def _behind_mark(self, before: Place, text: str) -> str:
         lead = self._leads.get(before)
@@ -247,12 +254,12 @@ class Cutter:
             self._renders[key] = text
         return text
 
-    def _without_closing(self, where: Place, unit: Unit, text: str) -> str:
+    def _without_closing(self, where: Place, group: MessageGroup, text: str) -> str:
         closing = self._closings.get(where)
         if closing is None:
             raise TemplateRenderError(f"the template does not print {where} messages")
         if where == "assistant":
-            end, follower = self._end_of(unit[0]), text.rfind(FOLLOWED)
+            end, follower = self._end_of(group[0]), text.rfind(FOLLOWED)
             at = max(text.rfind(one, 0, follower) for one in self.ends.headers.values() or (end,))
             if at < 0:
                 raise TemplateRenderError("an answer in the history does not end")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollmesh.chat.messages import Unit
+from rollmesh.chat.messages import MessageGroup
 from rollmesh.runtime.codec.arrays import TokenIds
 
 
@@ -17,20 +17,20 @@ class Seen:
     """Its BLAKE2b digest."""
 
 
-class HeldUnit(Protocol):
-    """One unit of a conversation, with the ids that stand for it."""
+class HeldGroup(Protocol):
+    """One group of a conversation, with the ids that stand for it."""
 
     as_printed: bool | None
     """Whether the template prints a sampled answer as it was sampled; None while nobody looked."""
     seen: Seen | None
-    """What the context up to this unit was seen to be."""
+    """What the context up to this group was seen to be."""
 
     @property
     def end(self) -> int:
-        """Length of the context up to and including this unit, in tokens."""
+        """Length of the context up to and including this group, in tokens."""
 
     @property
-    def unit(self) -> Unit:
+    def messages(self) -> MessageGroup:
         """Its messages."""
 
     @property
@@ -39,7 +39,7 @@ class HeldUnit(Protocol):
 
     @property
     def sample(self) -> object | None:
-        """What was sampled; None for a unit that the template printed."""
+        """What was sampled; None for a group that the template printed."""
 
     @property
     def ends_turn(self) -> bool:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollmesh.chat.templates.ends import Ends
-from rollmesh.chat.templates.path import HeldUnit, Seen
+from rollmesh.chat.templates.path import HeldGroup, Seen
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.codec.arrays import TokenIds
 
@@ -38,7 +38,7 @@ class Comparison(NamedTuple):
 def compare(
     render: str,
     generation_prompt: str,
-    path: Sequence[HeldUnit],
+    path: Sequence[HeldGroup],
     added: Sequence[TokenIds],
     tokenizer: ModelTokenizer,
     ends: Ends,
@@ -74,15 +74,15 @@ def compare(
 def divide(
     ids: TokenIds, known: Sequence[TokenIds | None], generation_prompt: TokenIds
 ) -> list[TokenIds] | None:
-    """Divides the ids of a render among the units that it prints.
+    """Divides the ids of a render among the groups that it prints.
 
     Args:
-        ids: The ids of all units, and of what opens the model's turn; uint32 [N].
-        known: The ids of each unit; None for an answer, which takes what is left between others.
+        ids: The ids of all groups, and of what opens the model's turn; uint32 [N].
+        known: The ids of each group; None for an answer, which takes what is left between others.
         generation_prompt: What opens the model's turn; uint32 [N].
 
     Returns:
-        The ids of each unit, which joined with `generation_prompt` are `ids`; None where they are
+        The ids of each group, which joined with `generation_prompt` are `ids`; None where they are
         not found.
     """
     if not _ends_with(ids, generation_prompt):
@@ -106,7 +106,7 @@ def divide(
     return pieces[::-1]
 
 
-def _known(render: str, path: Sequence[HeldUnit]) -> tuple[int, int, "hashlib.blake2b"]:
+def _known(render: str, path: Sequence[HeldGroup]) -> tuple[int, int, "hashlib.blake2b"]:
     """Returns how many nodes, and characters of them, were compared before, and their digest."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     begun = chars = 0
@@ -141,7 +141,7 @@ def _first_difference(ids: TokenIds, held: TokenIds) -> int | None:
     return None if len(ids) == len(held) else size
 
 
-def _node_at(path: Sequence[HeldUnit], begun: int, offset: int) -> int:
+def _node_at(path: Sequence[HeldGroup], begun: int, offset: int) -> int:
     """Returns the index of the node that holds an id, counted from the first of `path[begun:]`."""
     offset += path[begun - 1].end if begun else 0
     return next((at for at in range(begun, len(path)) if path[at].end > offset), len(path))

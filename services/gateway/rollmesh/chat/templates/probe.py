@@ -13,7 +13,14 @@ from enum import Enum, auto
 import numpy as np
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, RenderContext, RoleName, ToolCall, Unit, units_of
+from rollmesh.chat.messages import (
+    Message,
+    MessageGroup,
+    RenderContext,
+    RoleName,
+    ToolCall,
+    group_messages,
+)
 from rollmesh.chat.parsing.reasoning import OPEN
 from rollmesh.chat.templates import probes
 from rollmesh.chat.templates.cutter import Cutter
@@ -170,9 +177,9 @@ class _Probe:
         """
         exact = True
         for messages in conversations:
-            units = units_of(messages)
+            groups = group_messages(messages)
             for context in self._contexts:
-                outcome = self._try(units, context)
+                outcome = self._try(groups, context)
                 self._counts[outcome] += 1
                 if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
                     exact = False
@@ -193,9 +200,9 @@ class _Probe:
                     self._cutter.refused_with_tools[order] = refused.pop(order)
 
     def _try_greeting(self, messages: tuple[Message, ...], context: RenderContext) -> None:
-        units = units_of(messages)
-        order = self._culprit(units, context)
-        outcome = self._try(units, context)
+        groups = group_messages(messages)
+        order = self._culprit(groups, context)
+        outcome = self._try(groups, context)
         self._counts[outcome] += 1
         if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
             self._cutter.refused[order] = "what follows changes how it is printed"
@@ -218,81 +225,83 @@ class _Probe:
         moved = self._cutter.moves_system and messages[0].role == "system"
         return moved or (self._cutter.repeats_tools and bool(context.tools_json))
 
-    def _try(self, units: list[Unit], context: RenderContext) -> _Outcome:
+    def _try(self, groups: list[MessageGroup], context: RenderContext) -> _Outcome:
         """Compares ever longer beginnings, so that what fails is known by its last role.
 
         Raises:
             TemplateRefusedError: What fails is what agents cannot do without.
         """
         outcome = _Outcome.REFUSED
-        for size in range(1, len(units) + 1):
-            before, role = place(units, size - 1), units[size - 1][0].role
+        for size in range(1, len(groups) + 1):
+            before, role = place(groups, size - 1), groups[size - 1][0].role
             if (before, role) in self._cutter.refused:
                 return _Outcome.REFUSED
-            whole = size == len(units)
-            outcome, why = self._judge(units[:size], context, whole=whole)
+            whole = size == len(groups)
+            outcome, why = self._judge(groups[:size], context, whole=whole)
             if why and role == "assistant":
                 # Templates end the last answer otherwise: what stands behind it decides.
                 if whole:
                     self._cutter.refused_prompts["assistant"] = why
             elif why:
-                before, role = self._culprit(units[:size], context)
+                before, role = self._culprit(groups[:size], context)
                 if (before, role) in _ESSENTIAL:
                     raise TemplateRefusedError(f"{role} after {before}: {why}")
                 self._cutter.refused[before, role] = why
                 return outcome
         return outcome
 
-    def _culprit(self, units: list[Unit], context: RenderContext) -> tuple[Place, RoleName]:
+    def _culprit(
+        self, groups: list[MessageGroup], context: RenderContext
+    ) -> tuple[Place, RoleName]:
         """Returns the first pair of roles that cannot be cut and may be missing, else the last.
 
         An agent's greeting comes before all: without it the others have been seen to hold.
         """
         pairs: list[tuple[Place, RoleName]] = [
-            (place(units, at), units[at][0].role) for at in range(len(units))
+            (place(groups, at), groups[at][0].role) for at in range(len(groups))
         ]
         if greeting := next((pair for pair in pairs if pair in _GREETS), None):
             return greeting
         for at, pair in enumerate(pairs):
             try:
-                self._cutter.pieces(units[: at + 1], at, context)
+                self._cutter.pieces(groups[: at + 1], at, context)
             except TemplateRenderError:
                 if pair not in _ESSENTIAL:
                     return pair
         return pairs[-1]
 
     def _judge(
-        self, units: list[Unit], context: RenderContext, *, whole: bool
+        self, groups: list[MessageGroup], context: RenderContext, *, whole: bool
     ) -> tuple[_Outcome, str]:
         """Returns what came of a comparison, and why it failed.
 
         No reason is given where the template itself refuses the conversation, as it would at any
         time, or where what may not end here may go on.
         """
-        messages = tuple(message for unit in units for message in unit)
+        messages = tuple(message for group in groups for message in group)
         joined = self._cutter.joins_system[bool(context.tools_json)]
-        if len(units) == 1 and joined and messages[0].role == "system":
+        if len(groups) == 1 and joined and messages[0].role == "system":
             return _Outcome.REFUSED, ""
         try:
             full = self._template.render(messages, context, generation_prompt=True)
         except TemplateRenderError:
             return _Outcome.REFUSED, ""
         try:
-            return self._compare(units, context, full)
+            return self._compare(groups, context, full)
         except TemplateRenderError as error:
             return _Outcome.REFUSED, str(error) if whole else ""
 
     def _compare(
-        self, units: list[Unit], context: RenderContext, full: str
+        self, groups: list[MessageGroup], context: RenderContext, full: str
     ) -> tuple[_Outcome, str]:
-        pieces = self._cutter.pieces(units, 0, context)
-        pieces.append(self._cutter.generation_prompt(place(units, len(units))))
+        pieces = self._cutter.pieces(groups, 0, context)
+        pieces.append(self._cutter.generation_prompt(place(groups, len(groups))))
         ids = np.concatenate([self._tokenizer.encode(piece) for piece in pieces])
         if not np.array_equal(ids, self._tokenizer.encode("".join(pieces))):
             return _Outcome.REFUSED, "text at the seams tokenises apart"
         if "".join(pieces) == full:
             return _Outcome.EXACT, ""
-        answers = [at for at, unit in enumerate(units) if unit[0].role == "assistant"]
+        answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
         tail = "".join(pieces[answers[-1] + 1 :]) if answers else ""
         ends = (self._cutter.ends.text, self._cutter.ends.call)
         if tail and full.endswith(tuple(end + tail for end in ends)):

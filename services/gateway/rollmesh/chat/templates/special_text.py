@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollmesh.chat.json_values import read_json
-from rollmesh.chat.messages import Message, RenderContext, ToolCall, Unit
+from rollmesh.chat.messages import Message, MessageGroup, RenderContext, ToolCall
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import InvalidMessagesError
@@ -41,12 +41,12 @@ class SpecialText:
         )
 
     def apply(
-        self, units: list[Unit], start: int, context: RenderContext
-    ) -> tuple[list[Unit], RenderContext, bool]:
-        """Returns what is rendered of a request that adds `units[start:]`.
+        self, groups: list[MessageGroup], start: int, context: RenderContext
+    ) -> tuple[list[MessageGroup], RenderContext, bool]:
+        """Returns what is rendered of a request that adds `groups[start:]`.
 
         Returns:
-            The units and the context as the template is to see them, and whether text in them
+            The groups and the context as the template is to see them, and whether text in them
             becomes special tokens.
 
         Raises:
@@ -56,31 +56,31 @@ class SpecialText:
         shown_context, in_context = self._contexts.get(
             source, sum(map(len, source)), lambda: self._shown_context(context)
         )
-        spelled = [at for at in range(start, len(units)) if self._is_spelled(units[at])]
+        spelled = [at for at in range(start, len(groups)) if self._is_spelled(groups[at])]
         found = bool(spelled) or (in_context and start == 0)
         if found and self._refuses:
-            raise InvalidMessagesError(self._field(units, spelled), _REFUSED)
+            raise InvalidMessagesError(self._field(groups, spelled), _REFUSED)
         # Some templates print the first message again in a later turn.
         shown = [
-            tuple(map(self._shown, unit)) if at >= start or at == 0 else unit
-            for at, unit in enumerate(units)
+            tuple(map(self._shown, group)) if at >= start or at == 0 else group
+            for at, group in enumerate(groups)
         ]
         return shown, shown_context, found and not self._hides
 
-    def show(self, units: Sequence[Unit]) -> list[Unit]:
-        """Returns units as the template is to see them."""
-        return [tuple(map(self._shown, unit)) for unit in units]
+    def show(self, groups: Sequence[MessageGroup]) -> list[MessageGroup]:
+        """Returns groups as the template is to see them."""
+        return [tuple(map(self._shown, group)) for group in groups]
 
-    def _field(self, units: Sequence[Unit], spelled: list[int]) -> str:
+    def _field(self, groups: Sequence[MessageGroup], spelled: list[int]) -> str:
         """Returns the name of the first message that spells a special token; else of the tools."""
         if not spelled:
             return "tools"
-        before = sum(len(unit) for unit in units[: spelled[0]])
-        within = next(at for at, one in enumerate(units[spelled[0]]) if self._is_spelled((one,)))
+        before = sum(len(group) for group in groups[: spelled[0]])
+        within = next(at for at, one in enumerate(groups[spelled[0]]) if self._is_spelled((one,)))
         return f"messages[{before + within}]"
 
-    def _is_spelled(self, unit: Unit) -> bool:
-        return any(self._spells(text) for one in unit for text in _texts(one))
+    def _is_spelled(self, group: MessageGroup) -> bool:
+        return any(self._spells(text) for one in group for text in _texts(one))
 
     def _shown(self, message: Message) -> Message:
         """Returns a message as the template is to see it; the same one where nothing is changed."""

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from rollmesh.chat.json_values import is_deeper, is_object
-from rollmesh.chat.messages import Message, ToolCall, Unit
+from rollmesh.chat.messages import Message, MessageGroup, ToolCall
 
 Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
-"""What a unit stands behind: templates treat a system message that begins otherwise."""
+"""What a group stands behind: templates treat a system message that begins otherwise."""
 MARK, FOLLOWED = "mark7zq", "next7zq"
 _MOST_RENDERED_DEPTH = 24  # templates that print values by macros need some frames for each level
 # Nine letters and digits: the strictest template wants ids of that form.
@@ -31,11 +31,11 @@ FOLLOWERS: dict[Place, Message] = {
 }
 
 
-def place(units: Sequence[Unit], at: int) -> Place:
-    """Returns what the unit at an index stands behind."""
+def place(groups: Sequence[MessageGroup], at: int) -> Place:
+    """Returns what the group at an index stands behind."""
     if at == 0:
         return "start"
-    role = units[at - 1][0].role
+    role = groups[at - 1][0].role
     return "first system" if at == 1 and role == "system" else role
 
 
@@ -44,9 +44,9 @@ def result(content: str, call: ToolCall = CALL) -> Message:
     return Message("tool", content, tool_call_id=call.id, name=call.name)
 
 
-def followers(unit: Unit) -> tuple[Message, ...]:
+def followers(group: MessageGroup) -> tuple[Message, ...]:
     """Returns what an answer is rendered before: templates print the last one otherwise."""
-    message = unit[0]
+    message = group[0]
     if message.role != "assistant":
         return ()
     if not message.tool_calls:

@@ -35,7 +35,7 @@ What is not sure is never AUXILIARY: that is not trained.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rollmesh.chat.messages import Unit
+from rollmesh.chat.messages import MessageGroup
 from rollmesh.gateway.conversation.reasons import Finish, Lineage
 from rollmesh.gateway.conversation.tree import Node, Tree
 
@@ -147,7 +147,7 @@ class _Ways:
         if chosen is None:
 
             def rank(child: Node) -> tuple[bool, ...]:
-                answers = child.unit[0].role == "tool"
+                answers = child.messages[0].role == "tool"
                 return (*self._said(child), answers, self._turns[child.node_id] > 1)
 
             chosen = self._chosen[id(node)] = max(node.children, key=rank)
@@ -208,17 +208,17 @@ def _first_turn(node: Node) -> Node | None:
 def _first_asked(head: Node) -> str:
     """Returns what the user first says in a conversation."""
     node: Node | None = head
-    while node is not None and node.unit[0].role == "system":
+    while node is not None and node.messages[0].role == "system":
         node = node.children[0] if node.children else None
-    return node.unit[0].content[:_QUOTED_CHARS] if node is not None else ""
+    return node.messages[0].content[:_QUOTED_CHARS] if node is not None else ""
 
 
 def _quotes(text: str, other: str) -> bool:
     return len(other) >= _LEAST_QUOTED_CHARS and len(text) > len(other) and other in text
 
 
-def _system(head: Node) -> Unit:
-    return head.unit if head.unit[0].role == "system" else ()
+def _system(head: Node) -> MessageGroup:
+    return head.messages if head.messages[0].role == "system" else ()
 
 
 def _follows(first: Node, trunk: Sequence[Node]) -> bool:

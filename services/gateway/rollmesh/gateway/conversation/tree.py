@@ -1,6 +1,7 @@
 """The conversation tree of one session: plain state, no I/O.
 
-A node is one unit (a message, or a run of tool results) and holds the ids it adds. Invariants:
+A node is one message group (a message, or a run of tool results) and holds the ids it
+adds. Invariants:
 
 * The ids of the nodes from a root to a node, joined, are exactly the context behind that node.
 * The ids of a sampled node are what the engine was given after its parent (`scaffold_tokens`
@@ -15,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollmesh.chat.canonical import contradicts_reasoning, is_mended_echo, lenient_key, unit_key
-from rollmesh.chat.messages import Message, RenderContext, Unit
+from rollmesh.chat.canonical import contradicts_reasoning, exact_key, is_mended_echo, lenient_key
+from rollmesh.chat.messages import Message, MessageGroup, RenderContext
 from rollmesh.chat.templates.path import Seen
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.sampled import Tops
@@ -58,12 +59,12 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One unit of a conversation; a root has no unit and adds nothing."""
+    """One group of a conversation; a root has no group and adds nothing."""
 
     node_id: int
     parent: "Node | None"
     render_context: RenderContext
-    unit: Unit
+    messages: MessageGroup
     token_ids: TokenIds
     """What the node adds, uint32 [N]."""
     scaffold_tokens: int
@@ -108,7 +109,7 @@ class Match(NamedTuple):
     node: Node
     """The deepest node that the request shares."""
     depth: int
-    """Number of units of the request that it shares."""
+    """Number of groups of the request that it shares."""
     reasons: frozenset[Fidelity]
     """LENIENT_ECHO where a sampled message came back changed and was kept as sampled."""
 
@@ -146,7 +147,7 @@ class Tree:
         """Number of sampled nodes."""
         return sum(node.sample is not None for node in self.nodes.values())
 
-    def match(self, render_context: RenderContext, units: list[Unit]) -> Match:
+    def match(self, render_context: RenderContext, groups: list[MessageGroup]) -> Match:
         """Finds the deepest node whose path equals the beginning of the request.
 
         Where several samples are equal, the ids of calls say which of them the request goes on
@@ -154,22 +155,22 @@ class Tree:
         nothing, as agents make up their own. Of equally deep nodes it takes one without leniency
         before one with, then the newest.
         """
-        node, shared = _unbranched(self.root(render_context), units)
+        node, shared = _unbranched(self.root(render_context), groups)
         best = Match(node, shared, frozenset())
         frontier = [best]
-        for depth, unit in enumerate(units[shared:], shared):
-            named = _chosen(frontier, lambda match: _answers(unit, match.node))  # noqa: B023
+        for depth, group in enumerate(groups[shared:], shared):
+            named = _chosen(frontier, lambda match: _answers(group, match.node))  # noqa: B023
             best = best if best in named else _best(named)
             frontier = [
                 Match(child, depth + 1, match.reasons | reasons)
                 for match in named
                 # A digest of a long text takes its time: only where there is something to compare.
                 if match.node.children
-                for child, reasons in self._children_like(match.node, unit)
+                for child, reasons in self._children_like(match.node, group)
             ]
             if not frontier:
                 break
-            frontier = _chosen(frontier, lambda match: _repeats(unit, match.node))  # noqa: B023
+            frontier = _chosen(frontier, lambda match: _repeats(group, match.node))  # noqa: B023
             best = _best(frontier)
         return best
 
@@ -188,12 +189,12 @@ class Tree:
         changed = any(root.children for root in others)
         return frozenset({Fidelity.TOOLS_CHANGED}) if changed else frozenset()
 
-    def add_unit(self, parent: Node, unit: Unit, token_ids: TokenIds) -> Node:
-        """Attaches an unsampled unit, or returns the equal one that another request attached.
+    def add_messages(self, parent: Node, group: MessageGroup, token_ids: TokenIds) -> Node:
+        """Attaches an unsampled group, or returns the equal one that another request attached.
 
         Where the template prints a message otherwise by now, it is another one.
         """
-        for node in parent.by_key.get(self._key(unit), ()):
+        for node in parent.by_key.get(self._key(group), ()):
             # Equal messages may be spelled otherwise (7 and 7.0): each has its own tokens then.
             if node.sample is None and np.array_equal(node.token_ids, token_ids):
                 return node
@@ -202,7 +203,7 @@ class Tree:
             self._next_id,
             parent,
             parent.render_context,
-            unit,
+            group,
             token_ids,
             len(token_ids),
             reasons=reasons,
@@ -247,9 +248,9 @@ class Tree:
         self._count_record(node, 1)
         node.token_ids.flags.writeable = False
         parent.children.append(node)
-        parent.by_key.setdefault(self._key(node.unit), []).append(node)
+        parent.by_key.setdefault(self._key(node.messages), []).append(node)
         if node.sample is not None:
-            parent.by_lenient_key.setdefault(self._lenient_key(node.unit), []).append(node)
+            parent.by_lenient_key.setdefault(self._lenient_key(node.messages), []).append(node)
         self.nodes[node.node_id] = node
         self.tokens += len(node.token_ids)
         self.text_bytes += _size(node)
@@ -263,9 +264,9 @@ class Tree:
             return
         parent = node.parent
         parent.children.remove(node)
-        parent.by_key[self._key(node.unit)].remove(node)
+        parent.by_key[self._key(node.messages)].remove(node)
         if node.sample is not None:
-            parent.by_lenient_key[self._lenient_key(node.unit)].remove(node)
+            parent.by_lenient_key[self._lenient_key(node.messages)].remove(node)
         del self.nodes[node.node_id]
         self.tokens -= len(node.token_ids)
         self.text_bytes -= _size(node)
@@ -299,35 +300,35 @@ class Tree:
         if leaf.sample is not None:
             self.turn_bytes += size
 
-    def _key(self, unit: Unit) -> bytes:
-        return unit_key(unit, call_ids=self._call_ids)
+    def _key(self, group: MessageGroup) -> bytes:
+        return exact_key(group, call_ids=self._call_ids)
 
-    def _lenient_key(self, unit: Unit) -> bytes:
-        return lenient_key(unit, call_ids=self._call_ids)
+    def _lenient_key(self, group: MessageGroup) -> bytes:
+        return lenient_key(group, call_ids=self._call_ids)
 
     def _children_like(
-        self, parent: Node, unit: Unit
+        self, parent: Node, group: MessageGroup
     ) -> Iterator[tuple[Node, frozenset[Fidelity]]]:
-        """Yields the children that a request's unit stands for, with what was overlooked."""
+        """Yields the children that a request's group stands for, with what was overlooked."""
         nothing: frozenset[Fidelity] = frozenset()
-        exact = parent.by_key.get(self._key(unit), ())
+        exact = parent.by_key.get(self._key(group), ())
         for node in exact:
-            if not contradicts_reasoning(node.unit[0], unit[0]):
+            if not contradicts_reasoning(node.messages[0], group[0]):
                 yield node, nothing
-        if unit[0].role != "assistant" or len(exact) == len(parent.children):
+        if group[0].role != "assistant" or len(exact) == len(parent.children):
             return
         lenient = frozenset({Fidelity.LENIENT_ECHO})
-        near = parent.by_lenient_key.get(self._lenient_key(unit), ())
+        near = parent.by_lenient_key.get(self._lenient_key(group), ())
         for node in near:
-            if node not in exact and not contradicts_reasoning(node.unit[0], unit[0]):
+            if node not in exact and not contradicts_reasoning(node.messages[0], group[0]):
                 yield node, lenient
-        if exact or near or not unit[0].tool_calls:
+        if exact or near or not group[0].tool_calls:
             return
         for node in parent.children:
-            sampled = node.unit[0]
-            if node.sample is None or contradicts_reasoning(sampled, unit[0]):
+            sampled = node.messages[0]
+            if node.sample is None or contradicts_reasoning(sampled, group[0]):
                 continue
-            if is_mended_echo(sampled, unit[0]):
+            if is_mended_echo(sampled, group[0]):
                 yield node, lenient
 
 
@@ -347,7 +348,7 @@ def _size(node: Node) -> int:
         len(message.content)
         + len(message.reasoning)
         + sum(len(call.arguments) for call in message.tool_calls)
-        for message in node.unit
+        for message in node.messages
     )
 
 
@@ -362,29 +363,31 @@ def _chosen(matches: list[Match], wanted: Callable[[Match], bool]) -> list[Match
     return [match for match in matches if wanted(match)] or matches
 
 
-def _repeats(unit: Unit, node: Node) -> bool:
+def _repeats(group: MessageGroup, node: Node) -> bool:
     """Says whether the calls of a request's message have the ids of a node's."""
-    ids = [call.id for call in unit[0].tool_calls]
-    return any(ids) and ids == [call.id for call in node.unit[0].tool_calls]
+    ids = [call.id for call in group[0].tool_calls]
+    return any(ids) and ids == [call.id for call in node.messages[0].tool_calls]
 
 
-def _answers(unit: Unit, node: Node) -> bool:
+def _answers(group: MessageGroup, node: Node) -> bool:
     """Says whether tool results name the calls of a node."""
-    named = {message.tool_call_id for message in unit if message.tool_call_id}
-    return bool(named) and bool(node.unit) and named <= {c.id for c in node.unit[0].tool_calls}
+    named = {message.tool_call_id for message in group if message.tool_call_id}
+    return (
+        bool(named) and bool(node.messages) and named <= {c.id for c in node.messages[0].tool_calls}
+    )
 
 
-def _unbranched(root: Node, units: list[Unit]) -> tuple[Node, int]:
+def _unbranched(root: Node, groups: list[MessageGroup]) -> tuple[Node, int]:
     """Follows a request while there is nothing to choose and nothing to overlook.
 
     Most requests are one long conversation that goes on: comparing is quicker than digesting.
 
     Returns:
-        The node that was reached and the number of units up to it.
+        The node that was reached and the number of groups up to it.
     """
     node, depth = root, 0
-    for unit in units:
-        if len(node.children) != 1 or node.children[0].unit != unit:
+    for group in groups:
+        if len(node.children) != 1 or node.children[0].messages != group:
             break
         node, depth = node.children[0], depth + 1
     return node, depth

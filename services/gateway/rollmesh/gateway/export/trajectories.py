@@ -174,7 +174,7 @@ def _export(
     segments: list[Segment] = []
     at = 0
     for node in path:
-        role = node.unit[0].role
+        role = node.messages[0].role
         middle, at = at + node.scaffold_tokens, at + len(node.token_ids)
         start = at - len(node.token_ids)
         if node.scaffold_tokens:
@@ -211,7 +211,7 @@ def _packed(node: Node, start: int, parent_index: int | None, lineage: Lineage) 
         start=start,
         end=start + len(node.token_ids),
         scaffold_tokens=node.scaffold_tokens,
-        role=node.unit[0].role,
+        role=node.messages[0].role,
         sample=node.sample,
         trained=node.sample is not None and untrained is None,
         lineage=lineage,

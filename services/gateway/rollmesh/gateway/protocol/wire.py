@@ -310,7 +310,7 @@ def _write_done(answered: Answered, index: int) -> gateway_pb2.ChatDone:
     node, sample, report = answered.node, answered.node.sample, answered.report
     assert sample is not None
     return gateway_pb2.ChatDone(
-        message=write_message(node.unit[0]),
+        message=write_message(node.messages[0]),
         finish_reason=types_pb2.FinishReason.ValueType(sample.finish),
         prompt_tokens=sample.prompt_tokens,
         completion_tokens=len(sample.token_ids),
@@ -330,7 +330,7 @@ def write_nodes(tree: Tree, *, with_messages: bool) -> Iterable[gateway_pb2.Sess
     for node in tree.nodes.values():
         result = _write_node(node, found[node.node_id])
         if with_messages:
-            result.messages.extend(map(write_message, node.unit))
+            result.messages.extend(map(write_message, node.messages))
         yield result
 
 
@@ -339,7 +339,7 @@ def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
     result = gateway_pb2.SessionNode(
         node_id=node.node_id,
         parent_node_id=node.parent.node_id,
-        role=write_role(node.unit[0].role),
+        role=write_role(node.messages[0].role),
         token_ids_u32le=pack_ids(node.token_ids),
         glue_tokens=node.scaffold_tokens,
         sampled=node.sample is not None,

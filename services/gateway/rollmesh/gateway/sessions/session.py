@@ -227,7 +227,7 @@ class Turn:
         deltas: Sequence[Piece] = self._deltas
         at = 0
         if self.answered is not None:
-            deltas = _pieces(self.answered.node.unit[0])
+            deltas = _pieces(self.answered.node.messages[0])
         while True:
             changed = self._changed = self._changed or asyncio.Event()
             while at < len(deltas):

@@ -276,7 +276,7 @@ def _node_row(node: Node) -> tuple[object, ...]:
         node.node_id,
         node.parent.node_id,
         node.render_context.key,
-        json.dumps([dataclasses.asdict(message) for message in node.unit]),
+        json.dumps([dataclasses.asdict(message) for message in node.messages]),
         pack_ids(node.token_ids),
         node.scaffold_tokens,
         json.dumps(sorted(node.reasons)),
@@ -288,18 +288,18 @@ def _node_row(node: Node) -> tuple[object, ...]:
 
 def attach_row(stored: StoredSession, row: Any, contexts: dict[bytes, RenderContext]) -> None:
     """Attaches the node of a row to the tree of its session."""
-    _, node_id, parent_id, context_key, unit, ids, scaffold_tokens, reasons, *sampled, answer = row
-    context = contexts[context_key]
+    _, node_id, parent_id, key, messages, ids, scaffold, reasons, *sampled, answer = row
+    context = contexts[key]
     token_ids = np.array(unpack_ids(ids, "token_ids"))
     stored.tree.attach(
         Node(
             node_id,
             stored.tree.nodes[parent_id] if parent_id else stored.tree.root(context),
             context,
-            tuple(_message(fields) for fields in json.loads(unit)),
+            tuple(_message(fields) for fields in json.loads(messages)),
             token_ids,
-            scaffold_tokens,
-            sample=_sample(token_ids[scaffold_tokens:], *sampled) if sampled[0] else None,
+            scaffold,
+            sample=_sample(token_ids[scaffold:], *sampled) if sampled[0] else None,
             reasons=frozenset(map(Fidelity, json.loads(reasons))),
             stored=True,
         )

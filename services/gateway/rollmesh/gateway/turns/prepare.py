@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rollmesh.chat.constraints.masks import bad_sequences
 from rollmesh.chat.constraints.structural_tag import constraint_of
-from rollmesh.chat.messages import RenderContext, Unit, units_of
+from rollmesh.chat.messages import MessageGroup, RenderContext, group_messages
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
@@ -95,24 +95,26 @@ class Preparer:
 
     def begin(self, session: Session, request: TurnRequest) -> asyncio.Future[Prepared]:
         """Begins to make a request into tokens."""
-        units = units_of(request.messages)
-        match = session.tree.match(request.render_context, units)
-        if _new_chars(match, request.render_context, units) <= _SHORT_CHARS:
-            return self._workers.run(lambda: self._prepare(match, request, units))
+        groups = group_messages(request.messages)
+        match = session.tree.match(request.render_context, groups)
+        if _new_chars(match, request.render_context, groups) <= _SHORT_CHARS:
+            return self._workers.run(lambda: self._prepare(match, request, groups))
         return self._workers.run_long(
-            session.spec.session_id, lambda: self._prepare_long(match, request, units)
+            session.spec.session_id, lambda: self._prepare_long(match, request, groups)
         )
 
-    def _prepare_long(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
+    def _prepare_long(
+        self, match: Match, request: TurnRequest, groups: list[MessageGroup]
+    ) -> Prepared:
         """Prepares a request with much new text, unless that cannot fit the context."""
         room = self._max_context_tokens - match.node.end
-        texts = (message.content for unit in units[match.depth :] for message in unit)
+        texts = (message.content for group in groups[match.depth :] for message in group)
         least = least_tokens(texts, room, self._tokenizer)
         if least > room:
             raise self._too_long(f"at least {match.node.end + least}", match.node.end + least)
-        return self._prepare(match, request, units)
+        return self._prepare(match, request, groups)
 
-    def _prepare(self, match: Match, request: TurnRequest, units: list[Unit]) -> Prepared:
+    def _prepare(self, match: Match, request: TurnRequest, groups: list[MessageGroup]) -> Prepared:
         """Tokenises what the tree does not hold. Runs in a worker thread."""
         render_context = request.render_context
         try:
@@ -120,7 +122,7 @@ class Preparer:
                 self._continuation,
                 self._special_text,
                 match,
-                units,
+                groups,
                 render_context,
                 rewrite=self._rewrite_history,
             )
@@ -128,7 +130,7 @@ class Preparer:
             raise InvalidMessagesError("messages", f"the chat template: {error}") from error
         opening = self._format.opening
         inside = bool(opening) and self._continuation.opens_reasoning(
-            units, render_context, opening
+            groups, render_context, opening
         )
         constraint = constraint_of(
             request.wanted, self._format, render_context, inside_reasoning=inside
@@ -194,7 +196,7 @@ def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> 
     return least
 
 
-def _new_chars(match: Match, render_context: RenderContext, units: list[Unit]) -> int:
+def _new_chars(match: Match, render_context: RenderContext, groups: list[MessageGroup]) -> int:
     """Returns the size of the text that the tree does not hold, about."""
-    fresh = sum(len(message.content) for unit in units[match.depth :] for message in unit)
+    fresh = sum(len(message.content) for group in groups[match.depth :] for message in group)
     return fresh if match.depth else fresh + len(render_context.tools_json)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollmesh.chat.messages import RenderContext, Unit
+from rollmesh.chat.messages import MessageGroup, RenderContext
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.path import Seen
 from rollmesh.chat.templates.special_text import SpecialText
@@ -19,16 +19,16 @@ class Prompt:
 
     match: Match
     """Where it leaves the tree, and what is to be said of that."""
-    new_units: list[tuple[Unit, TokenIds]]
+    new_groups: list[tuple[MessageGroup, TokenIds]]
     """Units the tree does not hold, each with the ids it adds."""
     generation_prompt: TokenIds
-    """What stands between the last unit and the sampled ids."""
+    """What stands between the last group and the sampled ids."""
     seen: Seen | None
-    """What the last unit is to remember of the template's render."""
+    """What the last group is to remember of the template's render."""
 
     def ids(self) -> TokenIds:
         """Returns all of it; uint32 [N]."""
-        added = (ids for _, ids in self.new_units)
+        added = (ids for _, ids in self.new_groups)
         return np.concatenate([*self.match.node.context(), *added, self.generation_prompt])
 
 
@@ -41,7 +41,7 @@ def build_prompt(
     continuation: Continuation,
     special_text: SpecialText,
     match: Match,
-    units: list[Unit],
+    groups: list[MessageGroup],
     render_context: RenderContext,
     *,
     rewrite: bool,
@@ -55,21 +55,21 @@ def build_prompt(
         continuation: Continues conversations by the model's template.
         special_text: Says how the template is to see what comes from outside.
         match: Where the request meets the tree.
-        units: The whole request.
+        groups: The whole request.
         render_context: What is rendered beside it.
         rewrite: Leave the tree for what the template prints.
 
     Raises:
-        TemplateRenderError: The template refuses a unit.
+        TemplateRenderError: The template refuses a group.
         TemplateRefusedError: It cannot be continued exactly under the render_context's options.
         InvalidMessagesError: It spells a special token, and such text is refused.
     """
-    path, new = match.node.path(), units[match.depth :]
-    shown, shown_context, spelled = special_text.apply(units, match.depth, render_context)
+    path, new = match.node.path(), groups[match.depth :]
+    shown, shown_context, spelled = special_text.apply(groups, match.depth, render_context)
     if spelled:
         match = match._replace(reasons=match.reasons | {Fidelity.SPECIAL_TEXT})
     fresh = continuation.pieces(shown, match.depth, shown_context)
-    generation_prompt = continuation.generation_prompt(units, render_context)
+    generation_prompt = continuation.generation_prompt(groups, render_context)
     if fresh:
         fresh[0] = continuation.behind(match.node, fresh[0])
     else:
@@ -78,13 +78,13 @@ def build_prompt(
     at, seen = continuation.compare(path, new, shown_context, [*fresh, generation_prompt], show)
     if at is not None:
         match = match._replace(reasons=match.reasons | {Fidelity.TEMPLATE_REWRITE})
-        printed = continuation.reprint(path[:at], units, shown_context, show) if rewrite else None
+        printed = continuation.reprint(path[:at], groups, shown_context, show) if rewrite else None
         if printed is not None:
             fresh, generation_prompt = printed
             match = Match(_parent(match.node, path, at), at, match.reasons)
-    # What closes an answer that was cut belongs to the unit behind it: there must be one.
-    new_units = list(zip(units[match.depth :], fresh, strict=True))
-    return Prompt(match, new_units, generation_prompt, seen if fresh else None)
+    # What closes an answer that was cut belongs to the group behind it: there must be one.
+    new_groups = list(zip(groups[match.depth :], fresh, strict=True))
+    return Prompt(match, new_groups, generation_prompt, seen if fresh else None)
 
 
 def _parent(node: Node, path: list[Node], at: int) -> Node:

@@ -287,8 +287,8 @@ class TurnRunner:
         tree, prompt = session.tree, prepared.prompt
         parent = prompt.match.node
         tree.reattach(parent)
-        for unit, ids in prompt.new_units:
-            parent = tree.add_unit(parent, unit, ids)
+        for group, ids in prompt.new_groups:
+            parent = tree.add_messages(parent, group, ids)
         parent.seen = prompt.seen or parent.seen
         node = tree.add_sample(
             parent,
@@ -299,7 +299,7 @@ class TurnRunner:
             node_id=turn.node_id,
             said=turn.lineage,
         )
-        # Another turn that shares a unit with this one may not have stored it, or may fail to.
+        # Another turn that shares a group with this one may not have stored it, or may fail to.
         added = [one for one in node.path() if not one.stored]
         record = journal.AnswerRecord(
             answer_id=turn.answer_id,
