@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.parsing.answer import Answer, CallDelta, Delta
+from rollmesh.chat.parsing.answer import Answer
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.parsing.events import ParserEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.tokenizer import Tokenizer
 
@@ -23,16 +24,16 @@ def new_answer(tokenizer: Tokenizer, *stops: str) -> Answer:
 def test_what_comes_together_leaves_together(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("The answer is 42.").tolist()
     assert len(ids) > 1  # else this shows nothing
-    assert new_answer(tokenizer).feed(ids) == ["The answer is 42."]
+    assert new_answer(tokenizer).feed(ids) == [TextEvent("The answer is 42.")]
 
 
 def test_a_stop_string_cuts_at_its_token_however_the_ids_came(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("The answer is 42. I am not sure.").tolist()
     whole, single = new_answer(tokenizer, "42"), new_answer(tokenizer, "42")
     together = whole.feed(ids)
-    apart = [delta for id_ in ids for delta in single.feed([id_])]
-    assert together == ["The answer is "]
-    assert "".join(map(str, apart)) == "The answer is "
+    apart = [event for id_ in ids for event in single.feed([id_])]
+    assert together == [TextEvent("The answer is ")]
+    assert "".join(one.text for one in apart if isinstance(one, TextEvent)) == "The answer is "
     assert whole.stopped_at == single.stopped_at
 
 
@@ -69,15 +70,15 @@ def test_an_answer_of_one_call_ends_where_a_second_begins_however_the_ids_came(
         one_call=True,
     )
     ids = tokenizer.encode(text).tolist()
-    deltas: list[Delta] = []
+    events: list[ParserEvent] = []
     for at in range(0, len(ids), size):
-        deltas += answer.feed(ids[at : at + size])
-    deltas += [*answer.end_text(), *answer.finish()]
+        events += answer.feed(ids[at : at + size])
+    events += [*answer.end_text(), *answer.finish()]
     message = answer.message()
     assert len(message.tool_calls) == text.startswith("No") ^ 1
     assert message.content == content
-    assert "".join(one for one in deltas if isinstance(one, str)) == content
-    assert all(one.index == 0 for one in deltas if isinstance(one, CallDelta))
+    assert "".join(one.text for one in events if isinstance(one, TextEvent)) == content
+    assert all(one.index == 0 for one in events if isinstance(one, ToolCallEvent))
     if kept is None:
         assert answer.stopped_at is None
     else:

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.chat.parsing.events import Piece, ReasoningPiece
+from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent
 from rollmesh.chat.parsing.formats import AnswerFormat
 from tests.chat.parsing.test_formats import CONTEXT, joined, parse
 
@@ -96,12 +96,12 @@ def test_channels_are_the_same_however_they_are_cut(
     if len(text) < 500:
         ways += [[text[:at], text[at:]] for at in range(len(text))]
     for parts in ways:
-        parser, pieces = parse(name, parts)
+        parser, events = parse(name, parts)
         assert (parser.content, parser.calls) == (content, calls), parts
         assert (parser.reasoning, parser.malformed) == (reasoning, malformed), parts
-        thoughts = [piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]
+        thoughts = [event.text for event in events if isinstance(event, ReasoningEvent)]
         assert "".join(thoughts) == reasoning
-        others: list[Piece] = [one for one in pieces if not isinstance(one, ReasoningPiece)]
+        others: list[ParserEvent] = [one for one in events if not isinstance(one, ReasoningEvent)]
         assert joined(others) == (content, calls)
 
 
@@ -123,9 +123,9 @@ def test_no_text_breaks_a_channel_parser(
     name: str, parts: tuple[str, ...], data: st.DataObject
 ) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=14)))
-    whole, pieces = parse(name, [text])
+    whole, events = parse(name, [text])
     cut, _ = parse(name, list(text))
     assert (whole.content, whole.calls, whole.malformed) == (cut.content, cut.calls, cut.malformed)
     assert whole.reasoning == cut.reasoning
-    others: list[Piece] = [one for one in pieces if not isinstance(one, ReasoningPiece)]
+    others: list[ParserEvent] = [one for one in events if not isinstance(one, ReasoningEvent)]
     assert joined(others) == (whole.content, whole.calls)

@@ -7,7 +7,7 @@ import trl
 
 from rollmesh.chat.parsing.calls.xml_calls import typed
 from rollmesh.chat.parsing.detection import VLLM_DETECTED, choose, detect
-from rollmesh.chat.parsing.events import CallStart
+from rollmesh.chat.parsing.events import ToolCallEvent
 from rollmesh.chat.parsing.formats import HARMONY, UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS, ReasoningSplitter
 from rollmesh.chat.parsing.vllm import client as vllm_parser
@@ -165,5 +165,5 @@ def test_a_template_of_python_calls_shows_its_format(source: str, name: str) -> 
 def test_an_id_that_was_sampled_is_the_calls_id(name: str, text: str, ids: list[str]) -> None:
     parser = AnswerFormat(name, reasoning=False).parser(CONTEXT)
     assert parser is not None
-    pieces = [*parser.feed(text), *parser.finish()]
-    assert [piece.id for piece in pieces if isinstance(piece, CallStart)] == ids
+    events = [*parser.feed(text), *parser.finish()]
+    assert [one.id for one in events if isinstance(one, ToolCallEvent) and one.name] == ids

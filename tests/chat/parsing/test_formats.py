@@ -8,15 +8,9 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import RenderContext
-from rollmesh.chat.parsing.events import (
-    ArgumentsPiece,
-    CallStart,
-    Piece,
-    ReasoningPiece,
-    TextPiece,
-    ToolParser,
-)
+from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.formats import FORMATS, HARMONY, AnswerFormat
+from rollmesh.chat.parsing.parser import ToolParser
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -242,34 +236,34 @@ def test_harmony_is_the_same_however_it_is_cut(
     *, text: str, content: str, calls: list[tuple[str, str]], reasoning: str, malformed: bool
 ) -> None:
     for parts in [[text], list(text), *([text[:at], text[at:]] for at in range(len(text)))]:
-        parser, pieces = parse(HARMONY, parts)
+        parser, events = parse(HARMONY, parts)
         assert (parser.content, parser.calls) == (content, calls), parts
         assert (parser.reasoning, parser.malformed) == (reasoning, malformed), parts
-        thoughts = [piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]
+        thoughts = [event.text for event in events if isinstance(event, ReasoningEvent)]
         assert "".join(thoughts) == reasoning
-        others: list[Piece] = [one for one in pieces if not isinstance(one, ReasoningPiece)]
+        others: list[ParserEvent] = [one for one in events if not isinstance(one, ReasoningEvent)]
         assert joined(others) == (content, calls)
 
 
 def parse(
     name: str, parts: list[str], context: RenderContext = CONTEXT
-) -> tuple[ToolParser, list[Piece]]:
+) -> tuple[ToolParser, list[ParserEvent]]:
     parser = AnswerFormat(name, reasoning=False).parser(context)
     assert parser is not None
-    pieces = [piece for part in parts for piece in parser.feed(part)]
-    return parser, pieces + parser.finish()
+    events = [event for part in parts for event in parser.feed(part)]
+    return parser, events + parser.finish()
 
 
-def joined(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
+def joined(events: list[ParserEvent]) -> tuple[str, list[tuple[str, str]]]:
     """What an agent has that reads the stream."""
     text, calls = "", list[tuple[str, str]]()
-    for piece in pieces:
-        match piece:
-            case TextPiece(more):
+    for event in events:
+        match event:
+            case TextEvent(more):
                 text += more
-            case CallStart(_, name):
+            case ToolCallEvent(_, _, name) if name:
                 calls.append((name, ""))
-            case ArgumentsPiece(index, more):
+            case ToolCallEvent(index, arguments=more):
                 calls[index] = (calls[index][0], calls[index][1] + more)
     return text, calls
 
@@ -278,9 +272,9 @@ def joined(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
 def test_the_answer_is_the_same_however_it_is_cut(name: str, text: str, expected: Expected) -> None:
     cuts = [[text], list(text), *([text[:at], text[at:]] for at in range(len(text) + 1))]
     for parts in cuts:
-        parser, pieces = parse(name, parts)
+        parser, events = parse(name, parts)
         assert (parser.content, parser.calls, parser.malformed) == expected, parts
-        assert joined(pieces) == expected[:2], parts
+        assert joined(events) == expected[:2], parts
 
 
 def test_every_format_has_vectors() -> None:
@@ -290,10 +284,10 @@ def test_every_format_has_vectors() -> None:
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @given(text=st.text(alphabet='<>{}[]()":,;/ \nfgn1_|tol_call=arg', max_size=60))
 def test_no_text_breaks_a_parser_or_is_lost_where_there_is_no_call(name: str, text: str) -> None:
-    whole, pieces = parse(name, [text])
+    whole, events = parse(name, [text])
     cut, _ = parse(name, list(text))
     assert (whole.content, whole.calls, whole.malformed) == (cut.content, cut.calls, cut.malformed)
-    assert joined(pieces) == (whole.content, whole.calls)
+    assert joined(events) == (whole.content, whole.calls)
     marks = FORMATS[name].marks
     if not whole.calls and not any(mark in text for mark in marks):
         assert whole.content == text
@@ -326,11 +320,11 @@ def test_arguments_leave_while_they_are_sampled() -> None:
     parser = AnswerFormat("mistral", reasoning=False).parser(CONTEXT)
     assert parser is not None
     assert parser.feed('[TOOL_CALLS]f[ARGS]{"s": "lo') == [
-        CallStart(0, "f"),
-        ArgumentsPiece(0, '{"s": "lo'),
+        ToolCallEvent(0, name="f"),
+        ToolCallEvent(0, arguments='{"s": "lo'),
     ]
 
 
 def test_kimis_calls_keep_the_id_that_was_sampled() -> None:
-    _, pieces = parse("kimi_k2", [kimi("f", 3, "{}")])
-    assert pieces[0] == CallStart(0, "f", "functions.f:3")
+    _, events = parse("kimi_k2", [kimi("f", 3, "{}")])
+    assert events[0] == ToolCallEvent(0, "functions.f:3", "f")

@@ -6,12 +6,12 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat.parsing.calls.json_calls import ObjectCallParser
 from rollmesh.chat.parsing.calls.json_formats import HERMES
-from rollmesh.chat.parsing.events import ArgumentsPiece, CallStart, Piece, TextPiece
+from rollmesh.chat.parsing.events import ParserEvent, TextEvent, ToolCallEvent
 
 
-def parse(pieces: list[str]) -> tuple[ObjectCallParser, list[Piece]]:
+def parse(parts: list[str]) -> tuple[ObjectCallParser, list[ParserEvent]]:
     parser = ObjectCallParser(HERMES)
-    found = [piece for text in pieces for piece in parser.feed(text)]
+    found = [event for text in parts for event in parser.feed(text)]
     return parser, found + parser.finish()
 
 
@@ -98,22 +98,23 @@ def test_every_cut_of_the_text_gives_the_same_answer(
 
 
 @pytest.mark.parametrize(("text", "expected"), VECTORS)
-def test_the_pieces_joined_are_the_answer(
+def test_the_events_joined_are_the_answer(
     text: str, expected: tuple[str, list[tuple[str, str]], bool]
 ) -> None:
-    _, pieces = parse(list(text))
+    _, events = parse(list(text))
     content, calls, _ = expected
-    assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == content
-    assert [piece.name for piece in pieces if isinstance(piece, CallStart)] == [n for n, _ in calls]
+    streamed = [event for event in events if isinstance(event, ToolCallEvent)]
+    assert "".join(event.text for event in events if isinstance(event, TextEvent)) == content
+    assert [one.name for one in streamed if one.name] == [name for name, _ in calls]
     for index, (_, arguments) in enumerate(calls):
-        joined = [p.text for p in pieces if isinstance(p, ArgumentsPiece) and p.index == index]
+        joined = [one.arguments for one in streamed if one.index == index]
         assert "".join(joined) == arguments
 
 
 def test_arguments_leave_while_they_are_sampled() -> None:
     parser = ObjectCallParser(HERMES)
-    pieces = parser.feed('<tool_call>\n{"name": "f", "arguments": {"a": "lo')
-    assert pieces == [CallStart(0, "f"), ArgumentsPiece(0, '{"a": "lo')]
+    events = parser.feed('<tool_call>\n{"name": "f", "arguments": {"a": "lo')
+    assert events == [ToolCallEvent(0, name="f"), ToolCallEvent(0, arguments='{"a": "lo')]
 
 
 values = st.recursive(

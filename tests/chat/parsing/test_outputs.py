@@ -31,10 +31,10 @@ def test_answers_are_the_same_however_they_are_cut(writer: str) -> None:
     name = WRITERS[writer].format
     for output in outputs(writer, 6):
         text, at = output.text, rng.randrange(len(output.text) + 1)
-        whole, pieces = parse(name, [text])
+        whole, events = parse(name, [text])
         expected = (whole.content, whole.calls, whole.malformed)
-        assert joined(pieces) == expected[:2], text
+        assert joined(events) == expected[:2], text
         for parts in ([text[:at], text[at:]], list(text)):
-            parser, pieces = parse(name, parts)
+            parser, events = parse(name, parts)
             assert (parser.content, parser.calls, parser.malformed) == expected, parts
-            assert joined(pieces) == expected[:2], parts
+            assert joined(events) == expected[:2], parts

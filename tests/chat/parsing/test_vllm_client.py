@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.chat.parsing.events import ArgumentsPiece, CallStart, TextPiece
+from rollmesh.chat.parsing.events import TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.parsing.vllm import client as vllm_parser
 from rollmesh.chat.parsing.vllm.answers import Reading, WholeCallParser
@@ -61,7 +61,11 @@ def test_the_pieces_come_at_the_end() -> None:
     parser = WholeCallParser({"f"})
     assert parser.feed("text and a call") == []
     parser.take(Reading("text", (("f", "{}"),)))
-    assert parser.finish() == [TextPiece("text"), CallStart(0, "f"), ArgumentsPiece(0, "{}")]
+    assert parser.finish() == [
+        TextEvent("text"),
+        ToolCallEvent(0, name="f"),
+        ToolCallEvent(0, arguments="{}"),
+    ]
 
 
 def test_what_cannot_work_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

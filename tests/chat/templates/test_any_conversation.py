@@ -1,4 +1,4 @@
-"""Any conversation under every template of `trl`: its pieces are the template's own render."""
+"""Any conversation under every template of `trl`: its parts are the template's own render."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -78,10 +78,11 @@ def node_by_node(
     continuation: Continuation, groups: Sequence[MessageGroup], context: RenderContext, cut: int
 ) -> list[np.ndarray]:
     """What a conversation adds when it comes in two requests, and in as many as it has groups."""
-    first = continuation.pieces(groups[:cut], 0, context)
-    rest = continuation.pieces(groups, cut, context)
+    first = continuation.token_ids(groups[:cut], 0, context)
+    rest = continuation.token_ids(groups, cut, context)
     assert [ids.tolist() for ids in (*first, *rest)] == [
-        continuation.pieces(groups[: at + 1], at, context)[0].tolist() for at in range(len(groups))
+        continuation.token_ids(groups[: at + 1], at, context)[0].tolist()
+        for at in range(len(groups))
     ]
     return [*first, *rest]
 
@@ -97,17 +98,17 @@ def test_pieces_are_the_render_or_a_refusal(
     try:
         full = family.template.render(messages, context, generation_prompt=True)
         cut = data.draw(st.integers(1, len(groups)))
-        pieces = node_by_node(continuation, groups, context, cut)
-        pieces.append(continuation.generation_prompt(groups, context))
+        parts = node_by_node(continuation, groups, context, cut)
+        parts.append(continuation.generation_prompt(groups, context))
     except TemplateRenderError:
         return
     ids = family.tokenizer.encode(full).tolist()
     answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
     if continuation.profile.findings & REWRITING and answers:
-        behind = np.concatenate(pieces[answers[-1] + 1 :]).tolist()
+        behind = np.concatenate(parts[answers[-1] + 1 :]).tolist()
         assert ids[-len(behind) :] == behind
     else:
-        assert np.concatenate(pieces).tolist() == ids
+        assert np.concatenate(parts).tolist() == ids
 
 
 blanks = st.text(" \t\n\r\u00a0\u2003\u2028", max_size=3)
@@ -131,10 +132,10 @@ def test_the_contract_says_which_answers_lose_blanks(name: str, before: str, aft
 def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_printed() -> None:
     family, continuation = loaded("lfm2")
     messages = (Message("system", ""), Message("user", "q"))
-    pieces = node_by_node(continuation, group_messages(messages), CONTEXTS[0], 1)
+    parts = node_by_node(continuation, group_messages(messages), CONTEXTS[0], 1)
     full = family.template.render(messages, CONTEXTS[0], generation_prompt=True)
-    pieces.append(continuation.generation_prompt(group_messages(messages), CONTEXTS[0]))
-    assert np.concatenate(pieces).tolist() == family.tokenizer.encode(full).tolist()
+    parts.append(continuation.generation_prompt(group_messages(messages), CONTEXTS[0]))
+    assert np.concatenate(parts).tolist() == family.tokenizer.encode(full).tolist()
 
 
 def test_a_system_message_alone_is_refused_where_it_is_printed_with_the_user_turn() -> None:

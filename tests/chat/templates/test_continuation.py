@@ -51,8 +51,8 @@ def joined(
 ) -> np.ndarray:
     """The ids of a conversation, piece by piece."""
     groups = group_messages(messages)
-    pieces = continuation.pieces(groups, 0, context)
-    return np.concatenate([*pieces, continuation.generation_prompt(groups, context)])
+    parts = continuation.token_ids(groups, 0, context)
+    return np.concatenate([*parts, continuation.generation_prompt(groups, context)])
 
 
 @given(messages=conversations, tools=st.sampled_from([b"", TOOLS]))
@@ -82,8 +82,8 @@ def test_a_long_session_costs_a_turn_no_more_than_a_short_one(
 ) -> None:
     context = make_context(TOOLS, b"")
     turn = [(Message("user", "again"),), (Message("assistant", "yes"),)]
-    (second,) = continuation.pieces([*turn, turn[0]], 2, context)
-    (late,) = continuation.pieces([*turn * 200, turn[0]], 400, context)
+    (second,) = continuation.token_ids([*turn, turn[0]], 2, context)
+    (late,) = continuation.token_ids([*turn * 200, turn[0]], 400, context)
     assert late.tolist() == second.tolist()
     assert len(second) < 20  # neither tools nor history are in it
 
@@ -133,7 +133,7 @@ def test_options_are_probed_before_they_are_used(tokenizer_dir: Path, tokenizer:
     source = "{% if count %}{{ raise_exception('no') }}{% endif %}" + source
     continuation = Continuation(ChatTemplate(source, {}), tokenizer)
     with pytest.raises(TemplateRefusedError):
-        continuation.pieces([(Message("user", "q"),)], 0, make_context(b"", b'{"count": true}'))
+        continuation.token_ids([(Message("user", "q"),)], 0, make_context(b"", b'{"count": true}'))
 
 
 CHATML = (

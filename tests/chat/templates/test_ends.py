@@ -50,8 +50,8 @@ def sampled(
 ) -> Node:
     """A conversation whose first answer was sampled as `text`."""
     tree, groups = new_tree(continuation), group_messages((ASK,))
-    (piece,) = continuation.pieces(groups, 0, TOOLS)
-    parent = tree.add_messages(tree.root(TOOLS), groups[0], piece)
+    (added,) = continuation.token_ids(groups, 0, TOOLS)
+    parent = tree.add_messages(tree.root(TOOLS), groups[0], added)
     opening, ids = continuation.generation_prompt(groups, TOOLS), tokenizer.encode(text)
     spans = (VersionSpan(0, 0, len(ids)),)
     sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
@@ -67,8 +67,8 @@ def text_behind(
 ) -> str:
     """What stands behind the first answer once `then` is asked, special tokens included."""
     groups = group_messages((ASK, node.messages[0], then))
-    (piece,) = continuation.pieces(groups, 2, context)
-    ids = [continuation.behind(node, piece), continuation.generation_prompt(groups, context)]
+    (added,) = continuation.token_ids(groups, 2, context)
+    ids = [continuation.behind(node, added), continuation.generation_prompt(groups, context)]
     return "".join(
         [(stream := tokenizer.stream()).feed_all(np.concatenate(ids).tolist()), stream.finish()]
     )
@@ -200,6 +200,6 @@ def test_an_agents_own_text_beside_a_call_is_refused_where_it_would_move(
     groups = group_messages((ASK, said, GOT))
     if moves:
         with pytest.raises(TemplateRenderError, match=r"content: .* behind their results"):
-            continuation.pieces(groups, 0, TOOLS)
+            continuation.token_ids(groups, 0, TOOLS)
     else:
-        assert len(continuation.pieces(groups, 0, TOOLS)) == len(groups)
+        assert len(continuation.token_ids(groups, 0, TOOLS)) == len(groups)

@@ -40,8 +40,8 @@ def sampled(
 ) -> Node:
     """A conversation whose first answer was sampled as `text`."""
     tree, groups = Tree(continuation.end_ids), group_messages((ASK,))
-    (piece,) = continuation.pieces(groups, 0, CONTEXT)
-    parent = tree.add_messages(tree.root(CONTEXT), groups[0], piece)
+    (added,) = continuation.token_ids(groups, 0, CONTEXT)
+    parent = tree.add_messages(tree.root(CONTEXT), groups[0], added)
     opening, ids = continuation.generation_prompt(groups, CONTEXT), glm.tokenizer.encode(text)
     spans = (VersionSpan(0, 0, len(ids)),)
     sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
@@ -51,9 +51,9 @@ def sampled(
 def following(continuation: Continuation, node: Node, answer: Message, then: Message) -> list[int]:
     """All ids up to where the model answers `then`."""
     groups = group_messages((ASK, answer, then))
-    (piece,) = continuation.pieces(groups, 2, CONTEXT)
+    (added,) = continuation.token_ids(groups, 2, CONTEXT)
     opening = continuation.generation_prompt(groups, CONTEXT)
-    ids = [*node.context(), continuation.behind(node, piece), opening]
+    ids = [*node.context(), continuation.behind(node, added), opening]
     return [int(id_) for id_ in np.concatenate(ids)]
 
 

@@ -17,9 +17,10 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Referen
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, group_messages
-from rollmesh.chat.parsing.answer import Answer, ReasoningDelta
+from rollmesh.chat.parsing.answer import Answer
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
 from rollmesh.chat.parsing.detection import detect
+from rollmesh.chat.parsing.events import ReasoningEvent, TextEvent
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
@@ -107,7 +108,7 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
                 continue
             groups, context = group_messages(messages), make_context(tools, b"")
             try:
-                pieces = [ids.tolist() for ids in continuation.pieces(groups, 0, context)]
+                parts = [ids.tolist() for ids in continuation.token_ids(groups, 0, context)]
             except TemplateRenderError as error:
                 greets = bool(tools) and "assistant after" in str(error)
                 assert (  # noqa: PT017
@@ -116,16 +117,16 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
                     or (greets and name == "tekken_v13.json")
                 )
                 continue
-            pieces.append(continuation.generation_prompt(groups, context).tolist())
+            parts.append(continuation.generation_prompt(groups, context).tolist())
             answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
-            if [id_ for piece in pieces for id_ in piece] == full:
+            if [id_ for part in parts for id_ in part] == full:
                 whole_ += 1
                 continue
             # Tools or system message were printed in an earlier turn too.
             assert answers
             assert tools or messages[0] is SYSTEM
             assert continuation.profile.kind == "append-only except"
-            behind = [id_ for piece in pieces[answers[-1] + 1 :] for id_ in piece]
+            behind = [id_ for part in parts[answers[-1] + 1 :] for id_ in part]
             assert full[-len(behind) :] == behind
             behind_ += 1
     assert whole_ >= 4
@@ -137,8 +138,8 @@ def test_a_late_turn_costs_no_more_than_an_early_one(name: str) -> None:
     continuation, _ = loaded(name)
     context = make_context(b"", b"")
     turn = [(Message("user", "again"),), (Message("assistant", "yes"),)]
-    (second,) = continuation.pieces([*turn, turn[0]], 2, context)
-    (late,) = continuation.pieces([*turn * 200, turn[0]], 400, context)
+    (second,) = continuation.token_ids([*turn, turn[0]], 2, context)
+    (late,) = continuation.token_ids([*turn * 200, turn[0]], 400, context)
     assert late.tolist() == second.tolist()
     assert len(second) < 20
 
@@ -150,8 +151,8 @@ def test_a_text_comes_back_from_its_ids_one_by_one(name: str, text: str) -> None
     plain = text.replace("\ufdd0", "")
     ids = tokenizer.encode(plain).tolist()
     decoder = IncrementalDecoder(tokenizer)
-    pieces = [decoder.feed(id_) for id_ in ids]
-    shown = "".join((*pieces, decoder.finish()))
+    parts = [decoder.feed(id_) for id_ in ids]
+    shown = "".join((*parts, decoder.finish()))
     assert shown == tokenizer.reference.decode(ids)
 
 
@@ -194,15 +195,15 @@ def test_reasoning_between_control_tokens_is_apart_however_its_ids_are_cut(
             reasoning=ReasoningSplitter(inside=False, tags=form.reasoning_tags),
             new_call_id=lambda: "call",
         )
-        deltas = [delta for part in parts for delta in answer.feed(part)]
-        deltas += answer.end_text() + answer.finish()
+        events = [event for part in parts for event in answer.feed(part)]
+        events += answer.end_text() + answer.finish()
         message = answer.message()
         assert (message.reasoning, message.content) == (thought, content), parts
         assert [(one.name, one.arguments) for one in message.tool_calls] == calls, parts
         assert not answer.malformed
-        streamed = [delta.text for delta in deltas if isinstance(delta, ReasoningDelta)]
+        streamed = [event.text for event in events if isinstance(event, ReasoningEvent)]
         assert "".join(streamed) == thought
-        assert "".join(delta for delta in deltas if isinstance(delta, str)) == content
+        assert "".join(one.text for one in events if isinstance(one, TextEvent)) == content
 
 
 @pytest.fixture
@@ -239,4 +240,4 @@ def test_the_package_brings_neither_torch_nor_vllm() -> None:
 def test_template_options_are_refused_where_there_is_no_template() -> None:
     continuation, _ = loaded("tokenizer.model.v1")
     with pytest.raises(Exception, match="no chat template that could take options"):
-        continuation.pieces([(ASK,)], 0, make_context(b"", b'{"enable_thinking": true}'))
+        continuation.token_ids([(ASK,)], 0, make_context(b"", b'{"enable_thinking": true}'))

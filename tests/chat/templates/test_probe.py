@@ -100,17 +100,17 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
             if full is None:
                 continue
             try:
-                pieces = [ids.tolist() for ids in found.pieces(groups, 0, context)]
-                pieces.append(found.generation_prompt(groups, context).tolist())
+                parts = [ids.tolist() for ids in found.token_ids(groups, 0, context)]
+                parts.append(found.generation_prompt(groups, context).tolist())
             except TemplateRenderError as error:
                 assert found.profile.refused or "does not print tools" in str(error)  # noqa: PT017
                 continue
             answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
-            whole, ids = [id_ for piece in pieces for id_ in piece], encode(full).tolist()
+            whole, ids = [id_ for part in parts for id_ in part], encode(full).tolist()
             if not found.profile.findings & REWRITING or not answers:
                 assert whole == ids
             else:
-                behind = [id_ for piece in pieces[answers[-1] + 1 :] for id_ in piece]
+                behind = [id_ for part in parts[answers[-1] + 1 :] for id_ in part]
                 assert ids[-len(behind) :] == behind
             checked += 1
     assert checked >= 2

@@ -35,11 +35,11 @@ def ids_of(family: families.Family, groups: list[MessageGroup], setting: str) ->
     """All ids of a conversation up to where the model answers."""
     continuation = Continuation(family.template, family.tokenizer)
     shown, context, _ = SpecialText(family.tokenizer, setting).apply(groups, 0, BARE)
-    pieces = [
-        *continuation.pieces(shown, 0, context),
+    parts = [
+        *continuation.token_ids(shown, 0, context),
         continuation.generation_prompt(shown, context),
     ]
-    return [int(id_) for id_ in np.concatenate(pieces)]
+    return [int(id_) for id_ in np.concatenate(parts)]
 
 
 def special(tokenizer: Tokenizer, ids: list[int]) -> list[int]:

@@ -34,16 +34,16 @@ async def test_a_short_request_is_answered_while_long_ones_are_tokenised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_tokenizer_dir(tmp_path / "model", CONTEXT)
-    pieces, may_go = Continuation.pieces, threading.Event()
+    token_ids, may_go = Continuation.token_ids, threading.Event()
     loop, reached = asyncio.get_running_loop(), asyncio.Event()
 
     def held(self: Continuation, groups: Sequence[Any], *more: Any) -> Any:
         if len(groups[-1][0].content or "") > 1000:
             loop.call_soon_threadsafe(reached.set)
             assert may_go.wait(60)
-        return pieces(self, groups, *more)
+        return token_ids(self, groups, *more)
 
-    monkeypatch.setattr(Continuation, "pieces", held)
+    monkeypatch.setattr(Continuation, "token_ids", held)
     async with LiveMesh(tmp_path, model, random.Random(0), faults=0) as mesh:
         opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
         long = [

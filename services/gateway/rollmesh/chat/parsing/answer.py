@@ -1,41 +1,14 @@
 """One answer in the making: sampled ids in, text, reasoning and tool calls out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.chat.parsing.decoding import IncrementalDecoder, StopStrings
-from rollmesh.chat.parsing.events import (
-    ArgumentsPiece,
-    CallStart,
-    Piece,
-    ReasoningPiece,
-    TextPiece,
-    ToolParser,
-)
+from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
+from rollmesh.chat.parsing.parser import ToolParser
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from rollmesh.chat.parsing.vllm.answers import WholeCallParser
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A piece of a tool call; id and name come with its first piece only."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    """A piece of the reasoning."""
-
-    text: str
-
-
-Delta = str | ReasoningDelta | CallDelta
-"""Text of the answer, of its reasoning, or a piece of a call."""
 
 
 class Answer:
@@ -91,14 +64,14 @@ class Answer:
         """Whether something looked like a tool call and was not a whole one."""
         return self._parser is not None and self._parser.malformed
 
-    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
+    def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
         """Takes sampled ids; returns what became certain. Ids after a stop are ignored."""
         if not (self._stops.wanted or self._one_call):
             self._fed += len(token_ids)
             text = self._decoder.feed_all(token_ids)
             return self._split(text) if text else []
         certain: list[str] = []
-        deltas: list[Delta] = []
+        events: list[ParserEvent] = []
         for token_id in token_ids:
             if self.stopped_at is not None:
                 break
@@ -107,32 +80,32 @@ class Answer:
             if stopped:
                 self.stopped_at = self._fed
             if self._one_call:  # by itself, so that it is known which id begins the second
-                deltas += self._first_call(self._split(text))
+                events += self._first_call(self._split(text))
             else:
                 certain.append(text)
         # Split once: what came together also leaves together.
-        return deltas + self._split("".join(certain))
+        return events + self._split("".join(certain))
 
     @property
     def whole(self) -> WholeCallParser | None:
         """What another parser must read between `end_text` and `finish`; None where none must."""
         return self._parser if isinstance(self._parser, WholeCallParser) else None
 
-    def end_text(self) -> list[Delta]:
+    def end_text(self) -> list[ParserEvent]:
         """Says that no more ids come; returns what became certain."""
-        deltas: list[Delta] = []
+        events: list[ParserEvent] = []
         if self.stopped_at is None:
             text, stopped = self._stops.feed(self._decoder.finish())
-            deltas += self._split(text if stopped else text + self._stops.finish())
+            events += self._split(text if stopped else text + self._stops.finish())
         if self._reasoning is not None:
-            deltas += self._thought(*self._reasoning.finish())
-        return deltas
+            events += self._thought(*self._reasoning.finish())
+        return events
 
-    def finish(self) -> list[Delta]:
-        """Returns the last pieces; call after `end_text`."""
+    def finish(self) -> list[ParserEvent]:
+        """Returns the last events; call after `end_text`."""
         if self._parser is None or self._cut:
             return []
-        return self._first_call([self._delta(piece) for piece in self._parser.finish()])
+        return self._first_call([self._named(event) for event in self._parser.finish()])
 
     def message(self) -> Message:
         """Returns the whole message; call after `finish`."""
@@ -149,48 +122,48 @@ class Answer:
             reasoning=reasoning or self._parser.reasoning,
         )
 
-    def _first_call(self, deltas: list[Delta]) -> list[Delta]:
-        """Returns the deltas up to a second call; where one begins, the answer ends before it."""
+    def _first_call(self, events: list[ParserEvent]) -> list[ParserEvent]:
+        """Returns the events up to a second call; where one begins, the answer ends before it."""
         if not self._one_call or self._cut:
-            return deltas
-        begun = [at for at, one in enumerate(deltas) if isinstance(one, CallDelta) and one.name]
-        second = next((at for at in begun if deltas[at].index), None)  # type: ignore[union-attr]
+            return events
+        begun = [
+            (at, one.index)
+            for at, one in enumerate(events)
+            if isinstance(one, ToolCallEvent) and one.id
+        ]
+        second = next((at for at, index in begun if index), None)
         if second is None:
-            if deltas or (self._parser is not None and self._parser.idle):
+            if events or (self._parser is not None and self._parser.idle):
                 self._passed = self._fed
-            return deltas
+            return events
         self._cut = True
         # One list may hold both calls: its end cannot be told from that of the first.
         self.stopped_at = self._passed if len(begun) == 1 else self._fed
-        return deltas[:second]
+        return events[:second]
 
-    def _split(self, text: str) -> list[Delta]:
+    def _split(self, text: str) -> list[ParserEvent]:
         if not text:
             return []
         if self._reasoning is None:
-            return self._pieces(text)
+            return self._parse(text)
         return self._thought(*self._reasoning.feed(text))
 
-    def _thought(self, thought: str, rest: str) -> list[Delta]:
-        deltas: list[Delta] = [ReasoningDelta(thought)] if thought else []
-        return deltas + self._pieces(rest)
+    def _thought(self, thought: str, rest: str) -> list[ParserEvent]:
+        events: list[ParserEvent] = [ReasoningEvent(thought)] if thought else []
+        return events + self._parse(rest)
 
-    def _pieces(self, text: str) -> list[Delta]:
+    def _parse(self, text: str) -> list[ParserEvent]:
         if not text:
             return []
         if self._parser is None:
             self._content.append(text)
-            return [text]
-        return [self._delta(piece) for piece in self._parser.feed(text)]
+            return [TextEvent(text)]
+        return [self._named(event) for event in self._parser.feed(text)]
 
-    def _delta(self, piece: Piece) -> Delta:
-        match piece:
-            case TextPiece(text):
-                return text
-            case ReasoningPiece(text):
-                return ReasoningDelta(text)
-            case CallStart(index, name, call_id):
-                self._call_ids.append(call_id or self._new_call_id())
-                return CallDelta(index, self._call_ids[-1], name)
-            case ArgumentsPiece(index, text):
-                return CallDelta(index, arguments=text)
+    def _named(self, event: ParserEvent) -> ParserEvent:
+        """Returns an event; one that begins a call has the call's id."""
+        if not isinstance(event, ToolCallEvent) or event.index < len(self._call_ids):
+            return event
+        event = event if event.id else replace(event, id=self._new_call_id())
+        self._call_ids.append(event.id)
+        return event

@@ -8,7 +8,7 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 class IncrementalDecoder:
     """Turns ids into text one by one; a character split over ids waits until it is whole.
 
-    Invariant: the pieces returned so far, joined, are a prefix of the text of all ids.
+    Invariant: the events returned so far, joined, are a prefix of the text of all ids.
     """
 
     def __init__(

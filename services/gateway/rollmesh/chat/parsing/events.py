@@ -1,153 +1,35 @@
-"""What a parser of sampled text gives: pieces, as they become certain."""
+"""What becomes certain of an answer while it is sampled, from the parsers up to the wire."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
-
-from rollmesh.chat.json_values import replace_surrogates
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class TextPiece:
-    """Text of the answer."""
+class TextEvent:
+    """More text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallStart:
-    """A call begins."""
+class ReasoningEvent:
+    """More text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEvent:
+    """The beginning of a tool call, with its id and name, or more of its arguments."""
 
     index: int
-    name: str
+    """Place of the call among the calls of the answer, from 0."""
     id: str = ""
-    """Id of the call where the format carries one."""
+    """Set in the first event of a call; parsers leave it empty where the format has no ids."""
+    name: str = ""
+    """Set in the first event of a call."""
+    arguments: str = ""
+    """More text of the arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentsPiece:
-    """Text of a call's arguments."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningPiece:
-    """Text of the reasoning, from formats that carry it in the same marks as the rest."""
-
-    text: str
-
-
-Piece: TypeAlias = TextPiece | ReasoningPiece | CallStart | ArgumentsPiece
-
-
-class ToolParser(Protocol):
-    """Cuts one answer's text into pieces; the joined pieces do not hang on how it was cut."""
-
-    malformed: bool
-    """Whether something looked like a call and was not a whole one."""
-    calls: list[tuple[str, str]]
-    """Name and arguments of each call so far."""
-    content: str
-    """Text of the answer so far."""
-    reasoning: str
-    """Text of the reasoning so far."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether all text was passed on: no call, nor what may begin one, is being read."""
-        ...
-
-    def feed(self, text: str) -> list[Piece]:
-        """Takes text; returns the pieces that became certain."""
-        ...
-
-    def finish(self) -> list[Piece]:
-        """Says that no more text comes; returns the last pieces."""
-        ...
-
-
-class Collector:
-    """What all parsers share: the calls and the text so far, blanks held back beside calls.
-
-    Blank text beside calls is dropped, as agents do not expect it; other text stays as sampled.
-    """
-
-    def __init__(self) -> None:
-        """Begins an empty answer."""
-        self.malformed = False
-        self.calls: list[tuple[str, str]] = []
-        self.content = ""
-        self.reasoning = ""
-        self._blank = ""  # blank text that counts only if other text follows
-
-    def begin_call(self, name: str, pieces: list[Piece], call_id: str = "") -> None:
-        """Begins a call."""
-        self._blank = ""
-        if replace_surrogates(call_id) != call_id:
-            call_id = ""  # no text could carry it
-        pieces.append(CallStart(len(self.calls), name, call_id))
-        self.calls.append((name, ""))
-
-    def emit_arguments(self, text: str, pieces: list[Piece]) -> None:
-        """Passes on text of the last call's arguments."""
-        if text:
-            name, before = self.calls[-1]
-            self.calls[-1] = (name, before + text)
-            pieces.append(ArgumentsPiece(len(self.calls) - 1, text))
-
-    def emit_text(self, text: str, pieces: list[Piece]) -> None:
-        """Passes text on; blanks wait until other text shows that they count."""
-        text = self._blank + text
-        kept = text if not text.strip() else text[len(text.rstrip()) :]
-        self._blank = kept
-        certain = text[: len(text) - len(kept)]
-        if certain:
-            self.content += certain
-            pieces.append(TextPiece(certain))
-
-    def end_text(self, pieces: list[Piece]) -> None:
-        """Says that no more text comes: blanks count where there was no call."""
-        if self._blank and not self.calls:
-            pieces.append(TextPiece(self._blank))
-            self.content += self._blank
-        self._blank = ""
-
-
-class Machine(Collector, ABC):
-    """A parser that goes from state to state while it can."""
-
-    def __init__(self) -> None:
-        """Begins an empty answer."""
-        super().__init__()
-        self._held = ""  # text not yet passed on
-
-    def feed(self, text: str) -> list[Piece]:
-        """Takes text; returns the pieces that became certain."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
-
-    @abstractmethod
-    def _step(self, pieces: list[Piece]) -> bool:
-        """Makes one transition; says whether another may follow."""
-
-
-def possible_start(text: str, tags: tuple[str, ...]) -> int:
-    """Returns how many of the last characters may begin one of `tags`."""
-    longest = max(map(len, tags), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        tail = text[-size:]
-        if any(len(tag) > size and tag.startswith(tail) for tag in tags):
-            return size
-    return 0
-
-
-def first_of(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Returns where the first of `tags` stands and which it is; (-1, "") where none does."""
-    found = [(at, -len(tag), tag) for tag in tags if (at := text.find(tag)) >= 0]
-    at, _, tag = min(found, default=(-1, 0, ""))
-    return at, tag
+ParserEvent: TypeAlias = TextEvent | ReasoningEvent | ToolCallEvent

@@ -18,7 +18,7 @@ from rollmesh.chat.parsing.calls.json_calls import ObjectCallParser
 from rollmesh.chat.parsing.calls.json_formats import ObjectFormat
 from rollmesh.chat.parsing.calls.python_calls import PythonicCallParser, PythonicFormat
 from rollmesh.chat.parsing.calls.xml_calls import Schemas, TaggedCallParser, TaggedFormat
-from rollmesh.chat.parsing.events import ToolParser
+from rollmesh.chat.parsing.parser import ToolParser
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS, TAGS
 from rollmesh.chat.parsing.vllm.answers import WholeCallParser
 from rollmesh.runtime.caches import ByteCache

@@ -4,7 +4,7 @@ Some families have other tags, often control tokens. Formats whose reasoning sta
 (harmony, Gemma 4, Muse) have parsers of their own, which read the calls too.
 """
 
-from rollmesh.chat.parsing.events import possible_start
+from rollmesh.chat.parsing.parser import possible_start
 
 OPEN, CLOSE = "<think>", "</think>"
 TAGS = (OPEN, CLOSE)

@@ -75,7 +75,7 @@ class Continuation:
         """SHA-256 of the template's source, hexadecimal."""
         return self._template.sha256
 
-    def pieces(
+    def token_ids(
         self, groups: Sequence[MessageGroup], start: int, context: RenderContext
     ) -> list[TokenIds]:
         """Returns the ids that each of `groups[start:]` adds behind those before it; uint32 [N].
@@ -89,14 +89,14 @@ class Continuation:
             first = spelling_key(groups[0]) + context.key
             known = self._heads.get(first)
             if known is not None:
-                return [known, *self._encode(cutter.pieces(groups, 1, context))]
-            texts = self._encode(cutter.pieces(groups, 0, context))
+                return [known, *self._encode(cutter.texts(groups, 1, context))]
+            texts = self._encode(cutter.texts(groups, 0, context))
             texts[0].flags.writeable = False
             if len(self._heads) >= _CACHED:
                 self._heads.clear()  # one step: several threads tokenise
             self._heads[first] = texts[0]
             return texts
-        return self._encode(cutter.pieces(groups, start, context))
+        return self._encode(cutter.texts(groups, start, context))
 
     def behind(self, node: HeldGroup, ids: TokenIds) -> TokenIds:
         """Returns ids that follow a node as they stand behind what the node really holds.
@@ -185,7 +185,7 @@ class Continuation:
 
         Returns:
             The ids of each group behind the path and of what opens the model's turn, uint32 [N]
-            each; None where the template's render does not fall into these pieces.
+            each; None where the template's render does not fall into these parts.
         """
         cutter, begun = self._of(context).cutter, len(path)
         try:
@@ -198,8 +198,8 @@ class Continuation:
         held = np.concatenate([np.empty(0, np.uint32), *(node.token_ids for node in path)])
         if not np.array_equal(ids[: len(held)], held):
             return None
-        pieces = divide(ids[len(held) :], known, generation_prompt)
-        return None if pieces is None else (pieces, generation_prompt)
+        parts = divide(ids[len(held) :], known, generation_prompt)
+        return None if parts is None else (parts, generation_prompt)
 
     def _first_otherwise(
         self,
@@ -232,7 +232,7 @@ class Continuation:
         context: RenderContext,
     ) -> bool:
         """Says whether an append-only template prints the last of `groups` as its node has it."""
-        (text,) = cutter.pieces(groups, len(groups) - 1, context)
+        (text,) = cutter.texts(groups, len(groups) - 1, context)
         ids = node.token_ids
         if not self._headers:
             ids = np.concatenate([ids, self._closing(node)])
@@ -249,7 +249,7 @@ class Continuation:
         """
         if groups[at][0].role == "assistant" and place(groups, at) != "assistant":
             return None
-        return self._encode(cutter.pieces(groups[: at + 1], at, context))[0]
+        return self._encode(cutter.texts(groups[: at + 1], at, context))[0]
 
     def _render(self, groups: Sequence[MessageGroup], context: RenderContext) -> str:
         messages = [message for group in groups for message in group]

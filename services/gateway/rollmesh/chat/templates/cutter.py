@@ -25,7 +25,7 @@ _CACHED = 64
 
 
 class Cutter:
-    """Cuts renders of one template under one set of options into pieces, as text."""
+    """Cuts the renders of one template, under one set of options, into what each message adds."""
 
     def __init__(
         self, template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext
@@ -64,7 +64,7 @@ class Cutter:
         for where in WINDOWS:
             self._learn(where)
 
-    def pieces(
+    def texts(
         self, groups: Sequence[MessageGroup], start: int, context: RenderContext
     ) -> list[str]:
         """Returns what each of `groups[start:]` adds behind those before it.
@@ -74,7 +74,7 @@ class Cutter:
         """
         if context.tools_json and self.ignores_tools:
             raise TemplateRenderError("tools: the model's chat template does not print tools")
-        pieces: list[str] = []
+        texts: list[str] = []
         for at in range(start, len(groups)):
             before = place(groups, at)
             order = before, groups[at][0].role
@@ -91,12 +91,12 @@ class Cutter:
                 )
             joined = at < 2 and self.is_joined(groups[0], context)
             if at == 0:
-                pieces.append("" if joined else self._head(groups[:1], context))
+                texts.append("" if joined else self._head(groups[:1], context))
             elif at == 1 and joined:
-                pieces.append(self._head(groups[:2], context))
+                texts.append(self._head(groups[:2], context))
             else:
-                pieces.append(self._delta(groups, at, context))
-        return pieces
+                texts.append(self._delta(groups, at, context))
+        return texts
 
     def is_joined(self, first: MessageGroup, context: RenderContext) -> bool:
         """Says whether a first message is a system message that is printed with the user turn.

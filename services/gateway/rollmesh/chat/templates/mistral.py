@@ -92,8 +92,8 @@ class MistralTokenizer:
     def decode(self, ids: TokenIds) -> str:
         """Returns the text of ids, control tokens left out."""
         stream = self.stream()
-        pieces = [stream.feed(id_) for id_ in ids.tolist() if id_ not in self.special_ids]
-        return "".join((*pieces, stream.finish()))
+        parts = [stream.feed(id_) for id_ in ids.tolist() if id_ not in self.special_ids]
+        return "".join((*parts, stream.finish()))
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of a control token, as this module or as its makers write it."""
@@ -202,15 +202,15 @@ class _Recorder:
 
     def written(self, ids: list[int]) -> str:
         """Returns the text of an encoded conversation."""
-        pieces: list[str] = []
+        parts: list[str] = []
         for id_, following in zip(ids, [*ids[1:], _TEXT_IDS], strict=True):
             if id_ < _TEXT_IDS:
-                pieces.append(f"{_OPEN}{self._tokenizer.id_to_piece(id_)}{_CLOSE}")
+                parts.append(f"{_OPEN}{self._tokenizer.id_to_piece(id_)}{_CLOSE}")
                 continue
-            pieces.append(self._texts[id_ - _TEXT_IDS].replace(_OPEN, _OPEN + _LITERAL))
+            parts.append(self._texts[id_ - _TEXT_IDS].replace(_OPEN, _OPEN + _LITERAL))
             if following >= _TEXT_IDS:
-                pieces.append(_SEAM)
-        return "".join(pieces)
+                parts.append(_SEAM)
+        return "".join(parts)
 
 
 class _Stream:
@@ -241,8 +241,8 @@ class _Stream:
         if name is not None:
             return name.encode()
         if self._is_tekken:
-            piece: bytes = self._tokenizer.id_to_byte_piece(token_id, SpecialTokenPolicy.KEEP)
-            return piece
+            own: bytes = self._tokenizer.id_to_byte_piece(token_id, SpecialTokenPolicy.KEEP)
+            return own
         text = str(self._tokenizer.id_to_piece(token_id))
         if byte := _BYTE.fullmatch(text):
             return bytes.fromhex(byte[1])

@@ -87,7 +87,7 @@ def divide(
     """
     if not _ends_with(ids, generation_prompt):
         return None
-    pieces: list[TokenIds] = []
+    parts: list[TokenIds] = []
     end = len(ids) - len(generation_prompt)
     for at in range(len(known) - 1, -1, -1):
         own, before = known[at], known[at - 1]
@@ -101,9 +101,9 @@ def divide(
             return None
         if begin < 0 or (own is not None and not _ends_with(ids[begin:end], own)):
             return None
-        pieces.append(ids[begin:end].copy())
+        parts.append(ids[begin:end].copy())
         end = begin
-    return pieces[::-1]
+    return parts[::-1]
 
 
 def _known(render: str, path: Sequence[HeldGroup]) -> tuple[int, int, "hashlib.blake2b"]:

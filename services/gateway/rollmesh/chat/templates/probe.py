@@ -1,6 +1,6 @@
 """Finds out what a chat template does to a conversation that grows.
 
-Every probe conversation is cut into pieces and compared with the template's own render: whole, or,
+Every probe conversation is cut and compared with the template's own render: whole, or,
 where the template prints earlier turns otherwise, behind the last answer. What agrees in neither
 way is not continued: the pair of roles where it begins is refused, and the template itself where
 that pair is one that no agent does without.
@@ -170,7 +170,7 @@ class _Probe:
         return findings
 
     def _all(self, conversations: tuple[tuple[Message, ...], ...]) -> bool:
-        """Tries conversations; says whether the pieces of all are the whole render.
+        """Tries conversations; says whether the texts of all are the whole render.
 
         Raises:
             TemplateRefusedError: One that agents cannot do without is not continued.
@@ -264,7 +264,7 @@ class _Probe:
             return greeting
         for at, pair in enumerate(pairs):
             try:
-                self._cutter.pieces(groups[: at + 1], at, context)
+                self._cutter.texts(groups[: at + 1], at, context)
             except TemplateRenderError:
                 if pair not in _ESSENTIAL:
                     return pair
@@ -294,15 +294,15 @@ class _Probe:
     def _compare(
         self, groups: list[MessageGroup], context: RenderContext, full: str
     ) -> tuple[_Outcome, str]:
-        pieces = self._cutter.pieces(groups, 0, context)
-        pieces.append(self._cutter.generation_prompt(place(groups, len(groups))))
-        ids = np.concatenate([self._tokenizer.encode(piece) for piece in pieces])
-        if not np.array_equal(ids, self._tokenizer.encode("".join(pieces))):
+        texts = self._cutter.texts(groups, 0, context)
+        texts.append(self._cutter.generation_prompt(place(groups, len(groups))))
+        ids = np.concatenate([self._tokenizer.encode(text) for text in texts])
+        if not np.array_equal(ids, self._tokenizer.encode("".join(texts))):
             return _Outcome.REFUSED, "text at the seams tokenises apart"
-        if "".join(pieces) == full:
+        if "".join(texts) == full:
             return _Outcome.EXACT, ""
         answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
-        tail = "".join(pieces[answers[-1] + 1 :]) if answers else ""
+        tail = "".join(texts[answers[-1] + 1 :]) if answers else ""
         ends = (self._cutter.ends.text, self._cutter.ends.call)
         if tail and full.endswith(tuple(end + tail for end in ends)):
             return _Outcome.KEPT, ""

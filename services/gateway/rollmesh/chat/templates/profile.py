@@ -80,7 +80,7 @@ class TemplateProfile:
     refused: dict[str, str] = field(default_factory=dict)
     """Role orders the template does not take, and why: "assistant, system"."""
     verified: int = 0
-    """Number of probe conversations whose pieces equal the template's own render."""
+    """Number of probe conversations whose parts equal the template's own render."""
     kept: int = 0
     """Number of those where that holds behind the last answer only."""
     stripped: Stripped = field(default_factory=Stripped)

@@ -11,7 +11,7 @@ from rollmesh.chat.canonical import fingerprint, make_context
 from rollmesh.chat.constraints.structural_tag import Calls, Wanted
 from rollmesh.chat.json_values import read_json, replace_surrogates
 from rollmesh.chat.messages import Message, RenderContext, RoleName
-from rollmesh.chat.parsing.answer import Delta, ReasoningDelta
+from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent
 from rollmesh.chat.parsing.formats import tool_schemas
 from rollmesh.gateway.conversation.lineage import lineages
 from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
@@ -21,10 +21,10 @@ from rollmesh.gateway.protocol.reading import ROLES
 from rollmesh.gateway.sessions.session import (
     Answered,
     Begun,
-    Event,
     PromptIds,
     Session,
     Told,
+    TurnEvent,
     TurnRequest,
 )
 from rollmesh.gateway.turns.choices import choice_seed
@@ -265,8 +265,8 @@ def write_message(message: Message) -> types_pb2.ChatMessage:
     )
 
 
-def write_event(event: Event, index: int = 0) -> gateway_pb2.ChatResponse:
-    """Returns the proto of the beginning of a choice's answer, of a piece of it, or of its end."""
+def write_event(event: TurnEvent, index: int = 0) -> gateway_pb2.ChatResponse:
+    """Returns the proto of the beginning of a choice's answer, of a part of it, or of its end."""
     if isinstance(event, Begun):
         begun = gateway_pb2.ChatBegun(answer_id=event.answer_id)
         return gateway_pb2.ChatResponse(begun=begun, choice_index=index)
@@ -276,20 +276,20 @@ def write_event(event: Event, index: int = 0) -> gateway_pb2.ChatResponse:
         prompt = gateway_pb2.ChatPrompt(token_ids_u32le=event.packed)
         return gateway_pb2.ChatResponse(prompt=prompt, choice_index=index)
     if isinstance(event, Told):
-        delta = gateway_pb2.ChatDelta() if event.delta is None else _write_delta(event.delta)
+        delta = gateway_pb2.ChatDelta() if event.event is None else _write_delta(event.event)
         delta.tokens.CopyFrom(_write_tokens(event.tokens))
     else:
         delta = _write_delta(event)
     return gateway_pb2.ChatResponse(delta=delta, choice_index=index)
 
 
-def _write_delta(delta: Delta) -> gateway_pb2.ChatDelta:
-    if isinstance(delta, str):
-        return gateway_pb2.ChatDelta(content=delta)
-    if isinstance(delta, ReasoningDelta):
-        return gateway_pb2.ChatDelta(reasoning_content=delta.text)
+def _write_delta(event: ParserEvent) -> gateway_pb2.ChatDelta:
+    if isinstance(event, TextEvent):
+        return gateway_pb2.ChatDelta(content=event.text)
+    if isinstance(event, ReasoningEvent):
+        return gateway_pb2.ChatDelta(reasoning_content=event.text)
     call = gateway_pb2.ToolCallDelta(
-        index=delta.index, id=delta.id, name=delta.name, arguments_json=delta.arguments
+        index=event.index, id=event.id, name=event.name, arguments_json=event.arguments
     )
     return gateway_pb2.ChatDelta(tool_calls=[call])
 

@@ -24,12 +24,12 @@ from rollmesh.gateway.sessions.keys import SECRET_BYTES, SessionKeys
 from rollmesh.gateway.sessions.session import (
     Answered,
     Begun,
-    Event,
-    Piece,
     Report,
     Session,
+    StreamEvent,
     Told,
     Turn,
+    TurnEvent,
     TurnRequest,
 )
 from rollmesh.gateway.storage import closed, journal
@@ -223,8 +223,8 @@ class Gateway:
             self._by_request_id[spec.request_id] = spec
         return spec
 
-    async def chat(self, session: Session, request: TurnRequest) -> AsyncGenerator[Event, None]:
-        """Yields the beginning and the pieces of an answer, then its end, durable by then.
+    async def chat(self, session: Session, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+        """Yields the beginning and the events of an answer, then its end, durable by then.
 
         Raises:
             IdempotencyKeyReusedError: The key names the sample of another request.
@@ -236,7 +236,7 @@ class Gateway:
             turn = self._begin(session, request)
         turn.tries = max(turn.tries, request.retry_count)
         turn.stream |= request.stream
-        told, again = False, list[Piece]()
+        told, again = False, list[StreamEvent]()
         async with subscribed(session, turn):
             if turn.answered is not None:
                 metrics.REPLAYED_ANSWERS.inc()
@@ -256,9 +256,9 @@ class Gateway:
                 elif request.stream:
                     yield event
                     told |= isinstance(event, Told)
-                    for piece in again if isinstance(event, Begun) else ():
-                        yield piece
-                        told |= isinstance(piece, Told)
+                    for early in again if isinstance(event, Begun) else ():
+                        yield early
+                        told |= isinstance(early, Told)
 
     async def _report(self, answered: Answered, request: TurnRequest) -> Report | None:
         """Returns what a request wants to know beside its answer."""

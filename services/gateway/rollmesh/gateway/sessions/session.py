@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from rollmesh.chat.constraints.structural_tag import Wanted
 from rollmesh.chat.messages import Message, RenderContext
-from rollmesh.chat.parsing.answer import CallDelta, Delta, ReasoningDelta
+from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
 from rollmesh.gateway.conversation.sampled import Returns, Shown
 from rollmesh.gateway.conversation.tree import Node, Tree
@@ -55,7 +55,7 @@ class TurnRequest:
 
     @property
     def may_stop_early(self) -> bool:
-        """Whether pieces of the answer are needed before its end."""
+        """Whether parts of the answer are needed before its end."""
         return self.stream or bool(self.stops) or self.wanted.one_call
 
     @property
@@ -80,7 +80,7 @@ class Answered:
     node: Node
     record: AnswerRecord
     report: Report | None = None
-    """Where one is wanted, and was not told piece by piece."""
+    """Where one is wanted, and was not told while it was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +99,20 @@ class PromptIds:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Tokens of a streamed answer, and the piece of text that came with them."""
+    """Tokens of a streamed answer, and the event that came with them."""
 
     tokens: Shown
-    delta: Delta | None
+    event: ParserEvent | None
 
 
-Piece: TypeAlias = Delta | Told | PromptIds
-Event: TypeAlias = Begun | Piece | Answered
+StreamEvent: TypeAlias = ParserEvent | Told | PromptIds
+TurnEvent: TypeAlias = Begun | StreamEvent | Answered
 
 
 class Turn:
     """One sample that was asked for, and those who wait for its answer.
 
-    Pieces are kept until the end, so that a retry that joins late gets all of them, and so that who
+    Events are kept until the end, so that a retry that joins late gets all of them, and so that who
     reads slowly holds up neither the engine nor others: they have no more text than the answer.
     Afterwards they are read from the answer itself.
     """
@@ -138,7 +138,7 @@ class Turn:
         self.task: asyncio.Task[None] | None = None
         self.committing = False
         """Whether the answer is on its way to the journal: from then on it is kept."""
-        self._deltas: list[Piece] = []
+        self._events: list[StreamEvent] = []
         self._prompts = 0
         self.record_bytes = 0
         """What its path may add to the session's record, about, at most."""
@@ -186,30 +186,30 @@ class Turn:
 
     @property
     def has_emitted(self) -> bool:
-        """Whether a piece of the answer may have left."""
-        return self.stream and len(self._deltas) > self._prompts
+        """Whether a part of the answer may have left."""
+        return self.stream and len(self._events) > self._prompts
 
     def begin(self, prompt: PromptIds) -> None:
-        """Passes the prompt on, which is no piece of the answer."""
+        """Passes the prompt on, which is no part of the answer."""
         self._prompts = 1
         self.emit([prompt])
 
-    def emit(self, deltas: Sequence[Piece]) -> None:
-        """Passes pieces on."""
-        if deltas:
-            self._deltas += deltas
+    def emit(self, events: Sequence[StreamEvent]) -> None:
+        """Passes events on."""
+        if events:
+            self._events += events
             self._wake()
 
     def begin_again(self) -> None:
-        """Drops the pieces of an answer that is lost; none of them has left."""
-        del self._deltas[self._prompts :]
+        """Drops the events of an answer that is lost; none of them has left."""
+        del self._events[self._prompts :]
 
     def end(self, result: Answered | RollmeshError) -> None:
         """Ends the turn; the first end counts."""
         if self._result is None:
             self._result = result
             self._wake()
-            self._deltas = []  # who reads them has the list
+            self._events = []  # who reads them has the list
 
     def cancel(self, error: RollmeshError) -> None:
         """Ends a turn that is not on its way to the journal; who waits for it gets the error."""
@@ -217,22 +217,22 @@ class Turn:
         if self.task is not None:
             self.task.cancel()
 
-    async def events(self) -> AsyncIterator[Event]:
-        """Yields the beginning, the prompt where it is passed on, the pieces, and then the answer.
+    async def events(self) -> AsyncIterator[TurnEvent]:
+        """Yields the beginning, the prompt where it is passed on, the events, and then the answer.
 
         Raises:
             RollmeshError: The turn failed.
         """
         yield Begun(self.answer_id)
-        deltas: Sequence[Piece] = self._deltas
+        events: Sequence[StreamEvent] = self._events
         at = 0
         if self.answered is not None:
-            deltas = _pieces(self.answered.node.messages[0])
+            events = _events_of(self.answered.node.messages[0])
         while True:
             changed = self._changed = self._changed or asyncio.Event()
-            while at < len(deltas):
+            while at < len(events):
                 at += 1
-                yield deltas[at - 1]
+                yield events[at - 1]
             if isinstance(self._result, RollmeshError):
                 raise self._result
             if self._result is not None:
@@ -246,15 +246,15 @@ class Turn:
             self._changed = None
 
 
-def _pieces(message: Message) -> list[Delta]:
-    """Returns a whole answer as the pieces of a stream."""
-    pieces: list[Delta] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
-    pieces += [message.content] if message.content else []
-    pieces += [
-        CallDelta(index, call.id, call.name, call.arguments)
+def _events_of(message: Message) -> list[ParserEvent]:
+    """Returns a whole answer as the events of a stream."""
+    events: list[ParserEvent] = [ReasoningEvent(message.reasoning)] if message.reasoning else []
+    events += [TextEvent(message.content)] if message.content else []
+    events += [
+        ToolCallEvent(index, call.id, call.name, call.arguments)
         for index, call in enumerate(message.tool_calls)
     ]
-    return pieces
+    return events
 
 
 @dataclass(frozen=True, slots=True)

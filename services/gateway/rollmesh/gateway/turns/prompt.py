@@ -68,7 +68,7 @@ def build_prompt(
     shown, shown_context, spelled = special_text.apply(groups, match.depth, render_context)
     if spelled:
         match = match._replace(reasons=match.reasons | {Fidelity.SPECIAL_TEXT})
-    fresh = continuation.pieces(shown, match.depth, shown_context)
+    fresh = continuation.token_ids(shown, match.depth, shown_context)
     generation_prompt = continuation.generation_prompt(groups, render_context)
     if fresh:
         fresh[0] = continuation.behind(match.node, fresh[0])

@@ -1,12 +1,12 @@
-"""What a request wants to know beside its answer: piece by piece, or of a turn that is stored."""
+"""What a request asks for beside its answer, while it is sampled or of a stored turn."""
 
 import numpy as np
 
-from rollmesh.chat.parsing.answer import Delta
+from rollmesh.chat.parsing.events import ParserEvent
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway.conversation.sampled import Sampled, no_tops, show
 from rollmesh.gateway.conversation.tree import Node
-from rollmesh.gateway.sessions.session import Piece, PromptIds, Report, Told, TurnRequest
+from rollmesh.gateway.sessions.session import PromptIds, Report, StreamEvent, Told, TurnRequest
 from rollmesh.gateway.turns.generate import Generation
 from rollmesh.gateway.turns.prepare import Workers
 from rollmesh.runtime.codec.arrays import pack_ids
@@ -37,25 +37,25 @@ class Reporter:
 
         return await self._workers.run(work)
 
-    def pieces(
+    def with_tokens(
         self,
         request: TurnRequest,
         generation: Generation,
-        deltas: list[Delta],
+        events: list[ParserEvent],
         *,
         over: bool = False,
-    ) -> list[Piece]:
-        """Returns pieces with the tokens that came with them, where those are wanted."""
+    ) -> list[StreamEvent]:
+        """Returns events with the tokens that came with them, where those are wanted."""
         run = generation.tell(over=over) if request.stream and request.returns else None
         if run is None:
-            return [*deltas]
+            return [*events]
         shown = show(run, request.returns, self._tokenizer)
-        return [Told(shown, deltas[0] if deltas else None), *deltas[1:]]
+        return [Told(shown, events[0] if events else None), *events[1:]]
 
 
-def retold(report: Report | None) -> list[Piece]:
+def retold(report: Report | None) -> list[StreamEvent]:
     """Returns what a stream of a stored answer begins with: its prompt and all its tokens."""
     if report is None:
         return []
-    prompt: list[Piece] = [PromptIds(report.prompt)] if report.prompt else []
+    prompt: list[StreamEvent] = [PromptIds(report.prompt)] if report.prompt else []
     return [*prompt, Told(report.tokens, None)]

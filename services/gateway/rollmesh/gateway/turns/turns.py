@@ -143,7 +143,9 @@ class TurnRunner:
         turn.emit(generation.answer.end_text())
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
             whole.take(await self._vllm_parser.read(whole.text, request.render_context.tools_json))
-        turn.emit(self._reporter.pieces(request, generation, generation.answer.finish(), over=True))
+        turn.emit(
+            self._reporter.with_tokens(request, generation, generation.answer.finish(), over=True)
+        )
         sample = checked_sample(
             generation,
             prompt_tokens=prepared.prompt_tokens,
@@ -269,10 +271,10 @@ class TurnRunner:
         await faults.reach("gateway-mid-turn")
         tokens = generation.take(response)
         if len(tokens) > _INLINE_IDS:
-            deltas = await self._workers.run(lambda: generation.answer.feed(tokens))
+            events = await self._workers.run(lambda: generation.answer.feed(tokens))
         else:
-            deltas = generation.answer.feed(tokens)
-        turn.emit(self._reporter.pieces(request, generation, deltas))
+            events = generation.answer.feed(tokens)
+        turn.emit(self._reporter.with_tokens(request, generation, events))
 
     async def _commit(
         self,

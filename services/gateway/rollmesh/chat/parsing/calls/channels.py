@@ -8,14 +8,15 @@ The marks are special tokens: no text contains them. Rules as for other calls (`
 from abc import abstractmethod
 from typing import Literal
 
-from rollmesh.chat.parsing.events import Machine, Piece, ReasoningPiece, first_of, possible_start
+from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent
+from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
 
 MESSAGE = "<|message|>"
 Kind = Literal["reasoning", "text", "call"]
 
 
-class ChannelParser(Machine):
-    """One answer's text, cut into pieces. `_held` is text not yet passed on."""
+class ChannelParser(StepParser):
+    """One answer's text, cut into events. `_held` is text not yet passed on."""
 
     def __init__(self, ends: tuple[str, ...]) -> None:
         """Begins an empty answer.
@@ -32,72 +33,72 @@ class ChannelParser(Machine):
         """Whether all text was passed on: no call, nor what may begin one, is being read."""
         return self._kind is None and not self._held
 
-    def finish(self) -> list[Piece]:
-        """Says that no more text comes; returns the last pieces."""
-        pieces: list[Piece] = []
+    def finish(self) -> list[ParserEvent]:
+        """Says that no more text comes; returns the last events."""
+        events: list[ParserEvent] = []
         if self._kind is None:
             if self._held.strip() and not self._is_header(self._held):
                 self.malformed = True  # no channel: what the model wrote is all there is
-                self.emit_text(self._held, pieces)
+                self.emit_text(self._held, events)
         else:
-            self._emit(self._held, pieces)
-            self._end_body(pieces)
+            self._emit(self._held, events)
+            self._end_body(events)
         self._held = ""
-        self.end_text(pieces)
-        return pieces
+        self.end_text(events)
+        return events
 
     @abstractmethod
     def _is_header(self, text: str) -> bool:
         """Says whether what is left of an answer is a header that broke off."""
 
     @abstractmethod
-    def _begin_body(self, header: str, pieces: list[Piece]) -> Kind:
+    def _begin_body(self, header: str, events: list[ParserEvent]) -> Kind:
         """Reads a header; returns what the message is, and begins it."""
 
     @abstractmethod
-    def _emit_call(self, text: str, pieces: list[Piece]) -> None:
-        """Takes a piece of a call's message."""
+    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:
+        """Takes an event of a call's message."""
 
     @abstractmethod
-    def _end_call(self, pieces: list[Piece]) -> None:
+    def _end_call(self, events: list[ParserEvent]) -> None:
         """Ends a call's message."""
 
     def _keep(self, text: str) -> int:
         """Returns how many of the last characters of a body may not belong to it."""
         return possible_start(text, self._ends)
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, events: list[ParserEvent]) -> bool:
         if self._kind is None:
             header, found, rest = self._held.partition(MESSAGE)
             if found:
                 self._held = rest
-                self._kind = self._begin_body(header, pieces)
+                self._kind = self._begin_body(header, events)
             return bool(found)
         at, mark = first_of(self._held, self._ends)
         if at < 0:
             keep = self._keep(self._held)
-            self._emit(self._held[: len(self._held) - keep], pieces)
+            self._emit(self._held[: len(self._held) - keep], events)
             self._held = self._held[len(self._held) - keep :]
             return False
-        self._close(at, mark, pieces)
+        self._close(at, mark, events)
         return True
 
-    def _close(self, at: int, mark: str, pieces: list[Piece]) -> None:
+    def _close(self, at: int, mark: str, events: list[ParserEvent]) -> None:
         """Ends the message whose body ends at an index, with `mark` there."""
-        self._emit(self._held[:at], pieces)
+        self._emit(self._held[:at], events)
         self._held = self._held[at + len(mark) :]
-        self._end_body(pieces)
+        self._end_body(events)
 
-    def _emit(self, text: str, pieces: list[Piece]) -> None:
+    def _emit(self, text: str, events: list[ParserEvent]) -> None:
         if self._kind == "call":
-            self._emit_call(text, pieces)
+            self._emit_call(text, events)
         elif self._kind == "text":
-            self.emit_text(text, pieces)
+            self.emit_text(text, events)
         elif text:
             self.reasoning += text
-            pieces.append(ReasoningPiece(text))
+            events.append(ReasoningEvent(text))
 
-    def _end_body(self, pieces: list[Piece]) -> None:
+    def _end_body(self, events: list[ParserEvent]) -> None:
         if self._kind == "call":
-            self._end_call(pieces)
+            self._end_call(events)
         self._kind = None

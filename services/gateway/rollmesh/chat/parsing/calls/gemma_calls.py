@@ -14,7 +14,8 @@ from typing import Any
 
 from rollmesh.chat.json_values import read_json, write_json
 from rollmesh.chat.parsing.calls.xml_calls import Schemas, kinds
-from rollmesh.chat.parsing.events import Machine, Piece, ReasoningPiece, first_of, possible_start
+from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent
+from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
 
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -31,8 +32,8 @@ _WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True
 _MOST_DEPTH = 64
 
 
-class GemmaParser(Machine):
-    """One answer's text, cut into pieces. `_held` is text not yet passed on."""
+class GemmaParser(StepParser):
+    """One answer's text, cut into events. `_held` is text not yet passed on."""
 
     def __init__(self, schemas: Schemas, *, inside_reasoning: bool = False) -> None:
         """Begins an empty answer.
@@ -51,29 +52,29 @@ class GemmaParser(Machine):
         """Whether all text was passed on: no call, nor what may begin one, is being read."""
         return self._state == "text" and not self._held
 
-    def finish(self) -> list[Piece]:
-        """Says that no more text comes; returns the last pieces."""
-        pieces: list[Piece] = []
+    def finish(self) -> list[ParserEvent]:
+        """Says that no more text comes; returns the last events."""
+        events: list[ParserEvent] = []
         if self._state == "call":
-            self._end_call(len(self._held), "", pieces)
-            while self._step(pieces):
+            self._end_call(len(self._held), "", events)
+            while self._step(events):
                 pass
         if self._state in {"label", "reasoning"}:
             bare = self._state == "label" and self._held == _LABEL.rstrip()
-            self._think("" if bare else self._held.rstrip(), pieces)
+            self._think("" if bare else self._held.rstrip(), events)
         else:
-            self.emit_text(self._held, pieces)
+            self.emit_text(self._held, events)
         self._held = ""
-        self.end_text(pieces)
-        return pieces
+        self.end_text(events)
+        return events
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, events: list[ParserEvent]) -> bool:
         """Makes one transition; says whether another may follow."""
         if self._state == "call":
-            return self._step_call(pieces)
+            return self._step_call(events)
         if self._state == "label":
             return self._step_label()
-        return self._step_open(pieces)
+        return self._step_open(events)
 
     def _step_label(self) -> bool:
         if len(self._held) < len(_LABEL) and _LABEL.startswith(self._held):
@@ -82,7 +83,7 @@ class GemmaParser(Machine):
         self._state = "reasoning"
         return True
 
-    def _step_open(self, pieces: list[Piece]) -> bool:
+    def _step_open(self, events: list[ParserEvent]) -> bool:
         """Passes on text or reasoning up to the next mark."""
         at, mark = first_of(self._held, _OUTSIDE)
         thinks = self._state == "reasoning"
@@ -90,9 +91,9 @@ class GemmaParser(Machine):
         certain = self._held[:size]
         if thinks:
             certain = certain.rstrip()  # the template prints a line break before the closing mark
-            self._think(certain, pieces)
+            self._think(certain, events)
         else:
-            self.emit_text(certain, pieces)
+            self.emit_text(certain, events)
         if at < 0:
             self._held = self._held[len(certain) :]
             return False
@@ -105,32 +106,32 @@ class GemmaParser(Machine):
             self._state = "text"
         return True
 
-    def _think(self, text: str, pieces: list[Piece]) -> None:
+    def _think(self, text: str, events: list[ParserEvent]) -> None:
         if text:
             self.reasoning += text
-            pieces.append(ReasoningPiece(text))
+            events.append(ReasoningEvent(text))
 
-    def _step_call(self, pieces: list[Piece]) -> bool:
+    def _step_call(self, events: list[ParserEvent]) -> bool:
         for mark in _IN_CALL.finditer(self._held, self._looked):
             if mark.group() == _QUOTE:
                 self._quoted = not self._quoted
             elif not self._quoted:
-                self._end_call(mark.start(), mark.group(), pieces)
+                self._end_call(mark.start(), mark.group(), events)
                 return True
             self._looked = mark.end()
         return False
 
-    def _end_call(self, size: int, mark: str, pieces: list[Piece]) -> None:
+    def _end_call(self, size: int, mark: str, events: list[ParserEvent]) -> None:
         """Passes on the call of the first `size` characters, which `mark` ends; "" is the end."""
         body, self._held = self._held[:size], self._held[size + len(mark) :]
         call = _read(body, self._schemas)
         if call is None:
             self.malformed = True
-            self.emit_text(f"{_CALL}{body}{mark if mark == _CALL_END else ''}", pieces)
+            self.emit_text(f"{_CALL}{body}{mark if mark == _CALL_END else ''}", events)
         else:
             self.malformed |= mark == _CALL
-            self.begin_call(call[0], pieces)
-            self.emit_arguments(write_json(call[1]), pieces)
+            self.begin_call(call[0], events)
+            self.emit_arguments(write_json(call[1]), events)
         self._state = "call" if mark == _CALL else "text"
         self._looked, self._quoted = 0, False
 

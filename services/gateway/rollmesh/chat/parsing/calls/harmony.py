@@ -12,7 +12,7 @@ from collections.abc import Set
 
 from rollmesh.chat.json_values import is_object
 from rollmesh.chat.parsing.calls.channels import MESSAGE, ChannelParser, Kind
-from rollmesh.chat.parsing.events import Piece
+from rollmesh.chat.parsing.events import ParserEvent
 
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
@@ -21,7 +21,7 @@ MARKS = (MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
 
 
 class HarmonyParser(ChannelParser):
-    """One answer's text, cut into pieces."""
+    """One answer's text, cut into events."""
 
     def __init__(self, names: Set[str] | None = None) -> None:
         """Begins an empty answer.
@@ -35,19 +35,19 @@ class HarmonyParser(ChannelParser):
     def _is_header(self, text: str) -> bool:
         return text.strip().startswith(("<|start|>", "<|channel|>"))
 
-    def _begin_body(self, header: str, pieces: list[Piece]) -> Kind:
+    def _begin_body(self, header: str, events: list[ParserEvent]) -> Kind:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         analysis = channel is not None and channel[1] == "analysis"
         if recipient is None:
             return "reasoning" if analysis else "text"
         if self._names is None or recipient[1] in self._names:
-            self.begin_call(recipient[1], pieces)
+            self.begin_call(recipient[1], events)
             return "call"
         self.malformed = True
         return "text"
 
-    def _emit_call(self, text: str, pieces: list[Piece]) -> None:
-        self.emit_arguments(text, pieces)
+    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:
+        self.emit_arguments(text, events)
 
-    def _end_call(self, pieces: list[Piece]) -> None:  # noqa: ARG002 - its arguments have left
+    def _end_call(self, events: list[ParserEvent]) -> None:  # noqa: ARG002 - its arguments have left
         self.malformed |= not is_object(self.calls[-1][1])

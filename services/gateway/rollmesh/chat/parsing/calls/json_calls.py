@@ -8,7 +8,7 @@ Rules:
 * A call that breaks off or goes wrong inside its arguments stays a call with what was sampled, and
   is flagged: its beginning may have been streamed. The next call's mark ends it, where that stands
   outside of strings.
-* The joined pieces are the same however the text was cut.
+* The joined events are the same however the text was cut.
 """
 
 import json
@@ -18,7 +18,8 @@ from enum import Enum, auto
 
 from rollmesh.chat.json_values import is_object, read_json, write_json
 from rollmesh.chat.parsing.calls.json_formats import ObjectFormat
-from rollmesh.chat.parsing.events import Machine, Piece, first_of, possible_start
+from rollmesh.chat.parsing.events import ParserEvent
+from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
 
 _SEPARATORS = "; \t\r\n"
 
@@ -30,8 +31,8 @@ class _State(Enum):
     TAIL = auto()
 
 
-class ObjectCallParser(Machine):
-    """One answer's text, cut into pieces.
+class ObjectCallParser(StepParser):
+    """One answer's text, cut into events.
 
     State: TEXT outside of calls; HEADER between the opening mark and the arguments; ARGUMENTS
     inside the object; TAIL between its last brace and the closing mark. `_held` is text not yet
@@ -55,21 +56,21 @@ class ObjectCallParser(Machine):
         self._scanned = 0
         self._between = False  # nothing but separators stands behind the last call
 
-    def finish(self) -> list[Piece]:
-        """Says that no more text comes; returns the last pieces."""
-        pieces: list[Piece] = []
+    def finish(self) -> list[ParserEvent]:
+        """Says that no more text comes; returns the last events."""
+        events: list[ParserEvent] = []
         if self._state is _State.TEXT:
-            self._end_outside(pieces)
+            self._end_outside(events)
         elif self._state is _State.HEADER:
-            self._whole_body(self._held, "", pieces)
+            self._whole_body(self._held, "", events)
         elif self._state is _State.ARGUMENTS:
-            self.emit_arguments(self._held, pieces)
+            self.emit_arguments(self._held, events)
             self.malformed = True
         else:
-            self._end_tail(pieces)
+            self._end_tail(events)
         self._held = ""
-        self.end_text(pieces)
-        return pieces
+        self.end_text(events)
+        return events
 
     @property
     def idle(self) -> bool:
@@ -80,15 +81,15 @@ class ObjectCallParser(Machine):
     def _arguments(self) -> str:
         return self.calls[-1][1]
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, events: list[ParserEvent]) -> bool:
         """Makes one transition; says whether another may follow."""
         match self._state:
             case _State.TEXT:
-                return self._step_bare() or self._step_text(pieces)
+                return self._step_bare() or self._step_text(events)
             case _State.HEADER:
-                return self._step_header(pieces)
+                return self._step_header(events)
             case _State.ARGUMENTS:
-                return self._step_arguments(pieces)
+                return self._step_arguments(events)
             case _State.TAIL:
                 return self._step_tail()
 
@@ -107,12 +108,12 @@ class ObjectCallParser(Machine):
         self._open(blanks)
         return True
 
-    def _step_text(self, pieces: list[Piece]) -> bool:
+    def _step_text(self, events: list[ParserEvent]) -> bool:
         if self._between and not self._skip_separators():
             return False
         at, mark = first_of(self._held, self._outside)
         if at >= 0:
-            self.emit_text(self._held[:at], pieces)
+            self.emit_text(self._held[:at], events)
             self._held = self._held[at + len(mark) :]
             if mark == self._format.open:
                 self._open(mark)
@@ -120,7 +121,7 @@ class ObjectCallParser(Machine):
         keep = possible_start(self._held, self._outside)
         if self._format.bare and not self.content and not self._held.strip(_SEPARATORS):
             keep = len(self._held)  # a call may follow
-        self.emit_text(self._held[: len(self._held) - keep], pieces)
+        self.emit_text(self._held[: len(self._held) - keep], events)
         self._held = self._held[len(self._held) - keep :]
         return False
 
@@ -134,25 +135,25 @@ class ObjectCallParser(Machine):
         self._between = False
         return True
 
-    def _end_outside(self, pieces: list[Piece]) -> None:
+    def _end_outside(self, events: list[ParserEvent]) -> None:
         blank = self.calls and not self._held.strip(_SEPARATORS)
         if not (self._format.bare and blank):
-            self.emit_text(self._held, pieces)
+            self.emit_text(self._held, events)
 
-    def _step_header(self, pieces: list[Piece]) -> bool:
+    def _step_header(self, events: list[ParserEvent]) -> bool:
         at = self._end_of_body()  # first, so that the result does not hang on the cut
         header = self._format.header.match(self._held if at < 0 else self._held[:at])
         if header:
-            return self._begin(header, pieces)
+            return self._begin(header, events)
         if not self._opened.strip(_SEPARATORS) and not self._may_begin_call(self._held):
             # An answer that is JSON but no call.
             self._state = _State.TEXT
-            self.emit_text(self._opened + self._held, pieces)
+            self.emit_text(self._opened + self._held, events)
             self._held = ""
             return False
         if at < 0:
             return False
-        self._whole_body(*self._take_body(at), pieces)
+        self._whole_body(*self._take_body(at), events)
         self._state = _State.TEXT
         return True
 
@@ -180,26 +181,26 @@ class ObjectCallParser(Machine):
         body, self._held = self._held[:at], self._held[at + len(close) :]
         return body, close
 
-    def _begin(self, header: "re.Match[str]", pieces: list[Piece]) -> bool:
+    def _begin(self, header: "re.Match[str]", events: list[ParserEvent]) -> bool:
         name = header["name"]
         name = json_string(name) if name.startswith('"') else name.strip()
         if self._names is not None and name not in self._names:
             at = self._end_of_body()
             if at < 0:
                 return False  # text, once its end is known
-            self._refuse("".join(self._take_body(at)), pieces)
+            self._refuse("".join(self._take_body(at)), events)
             self._state = _State.TEXT
             return True
         groups = header.groupdict()
-        self.begin_call(name, pieces, groups.get("id") or "")
+        self.begin_call(name, events, groups.get("id") or "")
         self._held = self._held[header.end() :]
         self._scanner = _ObjectScanner(self._format.open)
         self._state = _State.ARGUMENTS
         return True
 
-    def _step_arguments(self, pieces: list[Piece]) -> bool:
+    def _step_arguments(self, events: list[ParserEvent]) -> bool:
         size = self._scanner.scan(self._held)
-        self.emit_arguments(self._held[:size], pieces)
+        self.emit_arguments(self._held[:size], events)
         self._held = self._held[size:]
         if not self._scanner.done:
             return False
@@ -222,7 +223,7 @@ class ObjectCallParser(Machine):
         self._state, self._between = _State.TEXT, self._format.bare
         return True
 
-    def _end_tail(self, pieces: list[Piece]) -> None:
+    def _end_tail(self, events: list[ParserEvent]) -> None:
         """Ends a call without its closing mark: whole all the same where its last brace is there.
 
         Text behind it stays text.
@@ -233,29 +234,29 @@ class ObjectCallParser(Machine):
         self.malformed |= not whole or not is_object(self._arguments)
         if not self._format.close.startswith(rest):
             self._held, self._state = rest, _State.TEXT
-            while self._step_text(pieces):
+            while self._step_text(events):
                 pass
-            self.emit_text(self._held, pieces)
+            self.emit_text(self._held, events)
 
     def _size_of_tail(self) -> int:
         tail = self._format.tail.match(self._held)
         return tail.end() if tail else 0
 
-    def _refuse(self, text: str, pieces: list[Piece]) -> None:
+    def _refuse(self, text: str, events: list[ParserEvent]) -> None:
         self.malformed = True
-        self.emit_text(self._opened + text, pieces)
+        self.emit_text(self._opened + text, events)
 
-    def _whole_body(self, body: str, close: str, pieces: list[Piece]) -> None:
+    def _whole_body(self, body: str, close: str, events: list[ParserEvent]) -> None:
         """Reads a body that did not begin as usual: keys in another order, or no call at all."""
         calls = _read_calls(body, self._format.keys, self._format.id_key)
         known = self._names is None or all(name in self._names for name, _, _ in calls)
         if not calls or not known:
             if body.strip() or self._opened:
-                self._refuse(body + close, pieces)
+                self._refuse(body + close, events)
             return
         for name, arguments, call_id in calls:
-            self.begin_call(name, pieces, call_id)
-            self.emit_arguments(arguments, pieces)
+            self.begin_call(name, events, call_id)
+            self.emit_arguments(arguments, events)
         self._between = self._format.bare
 
 

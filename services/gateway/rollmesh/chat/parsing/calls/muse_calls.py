@@ -17,7 +17,8 @@ from typing import Any
 from rollmesh.chat.json_values import write_json
 from rollmesh.chat.parsing.calls.channels import MESSAGE, ChannelParser, Kind
 from rollmesh.chat.parsing.calls.xml_calls import Schemas, typed
-from rollmesh.chat.parsing.events import Piece, possible_start
+from rollmesh.chat.parsing.events import ParserEvent
+from rollmesh.chat.parsing.parser import possible_start
 
 _START, _ENDS = "<|start|>", ("<|eom|>", "<|eot|>")
 _BREAKS = (*_ENDS, _START, MESSAGE)
@@ -37,7 +38,7 @@ MARKS = (MESSAGE, *_ENDS, _START)
 
 
 class MuseParser(ChannelParser):
-    """One answer's text, cut into pieces. `_body` is what was read of a message with calls."""
+    """One answer's text, cut into events. `_body` is what was read of a message with calls."""
 
     def __init__(self, schemas: Schemas) -> None:
         """Begins an empty answer; `schemas` are the tools that there are."""
@@ -49,7 +50,7 @@ class MuseParser(ChannelParser):
         left = _END.sub("", text).strip()
         return not left or left.startswith(_START) or "to=".startswith(left[:3])
 
-    def _begin_body(self, header: str, pieces: list[Piece]) -> Kind:  # noqa: ARG002 - no name yet
+    def _begin_body(self, header: str, events: list[ParserEvent]) -> Kind:  # noqa: ARG002 - no name yet
         recipient = _RECIPIENT.search(header)
         if recipient is None or recipient[1] == "user":
             return "text"
@@ -60,45 +61,45 @@ class MuseParser(ChannelParser):
         begun = _UNENDED_BEGUN.search(text[: len(text) - (mark := possible_start(text, _BREAKS))])
         return len(text) - begun.start() if begun else mark
 
-    def _close(self, at: int, mark: str, pieces: list[Piece]) -> None:
+    def _close(self, at: int, mark: str, events: list[ParserEvent]) -> None:
         if mark in _ENDS:
-            super()._close(at, mark, pieces)
+            super()._close(at, mark, events)
             return
         # Nothing ended this message: the header of the next one stands at its end.
         header = _UNENDED.search(self._held[:at]) if mark == MESSAGE else None
         begin = header.start() if header else at
         if mark == MESSAGE and header is None:
-            super()._close(at, mark, pieces)
+            super()._close(at, mark, events)
             self._kind = "text"
             return
         rest = self._held[begin:]
-        self._emit(self._held[:begin], pieces)
-        self._end_body(pieces)
+        self._emit(self._held[:begin], events)
+        self._end_body(events)
         self._held = rest
 
-    def _emit_call(self, text: str, pieces: list[Piece]) -> None:  # noqa: ARG002 - kept till whole
+    def _emit_call(self, text: str, events: list[ParserEvent]) -> None:  # noqa: ARG002 - kept till whole
         self._body += text
 
-    def _end_call(self, pieces: list[Piece]) -> None:
+    def _end_call(self, events: list[ParserEvent]) -> None:
         at = 0
         for invoke in _INVOKE.finditer(self._body):
-            self._say(self._body[at : invoke.start()], pieces)
+            self._say(self._body[at : invoke.start()], events)
             at = invoke.end()
             arguments = self._arguments(invoke["name"], invoke["body"])
             if arguments is None:
                 self.malformed = True
-                self.emit_text(invoke.group(), pieces)
+                self.emit_text(invoke.group(), events)
             else:
-                self.begin_call(invoke["name"], pieces)
-                self.emit_arguments(write_json(arguments), pieces)
-        self._say(self._body[at:], pieces)
+                self.begin_call(invoke["name"], events)
+                self.emit_arguments(write_json(arguments), events)
+        self._say(self._body[at:], events)
         self._body = ""
 
-    def _say(self, text: str, pieces: list[Piece]) -> None:
+    def _say(self, text: str, events: list[ParserEvent]) -> None:
         """Passes on what stands beside calls in their message: it should be nothing."""
         if _AROUND.sub("", text).strip():
             self.malformed = True
-            self.emit_text(text, pieces)
+            self.emit_text(text, events)
 
     def _arguments(self, name: str, body: str) -> dict[str, Any] | None:
         """Returns a call's arguments; None where it is not whole, or no tool has the name."""

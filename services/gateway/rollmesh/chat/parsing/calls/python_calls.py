@@ -15,7 +15,8 @@ from enum import Enum, auto
 
 from rollmesh.chat.json_values import write_json
 from rollmesh.chat.parsing.calls.python_literals import read_call
-from rollmesh.chat.parsing.events import Machine, Piece, first_of, possible_start
+from rollmesh.chat.parsing.events import ParserEvent
+from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
 
 _NAME = r"[A-Za-z_][\w.-]*"
 _HEAD = re.compile(rf"\s*\[\s*(?={_NAME}\s*\()")
@@ -59,8 +60,8 @@ class _State(Enum):
     COMMA = auto()
 
 
-class PythonicCallParser(Machine):
-    """One answer's text, cut into pieces.
+class PythonicCallParser(StepParser):
+    """One answer's text, cut into events.
 
     State: START before anything but blanks; TEXT outside of lists; HEAD behind a mark; CALL in
     front of a call or in it; COMMA behind one. `_held` is text not yet passed on.
@@ -82,29 +83,29 @@ class PythonicCallParser(Machine):
         """Whether all text was passed on: no call, nor what may begin one, is being read."""
         return self._state in {_State.START, _State.TEXT} and not self._held + self._opened
 
-    def finish(self) -> list[Piece]:
-        """Says that no more text comes; returns the last pieces."""
-        pieces: list[Piece] = []
+    def finish(self) -> list[ParserEvent]:
+        """Says that no more text comes; returns the last events."""
+        events: list[ParserEvent] = []
         if self._state in {_State.HEAD, _State.CALL, _State.COMMA}:
             self.malformed = True  # a list without its end
-        self.emit_text(self._opened + self._held, pieces)
+        self.emit_text(self._opened + self._held, events)
         self._opened = self._held = ""
-        self.end_text(pieces)
-        return pieces
+        self.end_text(events)
+        return events
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, events: list[ParserEvent]) -> bool:
         """Makes one transition; says whether another may follow."""
         match self._state:
             case _State.START:
                 return self._step_start()
             case _State.TEXT:
-                return self._step_text(pieces)
+                return self._step_text(events)
             case _State.HEAD:
-                return self._step_head(pieces)
+                return self._step_head(events)
             case _State.CALL:
-                return self._step_call(pieces)
+                return self._step_call(events)
             case _State.COMMA:
-                return self._step_comma(pieces)
+                return self._step_comma(events)
 
     def _step_start(self) -> bool:
         head = _HEAD.match(self._held)
@@ -120,36 +121,36 @@ class PythonicCallParser(Machine):
         self._held = self._held[head.end() :]
         self._state, self._refused = _State.CALL, False
 
-    def _step_text(self, pieces: list[Piece]) -> bool:
+    def _step_text(self, events: list[ParserEvent]) -> bool:
         at, mark = first_of(self._held, self._marks)
         if at < 0:
             keep = possible_start(self._held, self._marks)
-            self.emit_text(self._held[: len(self._held) - keep], pieces)
+            self.emit_text(self._held[: len(self._held) - keep], events)
             self._held = self._held[len(self._held) - keep :]
             return False
-        self.emit_text(self._held[:at], pieces)
+        self.emit_text(self._held[:at], events)
         self._held = self._held[at + len(mark) :]
         if mark == self._mark:
             self._opened, self._state = mark, _State.HEAD
         elif not self.calls:
-            self.emit_text(mark, pieces)
+            self.emit_text(mark, events)
         return True
 
-    def _step_head(self, pieces: list[Piece]) -> bool:
+    def _step_head(self, events: list[ParserEvent]) -> bool:
         head = _HEAD.match(self._held)
         if head is not None:
             self._begin_list(head)
             return True
         if _HEAD_BEGUN.fullmatch(self._held):
             return False
-        return self._leave_list(pieces)
+        return self._leave_list(events)
 
-    def _step_call(self, pieces: list[Piece]) -> bool:
+    def _step_call(self, events: list[ParserEvent]) -> bool:
         if _END.match(self._held):  # behind a comma
             self._state = _State.COMMA
             return True
         if not _CALL.match(self._held):
-            return not _CALL_BEGUN.fullmatch(self._held) and self._leave_list(pieces)
+            return not _CALL_BEGUN.fullmatch(self._held) and self._leave_list(events)
         size = self._end.find(self._held)
         if size < 0:
             return False
@@ -159,30 +160,30 @@ class PythonicCallParser(Machine):
         call = read_call(source.strip())
         self._refused = call is None or call[0] not in self._names
         if call is None or self._refused:
-            self._refuse(source, pieces)
+            self._refuse(source, events)
         else:
             self._opened = ""
-            self.begin_call(call[0], pieces)
-            self.emit_arguments(write_json(call[1]), pieces)
+            self.begin_call(call[0], events)
+            self.emit_arguments(write_json(call[1]), events)
         return True
 
-    def _step_comma(self, pieces: list[Piece]) -> bool:
+    def _step_comma(self, events: list[ParserEvent]) -> bool:
         for pattern, state in ((_COMMA, _State.CALL), (_END, _State.TEXT)):
             if found := pattern.match(self._held):
                 if self._refused:
-                    self.emit_text(found.group(), pieces)
+                    self.emit_text(found.group(), events)
                 self._held, self._state = self._held[found.end() :], state
                 return True
-        return bool(self._held.strip()) and self._leave_list(pieces)
+        return bool(self._held.strip()) and self._leave_list(events)
 
-    def _refuse(self, source: str, pieces: list[Piece]) -> None:
+    def _refuse(self, source: str, events: list[ParserEvent]) -> None:
         self.malformed = True
-        self.emit_text(self._opened + source, pieces)
+        self.emit_text(self._opened + source, events)
         self._opened = ""
 
-    def _leave_list(self, pieces: list[Piece]) -> bool:
+    def _leave_list(self, events: list[ParserEvent]) -> bool:
         """Makes text of what is neither a call nor an end; says that another step may follow."""
-        self._refuse("", pieces)
+        self._refuse("", events)
         self._state = _State.TEXT
         return True
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.chat.json_values import read_json, write_json
-from rollmesh.chat.parsing.events import Machine, Piece, first_of, possible_start
+from rollmesh.chat.parsing.events import ParserEvent
+from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(f"{_OPEN}|{_CLOSE}")
@@ -78,8 +79,8 @@ GLM = TaggedFormat(
 )
 
 
-class TaggedCallParser(Machine):
-    """One answer's text, cut into pieces.
+class TaggedCallParser(StepParser):
+    """One answer's text, cut into events.
 
     `_held` is text not yet passed on; tags in its first `_looked` characters are part of a value.
     """
@@ -105,38 +106,38 @@ class TaggedCallParser(Machine):
         """Whether all text was passed on: no call, nor what may begin one, is being read."""
         return not (self._inside or self._held)
 
-    def finish(self) -> list[Piece]:
-        """Says that no more text comes; returns the last pieces."""
-        pieces: list[Piece] = []
+    def finish(self) -> list[ParserEvent]:
+        """Says that no more text comes; returns the last events."""
+        events: list[ParserEvent] = []
         while self._inside:
-            if not (self._format.shows_end and self._take_call(self._held, pieces)):
-                self._refuse(pieces)
-                while self._step(pieces):
+            if not (self._format.shows_end and self._take_call(self._held, events)):
+                self._refuse(events)
+                while self._step(events):
                     pass
             else:
                 self._go_behind(len(self._held), inside=False)
-        self.emit_text(self._held, pieces)
+        self.emit_text(self._held, events)
         self._held = ""
-        self.end_text(pieces)
-        return pieces
+        self.end_text(events)
+        return events
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, events: list[ParserEvent]) -> bool:
         """Makes one transition; says whether another may follow."""
-        return self._step_inside(pieces) if self._inside else self._step_text(pieces)
+        return self._step_inside(events) if self._inside else self._step_text(events)
 
-    def _step_text(self, pieces: list[Piece]) -> bool:
+    def _step_text(self, events: list[ParserEvent]) -> bool:
         at, mark = first_of(self._held, self._format.opens)
         if at < 0:
             keep = possible_start(self._held, self._format.opens)
-            self.emit_text(self._held[: len(self._held) - keep], pieces)
+            self.emit_text(self._held[: len(self._held) - keep], events)
             self._held = self._held[len(self._held) - keep :]
             return False
-        self.emit_text(self._held[:at], pieces)
+        self.emit_text(self._held[:at], events)
         self._opened = mark if mark == _OPEN else ""
         self._go_behind(at + len(self._opened), inside=True)
         return True
 
-    def _step_inside(self, pieces: list[Piece]) -> bool:
+    def _step_inside(self, events: list[ParserEvent]) -> bool:
         for tag in _TAG.finditer(self._held, self._looked):
             begin, end = (self._held.rfind(mark, 0, tag.start()) for mark in self._format.value)
             if begin > end:
@@ -144,34 +145,34 @@ class TaggedCallParser(Machine):
                 continue
             closed = tag.group() == _CLOSE
             body = self._held[: tag.start()]
-            if (closed or self._format.shows_end) and self._take_call(body, pieces):
+            if (closed or self._format.shows_end) and self._take_call(body, events):
                 self.malformed |= not closed
                 self._opened = _OPEN
                 self._go_behind(tag.end(), inside=not closed)
             else:
-                self._refuse(pieces)
+                self._refuse(events)
             return True
         return False
 
     def _go_behind(self, at: int, *, inside: bool) -> None:
         self._held, self._looked, self._inside = self._held[at:], 0, inside
 
-    def _take_call(self, body: str, pieces: list[Piece]) -> bool:
+    def _take_call(self, body: str, events: list[ParserEvent]) -> bool:
         """Passes a call on; says whether there was a whole one."""
         call = self._read(body)
         if call is not None:
             self.malformed |= not self._opened
-            self.begin_call(call[0], pieces)
-            self.emit_arguments(call[1], pieces)
+            self.begin_call(call[0], events)
+            self.emit_arguments(call[1], events)
         return call is not None
 
-    def _refuse(self, pieces: list[Piece]) -> None:
+    def _refuse(self, events: list[ParserEvent]) -> None:
         """Makes text of what is held, up to its first tag."""
         self.malformed = True
         tag = _TAG.search(self._held)
         inside = tag is not None and tag.group() == _OPEN
         size = len(self._held) if tag is None else tag.start() if inside else tag.end()
-        self.emit_text(self._opened + self._held[:size], pieces)
+        self.emit_text(self._opened + self._held[:size], events)
         self._opened = _OPEN
         self._go_behind(size + len(_OPEN) * inside, inside=inside)
 

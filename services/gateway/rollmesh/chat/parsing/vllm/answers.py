@@ -9,7 +9,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from rollmesh.chat.json_values import escape_surrogates, is_object, replace_surrogates
-from rollmesh.chat.parsing.events import Collector, Piece
+from rollmesh.chat.parsing.events import ParserEvent
+from rollmesh.chat.parsing.parser import BaseParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Reading:
     """Name and arguments of each."""
 
 
-class WholeCallParser(Collector):
+class WholeCallParser(BaseParser):
     """One answer's text. Order of use: `feed`, `take` once, `finish`."""
 
     def __init__(self, names: Set[str]) -> None:
@@ -37,7 +38,7 @@ class WholeCallParser(Collector):
         """Whether all text was passed on."""
         return not self.text
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ParserEvent]:
         """Takes text; nothing of it is certain."""
         self.text += text
         return []
@@ -46,21 +47,21 @@ class WholeCallParser(Collector):
         """Takes what was found; None where the parser failed."""
         self._reading = reading
 
-    def finish(self) -> list[Piece]:
-        """Returns the pieces of the whole answer."""
-        pieces: list[Piece] = []
+    def finish(self) -> list[ParserEvent]:
+        """Returns the events of the whole answer."""
+        events: list[ParserEvent] = []
         found = self._reading
         if found is not None and found.calls and all(map(self._is_whole, found.calls)):
-            self.emit_text(replace_surrogates(found.content), pieces)
+            self.emit_text(replace_surrogates(found.content), events)
             for name, arguments in found.calls:
-                self.begin_call(name, pieces)
-                self.emit_arguments(escape_surrogates(arguments), pieces)
+                self.begin_call(name, events)
+                self.emit_arguments(escape_surrogates(arguments), events)
         elif self.text:
             kept = found is not None and found.content.strip() == self.text.strip()
             self.malformed = not kept or bool(found and found.calls)
-            self.emit_text(self.text, pieces)
-        self.end_text(pieces)
-        return pieces
+            self.emit_text(self.text, events)
+        self.end_text(events)
+        return events
 
     def _is_whole(self, call: tuple[str, str]) -> bool:
         name, arguments = call

@@ -1,0 +1,118 @@
+"""What the parsers of tool calls have in common."""
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from rollmesh.chat.json_values import replace_surrogates
+from rollmesh.chat.parsing.events import ParserEvent, TextEvent, ToolCallEvent
+
+
+class ToolParser(Protocol):
+    """Cuts one answer's text into events; the joined events do not hang on how it was cut."""
+
+    malformed: bool
+    """Whether something looked like a call and was not a whole one."""
+    calls: list[tuple[str, str]]
+    """Name and arguments of each call so far."""
+    content: str
+    """Text of the answer so far."""
+    reasoning: str
+    """Text of the reasoning so far."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        ...
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        """Takes text; returns the events that became certain."""
+        ...
+
+    def finish(self) -> list[ParserEvent]:
+        """Says that no more text comes; returns the last events."""
+        ...
+
+
+class BaseParser:
+    """What all parsers share: the calls and the text so far, blanks held back beside calls.
+
+    Blank text beside calls is dropped, as agents do not expect it; other text stays as sampled.
+    """
+
+    def __init__(self) -> None:
+        """Begins an empty answer."""
+        self.malformed = False
+        self.calls: list[tuple[str, str]] = []
+        self.content = ""
+        self.reasoning = ""
+        self._blank = ""  # blank text that counts only if other text follows
+
+    def begin_call(self, name: str, events: list[ParserEvent], call_id: str = "") -> None:
+        """Begins a call."""
+        self._blank = ""
+        if replace_surrogates(call_id) != call_id:
+            call_id = ""  # no text could carry it
+        events.append(ToolCallEvent(len(self.calls), call_id, name))
+        self.calls.append((name, ""))
+
+    def emit_arguments(self, text: str, events: list[ParserEvent]) -> None:
+        """Passes on text of the last call's arguments."""
+        if text:
+            name, before = self.calls[-1]
+            self.calls[-1] = (name, before + text)
+            events.append(ToolCallEvent(len(self.calls) - 1, arguments=text))
+
+    def emit_text(self, text: str, events: list[ParserEvent]) -> None:
+        """Passes text on; blanks wait until other text shows that they count."""
+        text = self._blank + text
+        kept = text if not text.strip() else text[len(text.rstrip()) :]
+        self._blank = kept
+        certain = text[: len(text) - len(kept)]
+        if certain:
+            self.content += certain
+            events.append(TextEvent(certain))
+
+    def end_text(self, events: list[ParserEvent]) -> None:
+        """Says that no more text comes: blanks count where there was no call."""
+        if self._blank and not self.calls:
+            events.append(TextEvent(self._blank))
+            self.content += self._blank
+        self._blank = ""
+
+
+class StepParser(BaseParser, ABC):
+    """A parser that goes from state to state while it can."""
+
+    def __init__(self) -> None:
+        """Begins an empty answer."""
+        super().__init__()
+        self._held = ""  # text not yet passed on
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        """Takes text; returns the events that became certain."""
+        self._held += text
+        events: list[ParserEvent] = []
+        while self._step(events):
+            pass
+        return events
+
+    @abstractmethod
+    def _step(self, events: list[ParserEvent]) -> bool:
+        """Makes one transition; says whether another may follow."""
+
+
+def possible_start(text: str, tags: tuple[str, ...]) -> int:
+    """Returns how many of the last characters may begin one of `tags`."""
+    longest = max(map(len, tags), default=0)
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        tail = text[-size:]
+        if any(len(tag) > size and tag.startswith(tail) for tag in tags):
+            return size
+    return 0
+
+
+def first_of(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
+    """Returns where the first of `tags` stands and which it is; (-1, "") where none does."""
+    found = [(at, -len(tag), tag) for tag in tags if (at := text.find(tag)) >= 0]
+    at, _, tag = min(found, default=(-1, 0, ""))
+    return at, tag
