@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from rollmesh.chat.parsing.events import TextEvent
 from rollmesh.gateway.sessions.retries import retried
 from rollmesh.gateway.sessions.session import Begun, Turn
 
@@ -128,13 +129,13 @@ TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=100, stateful_step_count=30)
 
 
-async def test_pieces_of_an_answer_that_was_lost_do_not_reach_who_joins_later() -> None:
+async def test_events_of_an_answer_that_was_lost_do_not_reach_who_joins_later() -> None:
     turn = Turn(1, "a", "f")
-    turn.emit(["lost"])  # nobody streams: the turn begins anew on another engine
+    turn.emit([TextEvent("lost")])  # nobody streams: the turn begins anew on another engine
     assert not turn.has_emitted
     turn.begin_again()
     turn.stream = True
-    turn.emit(["kept"])
+    turn.emit([TextEvent("kept")])
     assert turn.has_emitted
     events = turn.events()
-    assert [await anext(events) for _ in range(2)] == [Begun("a"), "kept"]
+    assert [await anext(events) for _ in range(2)] == [Begun("a"), TextEvent("kept")]
