@@ -1,0 +1,30 @@
+"""What the process of a service loads: its own package and what that stands on."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rollmesh.cli.up.plan import SERVICES
+
+LOADED = "import sys\nimport rollmesh.{service}.__main__\nprint(*sys.modules, sep='\\n')"
+FORBIDDEN = {"torch", "vllm", "transformers", "rollmesh.client", "rollmesh.integrations"}
+FORBIDDEN |= {"rollmesh.batches", "rollmesh.cli"}
+STANDS_ON = {  # beside itself, the runtime and the stubs
+    "router": set[str](),
+    "engine": {"mesh"},
+    "collector": set[str](),
+    "gateway": {"mesh", "chat"},
+    "sidecar": set[str](),
+}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_loads_no_other_service_no_sdk_and_no_framework(service: str) -> None:
+    command = [sys.executable, "-c", LOADED.format(service=service)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    modules = set(done.stdout.split())
+    assert f"rollmesh.{service}.config" in modules
+    assert modules & FORBIDDEN == set()
+    packages = {name.split(".")[1] for name in modules if name.startswith("rollmesh.")}
+    assert packages == {service, "runtime", "v1"} | STANDS_ON[service]
