@@ -1,46 +1,23 @@
 """An OpenAI chat-completions body as a `ChatRequest`; each error names the parameter."""
 
-import reprlib
 from typing import Any
 
 import orjson
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.openai_chat.parameters import check_parameters, count_ignored
+from rollmesh.sidecar.openai_chat.formats import read_response_format
+from rollmesh.sidecar.openai_chat.messages import read_messages
+from rollmesh.sidecar.openai_chat.parameters import check_parameters
 from rollmesh.sidecar.openai_chat.sampled import Shown
 from rollmesh.sidecar.openai_chat.sampling import read_sampling
-from rollmesh.sidecar.openai_chat.values import flag, integer, string
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.sidecar.openai_chat.template_options import read_template_options
+from rollmesh.sidecar.openai_chat.tools import read_tool_choice, read_tools
+from rollmesh.sidecar.openai_chat.values import excerpt, flag, integer
+from rollmesh.v1 import gateway_pb2
 
-_ROLES = {
-    "system": types_pb2.ROLE_SYSTEM,
-    "developer": types_pb2.ROLE_SYSTEM,
-    "user": types_pb2.ROLE_USER,
-    "assistant": types_pb2.ROLE_ASSISTANT,
-    "tool": types_pb2.ROLE_TOOL,
-}
-_TOOL_CHOICES = {
-    None: gateway_pb2.TOOL_CHOICE_UNSPECIFIED,
-    "none": gateway_pb2.TOOL_CHOICE_NONE,
-    "auto": gateway_pb2.TOOL_CHOICE_AUTO,
-    "required": gateway_pb2.TOOL_CHOICE_REQUIRED,
-}
-_MESSAGE_KEYS = {
-    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
-}  # fmt: skip
-# What the gateway, or transformers, passes to a template beside its options.
-_TEMPLATE_ARGUMENTS = {
-    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
-    "tokenize",
-}  # fmt: skip
 _MAX_STOPS = 16
 _MAX_MODEL_CHARACTERS = 256
-_MAX_MESSAGES = 20_000  # the default of the gateway's `max_session_nodes`
-_MAX_TOOLS = 2048
-_MAX_SCHEMA_BYTES = 64 * 1024
 _MAX_TOP_LOGPROBS = 20
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = 100
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
@@ -66,28 +43,21 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
     """
     check_parameters(body)
     _check_modalities(body.get("modalities"))
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidFieldError("messages", "must be a non-empty list")
-    if len(messages) > _MAX_MESSAGES:
-        raise InvalidFieldError(
-            "messages", f"has {len(messages)} messages; a session holds at most {_MAX_MESSAGES}"
-        )
-    choice, tool_name = _tool_choice(body.get("tool_choice"))
+    choice, tool_name = read_tool_choice(body.get("tool_choice"))
     parallel = body.get("parallel_tool_calls")
     if not isinstance(parallel, bool | None):
         raise InvalidFieldError("parallel_tool_calls", "must be true or false")
     return gateway_pb2.ChatRequest(
-        messages=[_message(message, f"messages[{at}]") for at, message in enumerate(messages)],
-        tools_json=_tools(body.get("tools")),
+        messages=read_messages(body),
+        tools_json=read_tools(body.get("tools")),
         tool_choice=choice,
         tool_name=tool_name,
         parallel_tool_calls=parallel,
-        json_format=_json_format(body.get("response_format")),
+        json_format=read_response_format(body.get("response_format")),
         sampling=read_sampling(body),
         stop=_stop(body.get("stop")),
         stream=flag(body, "stream"),
-        template_options_json=_template_options(body),
+        template_options_json=read_template_options(body),
         bad_words=_bad_words(body.get("bad_words") or []),
         include_stop=flag(body, "include_stop_str_in_output"),
         show_special_tokens=not flag(body, "skip_special_tokens", default=True),
@@ -116,7 +86,7 @@ def _choices(n: Any) -> int:
     if n is None:
         return 1
     if type(n) is not int or not 1 <= n < 2**31:
-        raise InvalidFieldError("n", f"is {_SHOWN.repr(n)}; give at least 1")
+        raise InvalidFieldError("n", f"is {excerpt(n)}; give at least 1")
     return n
 
 
@@ -178,166 +148,6 @@ def _check_modalities(modalities: Any) -> None:
         raise InvalidFieldError("modalities", 'only ["text"] is served')
 
 
-def _template_options(body: dict[str, Any]) -> str:
-    options = body.get("chat_template_kwargs")
-    options = {} if options is None else options
-    if not isinstance(options, dict):
-        raise InvalidFieldError("chat_template_kwargs", "is not an object")
-    if taken := options.keys() & _TEMPLATE_ARGUMENTS:
-        raise InvalidFieldError(
-            f"chat_template_kwargs.{min(taken)}", "is not an option; leave it out"
-        )
-    if (effort := body.get("reasoning_effort")) is not None:  # templates know it by two names
-        options = {
-            "enable_thinking": effort != "none",
-            **options,
-            "reasoning_effort": string(effort, "reasoning_effort"),
-        }
-    if (documents := body.get("documents")) is not None:
-        options = {**options, "documents": _documents(documents)}
-    return _json(options, "chat_template_kwargs").decode() if options else ""
-
-
-def _documents(documents: Any) -> list[dict[str, str]]:
-    if not isinstance(documents, list):
-        raise InvalidFieldError("documents", "must be a list")
-    for at, one in enumerate(documents):
-        texts = isinstance(one, dict) and all(isinstance(text, str) for text in one.values())
-        if not texts:
-            raise InvalidFieldError(f"documents[{at}]", "is not an object of strings")
-    return documents
-
-
-def _message(message: Any, field: str) -> types_pb2.ChatMessage:
-    if not isinstance(message, dict):
-        raise InvalidFieldError(field, "is not an object")
-    name = message.get("role")
-    role = _ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise InvalidFieldError(f"{field}.role", f"{_SHOWN.repr(name)} is no role")
-    content = message.get("content")
-    if len(message) == 2 and isinstance(content, str):  # nothing else to check, as most are
-        return types_pb2.ChatMessage(role=role, content=content or None)
-    for key in ("function_call", "audio"):
-        if message.get(key):
-            raise InvalidFieldError(f"{field}.{key}", "is not served; send text and tool_calls")
-    count_ignored(message, _MESSAGE_KEYS)
-    content = _text(content, f"{field}.content")
-    result = types_pb2.ChatMessage(role=role, content=content or None)
-    if role == types_pb2.ROLE_ASSISTANT:
-        result.tool_calls.extend(_calls(message.get("tool_calls"), f"{field}.tool_calls"))
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
-        if reasoning:
-            result.reasoning_content = string(reasoning, f"{field}.reasoning_content")
-    if message.get("tool_call_id"):
-        result.tool_call_id = string(message["tool_call_id"], f"{field}.tool_call_id")
-    if message.get("name"):
-        result.name = string(message["name"], f"{field}.name")
-    return result
-
-
-def _text(content: Any, field: str) -> str:
-    """Returns text, joined from its parts where it comes in parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise InvalidFieldError(field, "must be a string, a list of text parts, or null")
-    texts: list[str] = []
-    for at, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
-            raise InvalidFieldError(f"{field}[{at}]", "is no text part; only text is served")
-        texts.append(string(part.get(part["type"]), f"{field}[{at}].{part['type']}"))
-    return "".join(texts)
-
-
-def _calls(calls: Any, field: str) -> list[types_pb2.ToolCall]:
-    if calls is None:
-        return []
-    if not isinstance(calls, list):
-        raise InvalidFieldError(field, "must be a list")
-    result: list[types_pb2.ToolCall] = []
-    for at, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise InvalidFieldError(f"{field}[{at}].function", "is missing")
-        result.append(
-            types_pb2.ToolCall(
-                id=string(call.get("id") or "", f"{field}[{at}].id"),
-                name=string(function.get("name"), f"{field}[{at}].function.name"),
-                arguments_json=string(
-                    function.get("arguments") or "", f"{field}[{at}].function.arguments"
-                ),
-            )
-        )
-    return result
-
-
-def _tools(tools: Any) -> str:
-    if tools is None:
-        return ""
-    if not isinstance(tools, list):
-        raise InvalidFieldError("tools", "must be a list")
-    if len(tools) > _MAX_TOOLS:
-        raise InvalidFieldError("tools", f"has {len(tools)} tools; give at most {_MAX_TOOLS}")
-    for at, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidFieldError(f"tools[{at}].function.name", "is missing; only functions")
-    return _json(tools, "tools").decode() if tools else ""
-
-
-def _tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str]:
-    """Returns the choice, and the name of the tool where it names one."""
-    if isinstance(choice, str | None) and choice in _TOOL_CHOICES:
-        return _TOOL_CHOICES[choice], ""
-    if not isinstance(choice, dict) or choice.get("type") != "function":
-        raise InvalidFieldError(
-            "tool_choice", "is not served; give none, auto, required, or a function by its name"
-        )
-    function = choice.get("function")
-    if not isinstance(function, dict):
-        raise InvalidFieldError("tool_choice.function", "is missing")
-    return gateway_pb2.TOOL_CHOICE_NAMED, string(function.get("name"), "tool_choice.function.name")
-
-
-def _json_format(form: Any) -> gateway_pb2.JsonFormat | None:
-    """Returns the JSON format of a `response_format`; None where the answer is text."""
-    if form is None:
-        return None
-    if not isinstance(form, dict):
-        raise InvalidFieldError("response_format", "is not an object")
-    match form.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return gateway_pb2.JsonFormat()
-        case "json_schema":
-            return _schema_format(form.get("json_schema"), "response_format.json_schema")
-        case _:
-            raise InvalidFieldError(
-                "response_format.type", "is not served; give text, json_object or json_schema"
-            )
-
-
-def _schema_format(form: Any, field: str) -> gateway_pb2.JsonFormat:
-    if not isinstance(form, dict):
-        raise InvalidFieldError(field, "is not an object")
-    if not string(form.get("name"), f"{field}.name"):
-        raise InvalidFieldError(f"{field}.name", "is empty")
-    schema = form.get("schema")
-    if not isinstance(schema, dict | None):
-        raise InvalidFieldError(f"{field}.schema", "is not an object")
-    strict = form.get("strict")
-    if not isinstance(strict, bool | None):
-        raise InvalidFieldError(f"{field}.strict", "must be true or false")
-    text = b"" if schema is None else _json(schema, f"{field}.schema")
-    if len(text) > _MAX_SCHEMA_BYTES:
-        raise InvalidFieldError(
-            f"{field}.schema", f"has {len(text)} bytes; give at most {_MAX_SCHEMA_BYTES}"
-        )
-    return gateway_pb2.JsonFormat(schema_json=text.decode(), strict=bool(strict))
-
-
 def _stop(stop: Any) -> list[str]:
     if stop is None:
         return []
@@ -347,11 +157,3 @@ def _stop(stop: Any) -> list[str]:
     if len(stops) > _MAX_STOPS:
         raise InvalidFieldError("stop", f"has {len(stops)} strings; give at most {_MAX_STOPS}")
     return stops
-
-
-def _json(value: Any, field: str) -> bytes:
-    """Returns a value of the body as JSON; orjson writes less deep than it reads."""
-    try:
-        return orjson.dumps(value)
-    except TypeError as error:
-        raise InvalidFieldError(field, f"cannot be written: {error}; give less deep") from error

@@ -84,14 +84,7 @@ def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
     if message.reasoning_content:
         result["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
-        result["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments_json},
-            }
-            for call in message.tool_calls
-        ]
+        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result
 
 
@@ -139,7 +132,7 @@ class ChunkWriter:
         if delta.reasoning_content:
             fields["reasoning_content"] = delta.reasoning_content
         if delta.tool_calls:
-            fields["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+            fields["tool_calls"] = [_tool_call_delta(call) for call in delta.tool_calls]
         if fields:
             self._begun.add(index)
         return role + self._choice(index, fields, tokens=delta.tokens)
@@ -185,10 +178,14 @@ class ChunkWriter:
         return _event({**self._common, **(top or {}), "choices": [{**choice, **fields}]})
 
 
-def _call_delta(call: gateway_pb2.ToolCallDelta) -> dict[str, Any]:
-    if call.id:
-        function = {"name": call.name, "arguments": call.arguments_json}
-        return {"index": call.index, "id": call.id, "type": "function", "function": function}
+def _tool_call(call: types_pb2.ToolCall | gateway_pb2.ToolCallDelta) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments_json}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_call_delta(call: gateway_pb2.ToolCallDelta) -> dict[str, Any]:
+    if call.id:  # the first delta of a call
+        return {"index": call.index, **_tool_call(call)}
     return {"index": call.index, "function": {"arguments": call.arguments_json}}
 
 

@@ -1,8 +1,19 @@
 """Values of a JSON body, checked; each error names the field."""
 
+import reprlib
 from typing import Any
 
+import orjson
+
 from rollmesh.runtime.errors import InvalidFieldError
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+
+
+def excerpt(value: Any) -> str:
+    """Returns a value as errors repeat it, cut to about 100 characters."""
+    return _REPR.repr(value)
 
 
 def number(value: Any, field: str, least: float, most: float) -> float:
@@ -54,3 +65,15 @@ def string(value: Any, field: str) -> str:
     if not isinstance(value, str):
         raise InvalidFieldError(field, "must be a string")
     return value
+
+
+def to_json(value: Any, field: str) -> str:
+    """Returns a value of the body as JSON.
+
+    Raises:
+        InvalidFieldError: It is nested too deeply: orjson reads deeper than it writes.
+    """
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as error:
+        raise InvalidFieldError(field, f"cannot be written: {error}; give less deep") from error

@@ -1,0 +1,47 @@
+"""What a chat-completions body passes to the chat template beside messages and tools."""
+
+from typing import Any
+
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.sidecar.openai_chat.values import string, to_json
+
+# Passed to every template by the gateway or by transformers.
+_TEMPLATE_ARGUMENTS = {
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+    "tokenize",
+}  # fmt: skip
+
+
+def read_template_options(body: dict[str, Any]) -> str:
+    """Returns what a body passes to the chat template, as a JSON object; empty if nothing.
+
+    Raises:
+        InvalidFieldError: Names the parameter and what is wrong with it.
+    """
+    options = body.get("chat_template_kwargs")
+    options = {} if options is None else options
+    if not isinstance(options, dict):
+        raise InvalidFieldError("chat_template_kwargs", "is not an object")
+    if taken := options.keys() & _TEMPLATE_ARGUMENTS:
+        raise InvalidFieldError(
+            f"chat_template_kwargs.{min(taken)}", "is not an option; leave it out"
+        )
+    if (effort := body.get("reasoning_effort")) is not None:  # templates know it by two names
+        options = {
+            "enable_thinking": effort != "none",
+            **options,
+            "reasoning_effort": string(effort, "reasoning_effort"),
+        }
+    if (documents := body.get("documents")) is not None:
+        options = {**options, "documents": _documents(documents)}
+    return to_json(options, "chat_template_kwargs") if options else ""
+
+
+def _documents(documents: Any) -> list[dict[str, str]]:
+    if not isinstance(documents, list):
+        raise InvalidFieldError("documents", "must be a list")
+    for at, one in enumerate(documents):
+        texts = isinstance(one, dict) and all(isinstance(text, str) for text in one.values())
+        if not texts:
+            raise InvalidFieldError(f"documents[{at}]", "is not an object of strings")
+    return documents
