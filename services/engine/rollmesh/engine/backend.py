@@ -1,4 +1,4 @@
-"""What the engine asks of a model replica: a small protocol, free of protos and gRPC.
+"""What the engine asks of a model replica: a small protocol without gRPC.
 
 Two backends implement it: `vllm` and `scripted`. The same conformance tests hold for both.
 """
@@ -6,9 +6,8 @@ Two backends implement it: `vllm` and `scripted`. The same conformance tests hol
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.runtime.errors import (
@@ -16,22 +15,10 @@ from rollmesh.runtime.errors import (
     PromptTooLongError,
     TokenOutOfVocabularyError,
 )
+from rollmesh.v1 import engine_pb2, types_pb2
 
-
-class FinishKind(Enum):
-    """Why a generation ended."""
-
-    STOP = auto()
-    LENGTH = auto()
-    ABORT = auto()
-
-
-class PauseKind(Enum):
-    """What happens to running requests during a pause."""
-
-    KEEP = auto()
-    ABORT = auto()
-    WAIT = auto()
+FinishReason: TypeAlias = types_pb2.FinishReason.ValueType
+PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,22 +86,14 @@ class Chunk:
     """Their log-probabilities, float32 [K, T]."""
 
 
-class VersionSpan(NamedTuple):
-    """The policy version that sampled a run of tokens; `end` is exclusive."""
-
-    policy_version: int
-    start: int
-    end: int
-
-
 @dataclass(frozen=True, slots=True)
 class Finish:
     """The end of a generation: the last item, once."""
 
-    kind: FinishKind
+    reason: FinishReason
     stop_token_id: int | None
     """The stop token that was sampled, where that ended it; it is among the ids."""
-    spans: tuple[VersionSpan, ...]
+    spans: tuple[types_pb2.VersionSpan, ...]
     """Versions of all tokens of this generation, indexes from its first."""
     cached_tokens: int = 0
     """Number of prompt ids whose KV entries were reused."""
@@ -189,7 +168,7 @@ class Backend(Protocol):
         """Ends requests: each yields what it has and finishes with ABORT."""
         ...
 
-    async def pause(self, kind: PauseKind) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Stops sampling; new requests wait until `resume`."""
         ...
 
@@ -207,7 +186,7 @@ class Backend(Protocol):
         ...
 
     async def update_weights(
-        self, source: Path | Transfer, policy_version: int, kind: PauseKind
+        self, source: Path | Transfer, policy_version: int, mode: PauseMode
     ) -> int:
         """Takes new weights from a safetensors file, a directory of such files, or the trainer.
 

@@ -23,18 +23,17 @@ import safetensors
 from rollmesh.engine.backend import (
     Chunk,
     Finish,
-    FinishKind,
     GenerateInput,
     Limits,
     Load,
     Output,
-    PauseKind,
+    PauseMode,
     Transfer,
-    VersionSpan,
 )
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
+from rollmesh.v1 import engine_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class _Request:
     logprobs: Logprobs
     top_ids: TokenIds
     top_logprobs: Logprobs
-    spans: list[VersionSpan] = field(default_factory=list)
+    spans: list[types_pb2.VersionSpan] = field(default_factory=list)
     sampled: int = 0
     aborted: bool = False
 
@@ -76,11 +75,10 @@ class _Request:
     def sample(self, count: int, policy_version: int) -> None:
         """Samples the next tokens under a version."""
         start, self.sampled = self.sampled, min(self.sampled + count, len(self.reply))
-        last = self.spans[-1] if self.spans else None
-        if last is not None and last.policy_version == policy_version:
-            self.spans[-1] = VersionSpan(policy_version, last.start, self.sampled)
-        else:
-            self.spans.append(VersionSpan(policy_version, start, self.sampled))
+        if not self.spans or self.spans[-1].policy_version != policy_version:
+            span = types_pb2.VersionSpan(policy_version=policy_version, start=start)
+            self.spans.append(span)
+        self.spans[-1].end = self.sampled
 
 
 class ScriptedBackend:
@@ -152,15 +150,15 @@ class ScriptedBackend:
                 gate.set()
                 gate.clear()
 
-    async def pause(self, kind: PauseKind) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Stops sampling; cancelled while it waits for requests, it changes nothing."""
         was_paused = not self._resumed.is_set()
         self._open.clear()
         try:
-            if kind is PauseKind.WAIT:
+            if mode == engine_pb2.PAUSE_MODE_WAIT:
                 await self._idle.wait()
             self._resumed.clear()
-            if kind is PauseKind.ABORT:
+            if mode == engine_pb2.PAUSE_MODE_ABORT:
                 await self.abort(list(self._requests))
                 await self._idle.wait()
         except asyncio.CancelledError:
@@ -180,12 +178,12 @@ class ScriptedBackend:
         self._joined = True
 
     async def update_weights(
-        self, source: Path | Transfer, policy_version: int, kind: PauseKind
+        self, source: Path | Transfer, policy_version: int, mode: PauseMode
     ) -> int:
         """Reads the tensors' names, as a model would, and takes the version."""
         started = clock.monotonic_ms()
         was_paused = not self._resumed.is_set()
-        await self.pause(kind)
+        await self.pause(mode)
         try:
             if isinstance(source, Path):
                 await asyncio.to_thread(_read_names, source)
@@ -200,7 +198,7 @@ class ScriptedBackend:
     async def sleep(self, level: int) -> None:  # noqa: ARG002 - the protocol's
         """Ends all requests and takes no tokens until `wake_up`."""
         self._sleeping = True
-        await self.pause(PauseKind.ABORT)
+        await self.pause(engine_pb2.PAUSE_MODE_ABORT)
 
     async def wake_up(self) -> None:
         """Goes on."""
@@ -293,12 +291,12 @@ class ScriptedBackend:
     def _finish(self, state: _Request, request: GenerateInput) -> Finish:
         spans = tuple(state.spans)
         if state.aborted:
-            return Finish(FinishKind.ABORT, None, spans)
+            return Finish(types_pb2.FINISH_REASON_ABORT, None, spans)
         last = int(state.reply[-1])
         eos = last == self._config.eos_id and not request.sampling.ignore_eos
         if eos or last in request.sampling.stop_token_ids:
-            return Finish(FinishKind.STOP, last, spans)
-        return Finish(FinishKind.LENGTH, None, spans)
+            return Finish(types_pb2.FINISH_REASON_STOP, last, spans)
+        return Finish(types_pb2.FINISH_REASON_LENGTH, None, spans)
 
 
 def _chunks(state: _Request, start: int, size: int) -> Iterator[Chunk]:

@@ -13,9 +13,8 @@ from rollmesh.engine.backend import (
     Backend,
     Chunk,
     Finish,
-    FinishKind,
     GenerateInput,
-    PauseKind,
+    PauseMode,
     Sampling,
     Transfer,
     check_prompt,
@@ -35,18 +34,8 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
-_FINISHES = {
-    FinishKind.STOP: types_pb2.FINISH_REASON_STOP,
-    FinishKind.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    FinishKind.ABORT: types_pb2.FINISH_REASON_ABORT,
-}
-_PAUSES = {
-    engine_pb2.PAUSE_MODE_KEEP: PauseKind.KEEP,
-    engine_pb2.PAUSE_MODE_ABORT: PauseKind.ABORT,
-    engine_pb2.PAUSE_MODE_WAIT: PauseKind.WAIT,
-}
 _MAX_ID_CHARS = 128
 _SILENCE_S = 60.0  # of an update whose sender is there and sends nothing: it keeps others waiting
 _T = TypeVar("_T")
@@ -116,7 +105,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Pause(
         self, request: engine_pb2.PauseRequest, context: Context
     ) -> engine_pb2.PauseResponse:
-        await self._backend.pause(_read_pause(request.mode, "mode"))
+        _check_pause_mode(request.mode, "mode")
+        await self._backend.pause(request.mode)
         return engine_pb2.PauseResponse()
 
     async def Resume(
@@ -147,14 +137,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         header: engine_pb2.UpdateWeightsHeader,
         request_iterator: AsyncIterator[engine_pb2.UpdateWeightsRequest],
     ) -> engine_pb2.UpdateWeightsResponse:
-        kind = _read_pause(header.pause_mode, "header.pause_mode")
+        _check_pause_mode(header.pause_mode, "header.pause_mode")
         if header.model not in {"", self._model}:
             raise InvalidFieldError("header.model", f"is {header.model!r}, not {self._model!r}")
         async with self._updating:
             if self._has(header):
                 return engine_pb2.UpdateWeightsResponse(policy_version=header.policy_version)
             try:
-                paused_ms = await self._update(header, kind, request_iterator)
+                paused_ms = await self._update(header, header.pause_mode, request_iterator)
                 metrics.PAUSED_SECONDS.observe(paused_ms / 1000)
             finally:  # the version may have changed though the caller went away
                 self.changed.set()
@@ -249,7 +239,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _update(
         self,
         header: engine_pb2.UpdateWeightsHeader,
-        kind: PauseKind,
+        mode: PauseMode,
         requests: AsyncIterator[engine_pb2.UpdateWeightsRequest],
     ) -> int:
         match header.WhichOneof("source"):
@@ -259,22 +249,22 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     raise InvalidWeightsError(
                         "header.checkpoint_dir", f"{source} is no folder the engine can read"
                     )
-                return await _to_the_end(self._load(source, header, kind))
+                return await _to_the_end(self._load(source, header, mode))
             case "safetensors_bytes":
                 with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
                     path = Path(folder) / "weights.safetensors"
                     await _spool(path, header.safetensors_bytes, requests)
-                    return await _to_the_end(self._load(path, header, kind))
+                    return await _to_the_end(self._load(path, header, mode))
             case "transfer":
                 transfer = read_transfer(header.transfer, self._backend.weight_transfer)
-                return await _to_the_end(self._load(transfer, header, kind))
+                return await _to_the_end(self._load(transfer, header, mode))
             case _:
                 raise InvalidFieldError("header.source", "is not set; name where weights come from")
 
     async def _load(
-        self, source: Path | Transfer, header: engine_pb2.UpdateWeightsHeader, kind: PauseKind
+        self, source: Path | Transfer, header: engine_pb2.UpdateWeightsHeader, mode: PauseMode
     ) -> int:
-        paused_ms = await self._backend.update_weights(source, header.policy_version, kind)
+        paused_ms = await self._backend.update_weights(source, header.policy_version, mode)
         self.push_id = header.push_id
         return paused_ms
 
@@ -323,23 +313,16 @@ async def _next(
         ) from error
 
 
-def _read_pause(mode: engine_pb2.PauseMode.ValueType, field: str) -> PauseKind:
-    kind = _PAUSES.get(mode)
-    if kind is None:
+def _check_pause_mode(mode: PauseMode, field: str) -> None:
+    if mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
         raise InvalidFieldError(field, "is not set; say what happens to running requests")
-    return kind
 
 
 def _write_finish(finish: Finish, request: engine_pb2.GenerateRequest) -> engine_pb2.GenerateFinish:
     return engine_pb2.GenerateFinish(
-        reason=_FINISHES[finish.kind],
+        reason=finish.reason,
         stop_token_id=finish.stop_token_id,
-        version_spans=[
-            types_pb2.VersionSpan(
-                policy_version=span.policy_version, start=span.start, end=span.end
-            )
-            for span in finish.spans
-        ],
+        version_spans=finish.spans,
         prompt_tokens=len(request.token_ids_u32le) // 4,
         cached_tokens=finish.cached_tokens,
         prompt_crc32=zlib.crc32(request.token_ids_u32le),

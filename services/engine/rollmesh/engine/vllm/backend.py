@@ -18,19 +18,18 @@ from rollmesh.engine.backend import (
     Chunk,
     Constraint,
     Finish,
-    FinishKind,
     GenerateInput,
     Limits,
     Load,
     Output,
-    PauseKind,
+    PauseMode,
     Sampling,
     Transfer,
-    VersionSpan,
 )
 from rollmesh.engine.vllm.constraint import compilable, has_tokenizer
 from rollmesh.engine.vllm.start import VllmConfig, start_llm
 from rollmesh.runtime import clock
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import (
     EngineDeadError,
     InvalidConstraintError,
@@ -40,9 +39,14 @@ from rollmesh.runtime.errors import (
     WeightTransferError,
 )
 from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import engine_pb2, types_pb2
 
 _log = logging.getLogger(__name__)
-_FINISHES = {"stop": FinishKind.STOP, "length": FinishKind.LENGTH, "abort": FinishKind.ABORT}
+_FINISHES = {
+    "stop": types_pb2.FINISH_REASON_STOP,
+    "length": types_pb2.FINISH_REASON_LENGTH,
+    "abort": types_pb2.FINISH_REASON_ABORT,
+}
 _HEALTH_CHECK_S = 0.5
 _ANY_TEXT = '{"type": "structural_tag", "format": {"type": "any_text"}}'
 
@@ -130,10 +134,10 @@ class VllmBackend:
         """Ends requests with what they have."""
         await self._llm.abort([id_ for id_ in request_ids if id_ in self._running])
 
-    async def pause(self, kind: PauseKind) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Stops sampling; cancelled while it waits for requests, it changes nothing."""
         try:
-            await self._llm.pause_generation(mode=kind.name.lower(), clear_cache=False)
+            await self._llm.pause_generation(mode=_name_of(mode), clear_cache=False)
         except asyncio.CancelledError:
             if not self._paused:
                 await self._llm.resume_generation()
@@ -157,7 +161,7 @@ class VllmBackend:
                 raise WeightTransferError(problem)
 
     async def update_weights(
-        self, source: Path | Transfer, policy_version: int, kind: PauseKind
+        self, source: Path | Transfer, policy_version: int, mode: PauseMode
     ) -> int:
         """Takes new weights between two steps; the KV cache of the old ones is dropped.
 
@@ -169,7 +173,7 @@ class VllmBackend:
         async with self._control:
             await self._check(source)
             was_paused, started = self._paused, clock.monotonic_ms()
-            await self._llm.pause_generation(mode=kind.name.lower(), clear_cache=True)
+            await self._llm.pause_generation(mode=_name_of(mode), clear_cache=True)
             try:
                 await self._load(source)
                 await self._llm.update_weight_version(str(policy_version))
@@ -302,6 +306,11 @@ class VllmBackend:
         return frozenset() if sampling.ignore_eos else self.limits.stop_ids
 
 
+def _name_of(mode: PauseMode) -> str:
+    """Returns vLLM's name of a pause mode."""
+    return name_of(engine_pb2.PauseMode.DESCRIPTOR, mode).lower()
+
+
 def _first(problems: list[str]) -> str:
     return next(filter(None, problems), "")
 
@@ -330,14 +339,16 @@ def _failure(request: GenerateInput) -> RollmeshError:
 
 
 def _finish(completion: Any, cached_tokens: int) -> Finish:
-    kind = _FINISHES.get(completion.finish_reason)
-    if kind is None:
+    reason = _FINISHES.get(completion.finish_reason)
+    if reason is None:
         raise EngineDeadError(f"vLLM ended a request with {completion.finish_reason!r}")
     stop = completion.stop_reason
-    if kind is FinishKind.STOP and stop is None:  # the end token that vLLM knows itself
+    if (
+        reason == types_pb2.FINISH_REASON_STOP and stop is None
+    ):  # the end token that vLLM knows itself
         stop = completion.token_ids[-1] if len(completion.token_ids) else None
     spans = tuple(
-        VersionSpan(int(span.version), span.start, span.end)
+        types_pb2.VersionSpan(policy_version=int(span.version), start=span.start, end=span.end)
         for span in completion.weight_versions or ()
     )
-    return Finish(kind, stop if isinstance(stop, int) else None, spans, cached_tokens)
+    return Finish(reason, stop if isinstance(stop, int) else None, spans, cached_tokens)
