@@ -1,4 +1,4 @@
-"""`rollmesh up`: a whole mesh on this machine, supervised."""
+"""`rollmesh up`: runs a complete mesh on this machine and restarts processes that die."""
 
 import argparse
 import asyncio
@@ -7,7 +7,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from rollmesh.cli.up.plan import plan_mesh, read_mesh, visible_gpus
+from rollmesh.cli.up.plan import mesh_config, plan_mesh, read_mesh, visible_gpus
 from rollmesh.cli.up.supervisor import StartError, Supervisor, free_ports
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.process.signals import stop_signals
@@ -15,7 +15,7 @@ from rollmesh.runtime.telemetry.logs import configure_logging
 
 
 def main() -> int:
-    """Returns the exit code: 0 after a stop, 1 where the mesh cannot start, 2 for a bad setting."""
+    """Returns the exit code: 0 after a stop, 1 if the mesh cannot start, 2 for a bad setting."""
     parser = argparse.ArgumentParser(prog="rollmesh up", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file that describes the mesh")
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
@@ -31,7 +31,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"rollmesh up: {error}", file=sys.stderr)
         return 2
-    log_dir = Path(tables.get("mesh", {}).get("data_dir", "var/mesh")) / "logs"
+    log_dir = mesh_config(tables).data_dir / "logs"
     supervisor = Supervisor(specs, environments, log_dir, options.start_timeout)
     failure = asyncio.run(_supervise(supervisor))
     if failure:

@@ -1,15 +1,10 @@
-"""What a mesh on one machine consists of: one small TOML file, or nothing but defaults.
+"""The processes of a mesh on one machine, planned from one small TOML file or from defaults.
 
-[mesh]
-host = "127.0.0.1"          # address of all services
-data_dir = "var/mesh"       # stores, logs
-model_path = "var/model"    # the policy: weights, tokenizer, chat template
-model = "policy"            # its name, as agents give it
-engines = 1                 # how many
-gpus_per_engine = 0         # GPUs that each engine sees alone; 0: each sees what this process sees
+[mesh]                      # the fields of `MeshConfig`
+engines = 2
 
-[engine]                    # any flag of the service, the same for router, gateway,
-backend = "vllm"            # collector and sidecar; a port left out is chosen
+[engine]                    # any flag of the service; likewise router, gateway, collector, sidecar
+backend = "vllm"            # a free port is chosen unless the table names one
 dtype = "float32"
 
 [engine.vllm]               # any argument of the installed vLLM's AsyncEngineArgs
@@ -17,18 +12,35 @@ tensor_parallel_size = 2
 """
 
 import json
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.config import Bounds, Config, ConfigError, fill, read_file
 from rollmesh.runtime.rpc.listening import GRACE_MS
 
 SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
-_MESH_KEYS = {"host", "data_dir", "model_path", "model", "engines", "gpus_per_engine"}
+_Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(Config):
+    """The `[mesh]` table: what the services of one machine share."""
+
+    host: str = "127.0.0.1"
+    """Address of all services."""
+    data_dir: Path = Path("var/mesh")
+    """Folder of stores and logs."""
+    model_path: Path = Path("var/model")
+    """Folder of the policy: weights, tokenizer and chat template."""
+    model: str = "policy"
+    """Name of the model, as agents give it."""
+    engines: Annotated[int, Bounds(1)] = 1
+    """Number of engines."""
+    gpus_per_engine: Annotated[int, Bounds(0)] = 0
+    """GPUs that each engine has to itself; 0 lets every engine see all GPUs of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,87 +54,87 @@ class ProcessSpec:
     """host:port."""
     flags: tuple[str, ...]
     gpus: tuple[int, ...] = ()
-    """Which of the GPUs of this machine it sees, counted from 0; empty: all."""
+    """GPUs that it sees, counted from 0; empty means all."""
     grace_ms: int = GRACE_MS
-    """Time that its running calls get to finish on a stop, milliseconds."""
+    """Time that running calls get to finish on a stop, milliseconds."""
 
 
 def read_mesh(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Returns the tables of a mesh file; empty without one.
+    """Returns the tables of a mesh file; none without a file.
 
     Raises:
-        ConfigError: The file cannot be read or names something unknown.
+        ConfigError: The file cannot be read, or has a table that no mesh has.
     """
-    if path is None:
-        return {}
-    try:
-        tables = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config: {path}: {error}") from error
+    tables = {} if path is None else read_file(path)
     known = {"mesh", *SERVICES}
     for name, table in tables.items():
         if name not in known or not isinstance(table, dict):
             raise ConfigError(
-                f"{name}: is no table of a mesh; known are {', '.join(sorted(known))}"
+                f"{name}: is not a table of a mesh; known are {', '.join(sorted(known))}"
             )
-    for name in tables.get("mesh", {}):
-        if name not in _MESH_KEYS:
-            raise ConfigError(f"mesh.{name}: unknown; known are {', '.join(sorted(_MESH_KEYS))}")
+    mesh_config(tables)
     return tables
 
 
-def plan_mesh(
-    tables: Mapping[str, Mapping[str, Any]], free_port: Callable[[], int]
-) -> list[ProcessSpec]:
+def mesh_config(tables: _Tables) -> MeshConfig:
+    """Returns the `[mesh]` table of a mesh file.
+
+    Raises:
+        ConfigError: Names the setting and what is wrong with it.
+    """
+    try:
+        return fill(MeshConfig, tables.get("mesh", {}))
+    except ConfigError as error:
+        raise ConfigError(f"mesh.{error}") from error
+
+
+def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec]:
     """Returns the processes in the order in which they start.
 
     Args:
         tables: What `read_mesh` returned.
-        free_port: Gives a port for a service whose table names none.
+        free_port: Returns a port for a service whose table names none.
 
     Raises:
-        ConfigError: `mesh.engines` is not a positive number, or `mesh.gpus_per_engine` is below 0.
+        ConfigError: Names the setting and what is wrong with it.
     """
-    mesh = tables.get("mesh", {})
-    host, data_dir = str(mesh.get("host", "127.0.0.1")), Path(mesh.get("data_dir", "var/mesh"))
-    engines, gpus = mesh.get("engines", 1), mesh.get("gpus_per_engine", 0)
-    for name, number, least in (("engines", engines, 1), ("gpus_per_engine", gpus, 0)):
-        if type(number) is not int or number < least:
-            raise ConfigError(f"mesh.{name}: is {number!r}; give at least {least}")
-    model = {
-        "model_path": mesh.get("model_path", "var/model"),
-        "model": mesh.get("model", "policy"),
-    }
+    mesh = mesh_config(tables)
     names = [("router", "router")]
-    names += [(f"engine-{at}", "engine") for at in range(engines)]
+    names += [(f"engine-{at}", "engine") for at in range(mesh.engines)]
     names += [("collector", "collector"), ("gateway-0", "gateway"), ("sidecar", "sidecar")]
     address = {
-        name: f"{tables.get(service, {}).get('host', host)}"
+        name: f"{tables.get(service, {}).get('host', mesh.host)}"
         f":{_port(tables, service, name, free_port)}"
         for name, service in names
     }
-    known: dict[str, dict[str, Any]] = {
-        "router": {"data_dir": data_dir / "router"},
-        "engine": {"router": address["router"], **model},
-        "collector": {"data_dir": data_dir / "collector"},
-        "gateway": {
-            "router": address["router"],
-            "collector": address["collector"],
-            "data_dir": data_dir / "gateway",
-            **model,
-        },
-        "sidecar": {"gateway": address["gateway-0"]},
-    }
+    shared = _shared_settings(mesh, address)
     specs: list[ProcessSpec] = []
     for name, service in names:
-        settings = {"host": host, **known[service], **tables.get(service, {})}
+        settings = {"host": mesh.host, **shared[service], **tables.get(service, {})}
         settings["port"] = address[name].rpartition(":")[2]
         if service in ("engine", "gateway"):
             settings[f"{service}_id"] = name
         grace_ms = _number(tables, service, "grace_ms", GRACE_MS)
-        own = _gpus(name, gpus) if service == "engine" else ()
-        specs.append(ProcessSpec(name, service, address[name], _flags(settings), own, grace_ms))
+        gpus = _gpus(name, mesh.gpus_per_engine) if service == "engine" else ()
+        specs.append(ProcessSpec(name, service, address[name], _flags(settings), gpus, grace_ms))
     return specs
+
+
+def _shared_settings(mesh: MeshConfig, address: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Returns the settings of each service that follow from the mesh."""
+    model = {"model_path": mesh.model_path, "model": mesh.model}
+    return {
+        "router": {"data_dir": mesh.data_dir / "router"},
+        "engine": {"router": address["router"], **model},
+        "collector": {"data_dir": mesh.data_dir / "collector"},
+        "gateway": {
+            "router": address["router"],
+            "collector": address["collector"],
+            "data_dir": mesh.data_dir / "gateway",
+            **model,
+        },
+        "sidecar": {"gateway": address["gateway-0"]},
+    }
 
 
 def _gpus(name: str, count: int) -> tuple[int, ...]:
@@ -132,14 +144,14 @@ def _gpus(name: str, count: int) -> tuple[int, ...]:
 
 
 def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what to set in a process's environment so that it sees its GPUs alone.
+    """Returns the environment variables with which a process sees only its own GPUs.
 
     Args:
         spec: The process.
-        environ: This process's environment; its CUDA_VISIBLE_DEVICES names the GPUs to count.
+        environ: Environment of this process; its CUDA_VISIBLE_DEVICES lists the GPUs to share out.
 
     Raises:
-        ConfigError: There are not as many.
+        ConfigError: There are too few GPUs.
     """
     if not spec.gpus:
         return {}
@@ -153,7 +165,7 @@ def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[at] for at in spec.gpus)}
 
 
-def _number(tables: Mapping[str, Mapping[str, Any]], service: str, name: str, default: int) -> int:
+def _number(tables: _Tables, service: str, name: str, default: int) -> int:
     value = tables.get(service, {}).get(name, default)
     if type(value) is not int:
         raise ConfigError(f"{service}.{name}: {value!r} is not a number")
@@ -161,7 +173,7 @@ def _number(tables: Mapping[str, Mapping[str, Any]], service: str, name: str, de
 
 
 def _port(
-    tables: Mapping[str, Mapping[str, Any]],
+    tables: _Tables,
     service: str,
     name: str,
     free_port: Callable[[], int],
@@ -183,9 +195,9 @@ def _flag(value: Any) -> Any:
 
 @dataclass(slots=True)
 class Restarts:
-    """When a process that died is started again: at once, then later and later.
+    """When to restart a process that died: at once the first time, then with backoff.
 
-    A process that stayed up for `STEADY_MS` begins anew.
+    A process that was up for `STEADY_MS` starts over.
     """
 
     STEADY_MS: ClassVar[int] = 30_000
@@ -194,10 +206,10 @@ class Restarts:
     _restarted: bool = field(default=False, init=False)
 
     def died(self, up_ms: int) -> int:
-        """Returns after how many milliseconds to start it again.
+        """Returns how long to wait before the restart, milliseconds.
 
         Args:
-            up_ms: How long it was up.
+            up_ms: How long the process was up, milliseconds.
         """
         again = self._restarted and up_ms < self.STEADY_MS
         self._restarted = True

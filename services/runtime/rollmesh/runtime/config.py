@@ -159,14 +159,43 @@ def parse_config(
         kind = setting.kind.__name__
         parser.add_argument(setting.flag, dest=setting.name, metavar=kind, help=_help(setting))
     given = vars(parser.parse_args(argv))
-    values: dict[str, Any] = {}
-    if path := given["config"]:
-        values |= _read_file(path, list(settings))
+    path = given["config"]
+    values = read_file(path) if path else {}
     for name, setting in settings.items():
         text = given[name] if given[name] is not None else environ.get(setting.variable)
         if text is not None:
             values[name] = text
-    return cls(**{name: _convert(name, text, settings[name].kind) for name, text in values.items()})
+    return fill(cls, values, f" in {path}" if path else "")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Returns the values of a TOML file.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config: {path}: {error}") from error
+
+
+def fill(cls: type[_Config], values: Mapping[str, Any], origin: str = "") -> _Config:
+    """Returns the config with the given values, and defaults for the others.
+
+    Args:
+        cls: The dataclass.
+        values: By the names of fields; text is converted to the type of its field.
+        origin: Says in errors where unknown names stand: " in mesh.toml".
+
+    Raises:
+        ConfigError: Names the setting and what is wrong with it.
+    """
+    kinds = {name: kind for name, kind, _ in _fields(cls)}
+    for name in values:
+        if name not in kinds:
+            raise ConfigError(f"{name}: unknown setting{origin}; known are {', '.join(kinds)}")
+    return cls(**{name: _convert(name, value, kinds[name]) for name, value in values.items()})
 
 
 def _fields(cls: type[Any]) -> list[tuple[str, type[Any], Bound | None]]:
@@ -201,17 +230,6 @@ def _help(setting: Setting) -> str:
     if setting.bound is not None:
         notes.append(str(setting.bound))
     return f"{setting.doc} [{', '.join(notes)}]".removesuffix(" []").replace("%", "%%")
-
-
-def _read_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config: {path}: {error}") from error
-    for name in table:
-        if name not in names:
-            raise ConfigError(f"{name}: unknown setting in {path}; known are {', '.join(names)}")
-    return table
 
 
 def _convert(name: str, value: Any, kind: type[Any]) -> Any:
