@@ -98,7 +98,7 @@ async def test_a_folder_that_a_living_gateway_has_is_refused_to_another(
     async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh, mesh.client() as client:
         with pytest.raises(AssertionError, match="ended without 'READY'") as refused:
             await heirs(mesh)
-        said = f"{tmp_path}/gateway/journal.sqlite: another process that lives has it open"
+        said = f"{tmp_path}/gateway/journal.sqlite: is open in another process"
         assert said in str(refused.value)
         async with client.session() as session:  # the first one is none the worse
             await ask(mesh, mesh.processes["sidecar"].address, session, ASK)

@@ -1,4 +1,4 @@
-"""Caches whose bound is what they hold, not how many entries they have."""
+"""Caches bounded by the size of their entries, not by their number."""
 
 import threading
 from collections import OrderedDict
@@ -10,13 +10,13 @@ _Value = TypeVar("_Value")
 
 
 class ByteCache(Generic[_Key, _Value]):
-    """Keeps what was used last, up to a number of bytes; any thread may use it.
+    """Keeps the most recently used entries up to a number of bytes; thread-safe.
 
     Invariant: the sizes of the entries add up to `held_bytes`, which is at most the bound.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Takes the bound; what is larger than that alone is never kept."""
+        """Takes the bound; an entry larger than the bound is never kept."""
         self._max_bytes = max_bytes
         self._entries: OrderedDict[_Key, tuple[_Value, int]] = OrderedDict()
         self._lock = threading.Lock()
@@ -24,12 +24,12 @@ class ByteCache(Generic[_Key, _Value]):
         """Size of all entries."""
 
     def get(self, key: _Key, size: int, make: Callable[[], _Value]) -> _Value:
-        """Returns the value of a key; makes it where it is not kept.
+        """Returns the value of a key, and makes it if it is not cached.
 
         Args:
             key: Names the value.
-            size: What the entry takes, about, bytes.
-            make: Returns the value; what it raises is raised, and nothing is kept.
+            size: Approximate size of the entry, bytes.
+            make: Returns the value; its exceptions propagate, and nothing is cached.
         """
         with self._lock:
             found = self._entries.get(key)

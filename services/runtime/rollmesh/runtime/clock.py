@@ -1,4 +1,4 @@
-"""The one place that reads clocks; cores take the time as an argument."""
+"""The only module that reads clocks; cores take the time as an argument."""
 
 import time
 

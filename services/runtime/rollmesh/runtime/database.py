@@ -1,8 +1,8 @@
-"""The one door to SQLite: a thread that runs work in group commits.
+"""SQLite with group commit, on a thread of its own.
 
-Works that wait at the same time share one transaction and one fsync. A work that fails is rolled
-back alone; a commit that fails fails all of its works, and nothing of them is kept. One process has
-a file at a time: a lock beside it ends with the process, however that ends.
+Jobs that wait at the same time share one transaction and one fsync. A failed job is rolled back
+alone. A failed commit fails all of its jobs, and none of them is kept. Only one process may open a
+file: it holds a lock file, which the kernel releases when the process ends.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _PAGE_BYTES = 4096
 
 
 class Database(AbstractAsyncContextManager["Database"]):
-    """A SQLite file in WAL mode with full sync, served by its own thread."""
+    """A SQLite file in WAL mode with full sync."""
 
     def __init__(
         self, path: Path, schema: str, version: int, page_bytes: int = _PAGE_BYTES
@@ -48,11 +48,10 @@ class Database(AbstractAsyncContextManager["Database"]):
         """Names the file; entering the context opens it and runs `schema`.
 
         Args:
-            path: The file; made, with its folder, where missing.
-            schema: Statements that make what is missing.
-            version: Of the schema. A file of another version is refused.
-            page_bytes: Size of the pages of a file that is made: large ones for large rows, small
-                ones for commits of little.
+            path: The file; it and its folder are created if missing.
+            schema: Idempotent statements that create the tables.
+            version: Version of the schema. A file of another version is refused.
+            page_bytes: Page size of a new file: large for large rows, small for small commits.
         """
         self.path = path
         """The file."""
@@ -66,14 +65,14 @@ class Database(AbstractAsyncContextManager["Database"]):
         self._opened: Future[None] = Future()
         self._lost: Future[str] = Future()
         self._files: dict[Path, tuple[int, int]] = {}
-        """Device and inode of what is open."""
+        """Device and inode of each open file."""
 
     async def __aenter__(self) -> "Database":
-        """Opens the file, creating it and its folder where missing.
+        """Opens the file; creates it and its folder if missing.
 
         Raises:
             StoreInUseError: Another process has it open.
-            StoreError: It cannot be opened, or was written by another version.
+            StoreError: It cannot be opened, or has another schema version.
         """
         self._thread.start()
         await asyncio.wrap_future(self._opened)
@@ -85,22 +84,22 @@ class Database(AbstractAsyncContextManager["Database"]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finishes the waiting works and closes the file."""
+        """Runs the waiting jobs and closes the file."""
         self._closing = True
         await asyncio.to_thread(self._queue.put, None)
         await asyncio.to_thread(self._thread.join)
 
     async def lost(self) -> str:
-        """Returns why nothing is kept any more, as soon as that is so; else waits for ever."""
+        """Waits until the file is removed or replaced; returns the reason."""
         return await asyncio.shield(asyncio.wrap_future(self._lost))
 
     async def run(self, work: Work[_Result]) -> _Result:
-        """Runs work inside a transaction; returns once that is on disk.
+        """Runs a job in a transaction; returns once the commit is on disk.
 
         Raises:
             StoreLostError: The file was removed or replaced while it was open.
-            StoreFullError: The disk is full, or too much is waiting.
-            StoreError: The store failed in another way.
+            StoreFullError: The disk or the queue is full.
+            StoreError: The store failed for another reason.
         """
         if self._closing:
             raise ShuttingDownError("the store is closed; ask another")
@@ -113,7 +112,7 @@ class Database(AbstractAsyncContextManager["Database"]):
             raise StoreFullError(
                 "the store is behind; try again", retry_delay_ms=_RETRY_MS
             ) from None
-        if self._died:  # while this was put there
+        if self._died:  # while the job was queued
             self._fail_waiting()
         return await asyncio.wrap_future(future)
 
@@ -126,7 +125,7 @@ class Database(AbstractAsyncContextManager["Database"]):
                 while (batch := self._next_batch()) is not None:
                     try:
                         _run_batch(connection, batch, self._check_files)
-                    except BaseException:  # noqa: BLE001 - the edge of the thread: nobody may hang
+                    except BaseException:  # noqa: BLE001 - the edge of the thread: no caller may hang
                         _log.critical("the store's thread dies", exc_info=True)
                         self._died = True
                         _fail(batch)
@@ -135,12 +134,12 @@ class Database(AbstractAsyncContextManager["Database"]):
         except (sqlite3.Error, OSError, StoreError) as error:
             if self._opened.done():
                 raise
-            # Told once the lock is free: who hears of it may try again at once.
+            # Reported after the lock is released, so that a retry can succeed at once.
             typed = error if isinstance(error, StoreError) else StoreError(f"{self.path}: {error}")
             self._opened.set_exception(typed)
 
     def _fail_waiting(self) -> None:
-        """Tells all who wait that the thread is gone."""
+        """Fails all waiting jobs: the thread is gone."""
         with suppress(queue.Empty):
             while True:
                 _fail([item] if (item := self._queue.get_nowait()) else [])
@@ -149,24 +148,24 @@ class Database(AbstractAsyncContextManager["Database"]):
         return [self.path.with_name(f"{self.path.name}{end}") for end in ("", "-wal", ".lock")]
 
     def _check_files(self) -> StoreLostError | None:
-        """Returns why nothing is kept any more; None while all is kept.
+        """Returns an error if a file was removed or replaced; None while all are in place.
 
-        What is written into a file without a name is gone; without the lock another process may
-        have the path.
+        Data written to an unlinked file is lost, and without the lock file another process may
+        open the path.
         """
         gone = next((path for path, was in self._files.items() if _identity(path) != was), None)
         if gone is None:
             return None
         error = StoreLostError(
-            f"{gone}: was removed or replaced while it was open; nothing more is kept: put the "
-            "folder back, or name another data_dir, and start again"
+            f"{gone}: was removed or replaced while open, so nothing more is stored; put the "
+            "folder back, or give another data_dir, and restart"
         )
         if not self._lost.done():
             self._lost.set_result(error.message)
         return error
 
     def _lock(self) -> IO[bytes]:
-        """Returns what holds the lock until it is closed; children do not inherit it."""
+        """Takes the lock; closing the returned file releases it. Children do not inherit it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = self.path.with_name(f"{self.path.name}.lock").open("ab")
         try:
@@ -174,8 +173,8 @@ class Database(AbstractAsyncContextManager["Database"]):
         except BlockingIOError:
             lock.close()
             raise StoreInUseError(
-                f"{self.path}: another process that lives has it open; "
-                "stop that one, or name another data_dir"
+                f"{self.path}: is open in another process; "
+                "stop that process, or give another data_dir"
             ) from None
         return lock
 
@@ -193,11 +192,11 @@ class Database(AbstractAsyncContextManager["Database"]):
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables and found != self._version:
             raise StoreError(
-                f"{self.path}: has schema version {found}, this is for {self._version}; "
-                "run the release that wrote it until it is empty, or name another data_dir"
+                f"{self.path}: has schema version {found}, this release needs {self._version}; "
+                "drain it with the release that wrote it, or give another data_dir"
             )
         connection.execute(f"PRAGMA page_size = {self._page_bytes:d}")
-        connection.execute("PRAGMA secure_delete = OFF")  # else what goes is written once more
+        connection.execute("PRAGMA secure_delete = OFF")  # else deleted rows are overwritten
         connection.execute(f"PRAGMA user_version = {self._version:d}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
@@ -205,9 +204,9 @@ class Database(AbstractAsyncContextManager["Database"]):
         connection.executescript(self._schema)
 
     def _next_batch(self) -> list[tuple[Work[Any], Future[Any]]] | None:
-        """Waits for work; returns all that waits, None once the database is to close.
+        """Waits for jobs and returns all that wait; None when the database closes.
 
-        While nothing is asked for it looks after the files all the same.
+        Checks the files once a second while idle.
         """
         batch: list[tuple[Work[Any], Future[Any]]] = []
         try:
@@ -226,7 +225,7 @@ class Database(AbstractAsyncContextManager["Database"]):
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Returns device and inode of a file; zeros where there is none."""
+    """Returns device and inode of a file; zeros if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -251,7 +250,7 @@ def _run_batch(
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         outcomes = [(future, None, _typed(error)) for _, future in batch]
-    lost = check_files()  # after the commit: what is acknowledged is in a file that has its name
+    lost = check_files()  # after the commit: acknowledged data is in the named file
     if lost is not None:
         outcomes = [(future, None, lost) for _, future in batch]
     for future, result, failure in outcomes:
@@ -269,7 +268,7 @@ def _run_work(connection: sqlite3.Connection, work: Work[Any]) -> tuple[Any, Exc
         result = work(connection)
     except Exception as error:
         if isinstance(error, sqlite3.Error) and not connection.in_transaction:
-            raise  # SQLite rolled the whole batch back itself, as it does on a full disk
+            raise  # SQLite rolled back the whole batch, as it does when the disk is full
         connection.execute("ROLLBACK TO work")
         connection.execute("RELEASE work")
         return None, _typed(error) if isinstance(error, sqlite3.Error) else error
@@ -284,7 +283,7 @@ def _fail(batch: list[tuple[Work[Any], Future[Any]]]) -> None:
 
 
 def _dead() -> StoreError:
-    return StoreError("the store's thread has died, the log says of what; restart the service")
+    return StoreError("the store's thread died, see the log; restart the service")
 
 
 def _typed(error: sqlite3.Error) -> RollmeshError:

@@ -1,4 +1,4 @@
-"""Work that goes on to its end though the call that began it is cancelled."""
+"""Work that runs to completion even if the call that started it is cancelled."""
 
 import asyncio
 import logging
@@ -13,15 +13,15 @@ _Result = TypeVar("_Result")
 
 
 def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> asyncio.Future[_Result]:
-    """Begins work and returns its outcome; cancelling that future does not end the work.
+    """Starts work and returns its outcome; cancelling that future does not stop the work.
 
-    For what a store commits and the state in memory must learn. Wait for it under `asyncio.shield`
-    where others wait too. The outcome always comes: work that its owner ends, even before the first
-    step, and work for an owner that takes none any more, end with `ShuttingDownError`.
+    Use it when memory must learn what a store committed. If several callers wait, each waits under
+    `asyncio.shield`. The outcome is always set: if the owner stops the work, even before its first
+    step, or takes no more work, it is a `ShuttingDownError`.
 
     Args:
-        tasks: Owns the work; an error of it does not end the others.
-        work: What is to be done.
+        tasks: Owns the work; an error in it does not stop the other tasks.
+        work: The coroutine to run.
     """
     outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
     outcome.add_done_callback(_seen)
@@ -29,9 +29,9 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
     async def run() -> None:
         try:
             result = await work
-        except Exception as error:  # noqa: BLE001 - it belongs to who waits, not to the group
+        except Exception as error:  # noqa: BLE001 - for the caller, not for the group
             if outcome.done():
-                _log.warning("work that nobody waits for failed", exc_info=error)
+                _log.warning("detached work failed", exc_info=error)
             else:
                 outcome.set_exception(error)
         else:
@@ -39,7 +39,7 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
                 outcome.set_result(result)
 
     def ended(_: object) -> None:
-        work.close()  # it may never have begun
+        work.close()  # it may never have started
         if not outcome.done():
             outcome.set_exception(
                 ShuttingDownError(
@@ -51,31 +51,31 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
     running = run()
     try:
         tasks.create_task(running).add_done_callback(ended)
-    except RuntimeError:  # the group ends, or has ended
+    except RuntimeError:  # the group is shutting down
         running.close()
         ended(None)
     return outcome
 
 
 async def finish(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Returns the result of work that is run to its end also where this call is cancelled."""
+    """Returns the result of work; the work completes even if this call is cancelled."""
     return await begun(tasks, work)
 
 
 async def contained(work: Callable[[], Awaitable[object]], event: str) -> None:
-    """Runs work that nobody waits for; an error of it is logged and ends nothing else.
+    """Runs work that nobody waits for; its errors are logged and stop nothing else.
 
     Args:
-        work: Begins what is to be done; called when this is run, which may be never.
-        event: Names the failure in the log.
+        work: Starts the work. It is not called if the task is cancelled before it runs.
+        event: Event to log on failure.
     """
     try:
         await work()
-    except Exception as error:  # noqa: BLE001 - the edge of a task: its group must go on
+    except Exception as error:  # noqa: BLE001 - the edge of a task: its group goes on
         _log.error(event, exc_info=error)
 
 
 def _seen(outcome: asyncio.Future[Any]) -> None:
-    """Takes note of an error, so that one whose waiters have left is no complaint of the loop."""
+    """Retrieves an error, so that asyncio does not report it as never retrieved."""
     if not outcome.cancelled():
         outcome.exception()

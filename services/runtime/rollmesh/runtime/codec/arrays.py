@@ -1,4 +1,4 @@
-"""The wire form of token arrays: packed little-endian bytes, lengths checked on receipt."""
+"""Token arrays on the wire: packed little-endian bytes, checked on receipt."""
 
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ Mask: TypeAlias = NDArray[np.bool_]
 """One flag per token, dtype bool, shape [N]."""
 
 _MOST_LOGPROB = 1e-4
-"""A log-probability above 0 by less is what rounding makes of 0."""
+"""Rounding may put a log-probability this far above 0."""
 _U32 = np.dtype("<u4")
 _F32 = np.dtype("<f4")
 _U8 = np.dtype("u1")
@@ -42,7 +42,7 @@ def unpack_ids(data: bytes, field: str) -> TokenIds:
     Raises:
         InvalidFieldError: The length is not a multiple of 4; names `field`.
     """
-    return np.frombuffer(_whole(data, field), dtype=_U32)
+    return np.frombuffer(_checked(data, field), dtype=_U32)
 
 
 def unpack_logprobs(data: bytes, field: str) -> Logprobs:
@@ -51,13 +51,13 @@ def unpack_logprobs(data: bytes, field: str) -> Logprobs:
     Raises:
         InvalidFieldError: The length is not a multiple of 4; names `field`.
     """
-    return np.frombuffer(_whole(data, field), dtype=_F32)
+    return np.frombuffer(_checked(data, field), dtype=_F32)
 
 
 def wrong_logprob(logprobs: Logprobs) -> int | None:
-    """Returns the index of the first value of [N] that no token can have; None where none is.
+    """Returns the index of the first impossible value of [N]; None if all are possible.
 
-    Such a value is NaN, infinite, or above 0 by more than rounding explains.
+    NaN, infinities and values above 0 by more than rounding are impossible.
     """
     with np.errstate(invalid="ignore"):  # a signalling NaN is only a NaN here
         right = (logprobs > -np.inf) & (logprobs <= _MOST_LOGPROB)
@@ -76,7 +76,7 @@ def unpack_mask(data: bytes, field: str) -> Mask:
     return flags.view(np.bool_)
 
 
-def _whole(data: bytes, field: str) -> bytes:
+def _checked(data: bytes, field: str) -> bytes:
     if len(data) % 4:
         raise InvalidFieldError(
             field, f"has {len(data)} bytes, not a multiple of 4; send 4 little-endian bytes each"

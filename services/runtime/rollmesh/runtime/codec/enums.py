@@ -1,4 +1,4 @@
-"""Enums on the wire: numbers that only a newer peer has a name for."""
+"""Enum numbers on the wire, including those that only a newer peer knows."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ _UNSPECIFIED = "UNSPECIFIED"
 def name_of(enum: EnumDescriptor, number: int) -> str:
     """Returns the name of a number without the enum's prefix, such as `MAIN` for a lineage.
 
-    A number without a name here came from a newer peer; the name is then `UNKNOWN_` and the number.
+    A number that this release does not know becomes `UNKNOWN_<number>`.
     """
     value = enum.values_by_number.get(number)
     if value is None:
@@ -25,12 +25,12 @@ def name_of(enum: EnumDescriptor, number: int) -> str:
 
 @cache
 def _prefix(enum: EnumDescriptor) -> str:
-    """Returns what all names begin with: what the name of 0 has before UNSPECIFIED."""
+    """Returns the common prefix of the names: the name of 0 without UNSPECIFIED."""
     return str(enum.values_by_number[0].name.removesuffix(_UNSPECIFIED))
 
 
 class _Enum(NamedTuple):
-    """A field that holds numbers of an enum."""
+    """A field of an enum type."""
 
     field: str
     repeated: bool
@@ -40,27 +40,27 @@ class _Enum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where a kind of message holds enums; messages that hold none are not looked at."""
+    """The enum fields of a message type; message fields without enums are skipped."""
 
     enums: tuple[_Enum, ...]
     inner: "tuple[tuple[str, bool, _Plan], ...]"
-    """Fields of messages: the name, whether it is repeated, and the plan of those messages."""
+    """Message fields: name, whether repeated, and the plan of the message type."""
 
 
 class _UnknownNumberError(Exception):
-    """A number of an enum has no name; `path` grows from the field outwards."""
+    """An enum number is unknown; `path` grows from the field outwards."""
 
     def __init__(self, field: str, number: int, enum: str) -> None:
         super().__init__(field)
         self.path = field
-        self.problem = f"{number} is no {enum} that this service knows; is the sender newer?"
+        self.problem = f"{number} is not a {enum} known to this release; is the sender newer?"
 
 
 def check_enums(message: Message) -> None:
-    """Checks that every number of an enum in a message has a name here.
+    """Checks that this release knows every enum number in a message.
 
-    The parser keeps any number, and what is kept is stored and handed on. The work grows with the
-    number of messages inside the message that hold enums, never with its bytes.
+    The parser keeps unknown numbers, and they would be stored and passed on. The cost grows with
+    the number of nested messages that have enum fields, not with the size of the message.
 
     Raises:
         InvalidFieldError: Names the field and the number.

@@ -1,4 +1,4 @@
-"""Messages inside messages as bytes: what is long is neither parsed nor copied to be put in one."""
+"""Nested messages as bytes: long values are embedded without being parsed or copied."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,18 +7,18 @@ _MORE, _BITS, _TAG_BITS = 0x80, 7, 3
 
 
 def nested(number: int, pieces: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Returns the pieces of a field whose value is the pieces given, one after the other.
+    """Returns the serialised field whose value is the concatenation of the given pieces.
 
     Args:
-        number: Of a field that holds a message, bytes or text.
-        pieces: Of the serialised value.
+        number: Number of the field, which holds a message, bytes or a string.
+        pieces: The serialised value, in pieces.
     """
     head = _varint(number << _TAG_BITS | _LENGTH_DELIMITED)
     return [head + _varint(sum(map(len, pieces))), *pieces]
 
 
 def values(data: bytes) -> Iterator[memoryview]:
-    """Yields the values of a message all of whose fields hold messages, bytes or text, in order."""
+    """Yields the field values of a message whose fields are all messages, bytes or strings."""
     view, at = memoryview(data), 0
     while at < len(view):
         _, at = _read_varint(view, at)
@@ -37,7 +37,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
-    """Returns a number and where what follows it begins."""
+    """Returns a number and the offset after it."""
     value = shift = 0
     while view[at] & _MORE:
         value |= (view[at] & (_MORE - 1)) << shift

@@ -1,4 +1,4 @@
-"""What happens around every RPC: request id, metrics, and typed errors as gRPC status."""
+"""The server interceptor: request ids, metrics, and typed errors as gRPC status."""
 
 import inspect
 import logging
@@ -39,7 +39,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         request_id = _request_id(handler_call_details)
         if handler.response_streaming:
             inner_stream: Any = handler.stream_stream or handler.unary_stream
-            # A handler of a stream yields its responses, or writes them to the context.
+            # A streaming handler yields its responses, or writes them to the context.
             writes = inspect.iscoroutinefunction(inner_stream)
             wrap = _wrap_unary if writes else _wrap_stream
             stream = wrap(_reading(inner_stream, handler), method, request_id)
@@ -60,7 +60,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _reading(inner: Callable[[Any, Context], Any], handler: "Handler") -> Callable[..., Any]:
-    """Returns a handler that meets the error of a refused request where it would have got it."""
+    """Returns a handler that raises the error of a refused request where it reads the request."""
     if handler.request_streaming:
         return lambda requests, context: inner(AcceptedRequests(requests), context)
     return lambda request, context: inner(accepted(request), context)
@@ -89,13 +89,13 @@ class _Watch:
         self._code = "OK"
 
     async def failed(self, error: Exception, context: Context) -> NoReturn:
-        if isinstance(error, grpc.aio.AbortError):  # a status was set already
+        if isinstance(error, grpc.aio.AbortError):  # the handler set a status itself
             self._code = context.code().name if hasattr(context.code(), "name") else "UNKNOWN"
             raise error
         if not isinstance(error, RollmeshError):
             _log.error("unexpected error", exc_info=error, extra=fields(method=self._method))
             request_id = current_request_id()
-            error = RollmeshError(f"unexpected error; the log has it under {request_id}")
+            error = RollmeshError(f"unexpected error; see the log under request id {request_id}")
         status = to_status(error)
         self._code = status_code_of(error).name
         await context.abort_with_status(rpc_status.to_status(status))

@@ -1,8 +1,8 @@
-"""Requests as they come off the wire: a handler sees only messages that it can use.
+"""Deserialisation of requests: handlers see only valid messages.
 
-For bytes that are no message grpc logs a traceback and answers UNKNOWN, and a handler that reads a
-stream gets the parser's exception while it waits for the next request. The deserializer here gives
-a `Refusal` in place of such a message; its error is raised where the handler asks for the request.
+grpc answers malformed bytes with UNKNOWN and a logged traceback, and raises the parser's exception
+inside a handler that reads a stream. The deserializer here returns a `Refusal` for such bytes; its
+error is raised when the handler asks for the request.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -19,16 +19,16 @@ Deserializer: TypeAlias = Callable[[bytes], Any]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Stands in for a request that is refused."""
+    """Takes the place of a malformed request."""
 
     error: RollmeshError
 
 
 def refusing(deserializer: Deserializer | None) -> Deserializer | None:
-    """Returns a deserializer that gives a `Refusal` instead of raising.
+    """Returns a deserializer that returns a `Refusal` instead of raising.
 
     Args:
-        deserializer: Of a method's requests; None leaves them as bytes.
+        deserializer: Deserializer of a method's requests; None leaves them as bytes.
     """
     if deserializer is None:
         return None
@@ -38,7 +38,7 @@ def refusing(deserializer: Deserializer | None) -> Deserializer | None:
             request = deserializer(data)
             check_enums(request)
         except DecodeError as error:
-            return Refusal(UndecodableError("request", f"is no message of this method: {error}"))
+            return Refusal(UndecodableError("request", f"is not a message of this method: {error}"))
         except InvalidFieldError as error:
             return Refusal(error)
         return request
@@ -47,10 +47,10 @@ def refusing(deserializer: Deserializer | None) -> Deserializer | None:
 
 
 def accepted(request: Any) -> Any:
-    """Returns a request that was not refused.
+    """Returns a request unless it was refused.
 
     Raises:
-        RollmeshError: Why it was.
+        RollmeshError: The request was refused.
     """
     if isinstance(request, Refusal):
         raise request.error
@@ -58,10 +58,10 @@ def accepted(request: Any) -> Any:
 
 
 class AcceptedRequests:
-    """The requests of a stream. One that is refused raises its error; the next may be asked for."""
+    """The requests of a stream; a malformed one raises its error, and reading may go on."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
-        """Takes the stream as grpc reads it."""
+        """Takes grpc's stream of requests."""
         self._requests = requests
 
     def __aiter__(self) -> "AcceptedRequests":
