@@ -18,7 +18,7 @@ TEST_WORKERS ?= 3
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-long wheel test-docker check fmt proto proto-baseline proto-check bench-turns bench-durability bench-delivery bench-async kills soak lock clean
+.PHONY: help demo test test-long wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-async kills soak lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -122,17 +122,47 @@ wheel: .venv/.ready ## Builds the wheel into dist/
 soak: .venv/.ready ## 20 minutes of mixed load, hostile requests and kills: memory, files, stalls, books
 	.venv/bin/python -m benchmarks.soak
 
+# --- documentation and releases --------------------------------------------------------------
+
+.venv-docs/.ready: requirements/docs.txt
+	@echo "setup: .venv-docs from requirements/docs.txt: Sphinx (30 s)"
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python $(PIP) --require-hashes -r requirements/docs.txt
+	@touch $@
+
+VERSION ?=
+DRY_RUN ?=
+
+release: .venv/.ready ## VERSION=X.Y.Z: changelog, version, wheel, images, commit, tag; DRY_RUN=1 only prints
+	.venv/bin/python -m scripts.release $(VERSION) $(if $(DRY_RUN),--dry-run)
+
+docs: .venv-docs/.ready ## Builds the documentation's site into build/site; a broken link fails
+	mkdir -p build/reference
+	.venv-docs/bin/python -m scripts.pages.protocol > build/reference/protocol.md
+	PYTHONPATH=$(IMPORT_PATH) .venv-docs/bin/python -m sphinx -W --keep-going -q -c docs \
+	  -d build/doctrees . build/site
+	@echo "docs: build/site/index.html"
+
+docs-generate: .venv/.ready ## Makes the generated pages again: settings, errors, templates, parsers, curve
+	.venv/bin/python -m scripts.pages.configuration > docs/configuration.md
+	.venv/bin/python -m scripts.pages.errors > docs/errors.md
+	.venv/bin/python -m scripts.curve
+
 # --- checks ----------------------------------------------------------------------------------
 
 CHECK = .venv-check/bin
-CODE = services clients tests examples benchmarks
+CODE = services clients tests examples benchmarks scripts docs/conf.py
 
-check: .venv-check/.ready proto-check ## Lint, types, layers, protos
+check: check-style proto-check check-types docs ## Lint, types, layers, protos, links of the documentation
+	$(CHECK)/pyright --pythonpath $(CHECK)/python
+
+check-style: .venv-check/.ready
 	$(CHECK)/ruff check $(CODE)
 	$(CHECK)/ruff format --check $(CODE)
 	PYTHONPATH=$(IMPORT_PATH) $(CHECK)/lint-imports
+
+check-types: .venv-check/.ready
 	$(CHECK)/mypy
-	$(CHECK)/pyright --pythonpath $(CHECK)/python
 
 IMPORT_PATH = protos/gen:services/runtime:services/engine:services/router:services/gateway:services/collector:clients
 
@@ -188,6 +218,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml --extra router --group build --group test -c requirements/test.txt \
 	  -o requirements/test-gpu.txt
 	$(LOCK) --group protos -o requirements/protos.txt
+	$(LOCK) pyproject.toml --extra remote-agents --group docs -o requirements/docs.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
 	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
@@ -198,4 +229,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel .venv-gpu build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""What maintainers run: generated pages, the reward curve, releases."""

@@ -1,0 +1,49 @@
+"""Pages that are generated are current; `make docs-generate` makes them again."""
+
+from pathlib import Path
+
+from rollmesh.runtime.config import describe
+from rollmesh.runtime.errors import RollmeshError
+from scripts.curve import CURVE, TABLE, draw, measured
+from scripts.pages import configuration, errors
+from tests.paths import ROOT
+
+AGAIN = "run `make docs-generate`"
+
+
+def test_the_page_of_errors_is_current() -> None:
+    assert (ROOT / "docs" / "errors.md").read_text("utf-8") == errors.page(), AGAIN
+
+
+def test_the_page_of_settings_is_current() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text("utf-8") == configuration.page(), AGAIN
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for service, config in configuration.CONFIGS.items():
+        for setting in describe(config, service):
+            assert setting.doc, setting.variable
+
+
+def test_every_reason_says_what_to_do() -> None:
+    assert errors.classes().keys() == errors.ADVICE.keys()
+
+
+def test_a_reason_is_that_of_one_error() -> None:
+    found: dict[str, type[RollmeshError]] = {}
+    for one in errors.subclasses(RollmeshError):
+        assert found.setdefault(one.reason, one) is one
+
+
+def test_the_curve_shows_what_was_measured(tmp_path: Path) -> None:
+    rows = measured(TABLE.read_text("utf-8"))
+    assert len(rows) == 30
+    draw(rows, tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").read_text() == CURVE.read_text(), AGAIN
+
+
+def test_a_line_of_the_table_that_is_no_step_is_not_drawn() -> None:
+    rows = measured(
+        "| step | seed 0 | seed 1 | seed 2 |\n|---:|---:|---:|---:|\n| 1 | 0.2 | 0.3 | 0.4 |\n"
+    )
+    assert rows == [(1.0, 0.2, 0.3, 0.4)]
