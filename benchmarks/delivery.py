@@ -5,7 +5,7 @@
 A process with the gateway's own outbox hands closed sessions to a real collector, on SQLite and on
 a Redis that syncs every write; a trainer process makes torch tensors of them and acknowledges.
 TransferQueue 0.1.11 puts and gets the same tensors. Rounds are interleaved; every figure is the
-median of the rounds. docs/benchmarks.md says what each figure means.
+median of the rounds. benchmarks/README.md says what each figure means.
 
 The last line of the output is one JSON object.
 """

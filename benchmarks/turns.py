@@ -5,7 +5,7 @@
 Sidecar, gateway, router, collector and a scripted engine are real processes; the peer, and in the
 base case LiteLLM's proxy, which only passes chat on, stand in front of a fake engine that is as
 quick. All get the same texts from the same load generator, in
-interleaved rounds; every figure is the median of the rounds. docs/benchmarks.md says what each
+interleaved rounds; every figure is the median of the rounds. benchmarks/README.md says what each
 figure means. In the base case a session has 16 turns; a turn sends about 3.5 KB of new text behind
 all that was said before and gets a short fixed reply, not streamed; CPU time is that of 64 sessions
 at a time, with all that is done after the last answer, such as delivery to the collector.

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 from tests.paths import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 

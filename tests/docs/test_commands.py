@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from itertools import count
 
 import pytest
@@ -32,6 +33,7 @@ def commands() -> list[tuple[str, list[str]]]:
     ]
 
 
+@cache
 def helps(*module: str) -> str:
     command = [sys.executable, "-m", *module, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -2,6 +2,7 @@
 signatures of what it calls."""
 
 import ast
+import asyncio
 import inspect
 import json
 import warnings
@@ -65,6 +66,26 @@ async def readme(block: Block, mesh: Mesh) -> None:
         for version in one.policy_versions[one.loss_mask].tolist()
     }
     assert versions == {0, 1}
+
+
+async def first_session(block: Block, mesh: Mesh) -> None:
+    """A script of its own, with the addresses of the page's mesh."""
+    text = block.text
+    for name, port in (("router", 71), ("gateway", 72), ("collector", 73), ("sidecar", 80)):
+        text = text.replace(f"127.0.0.1:{port}00", getattr(mesh.addresses, name))
+    assert "127.0.0.1:7100" not in text
+    names: dict[str, Any] = {}
+    await asyncio.to_thread(exec, compile(text, block.name, "exec"), names)
+    trajectory = names["trajectory"]
+    assert trajectory.loss_mask.any()
+    assert len(trajectory.token_ids) == len(trajectory.loss_mask) == len(trajectory.logprobs)
+
+
+async def an_agent(block: Block, mesh: Mesh) -> None:
+    names: dict[str, Any] = {}
+    await run(block, names)
+    async with mesh.client() as client, client.session() as session:
+        assert await names["my_agent"]("Hi", session) == 1.0
 
 
 async def delivery(block: Block, mesh: Mesh) -> None:
@@ -166,7 +187,9 @@ def _patched(name: str, **settings: Any) -> Iterator[Any]:
 
 WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "README.md python 1": readme,
+    "docs/agents.md python 1": an_agent,
     "docs/delivery.md python 1": delivery,
+    "docs/getting-started.md python 1": first_session,
     "docs/runners.md python 1": runners,
     "docs/trainers.md python 1": trainer_loop,
 }
