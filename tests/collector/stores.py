@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.collector.delivery.filters import judge
+from rollmesh.collector.delivery.loads import Loaded
+from rollmesh.collector.delivery.retention import Retention
+from rollmesh.collector.delivery.units import Arrival, Settlement, Unit
 from rollmesh.collector.storage.redis.client import connected
 from rollmesh.collector.storage.redis.store import RedisStore
 from rollmesh.collector.storage.sqlite.store import open_store
-from rollmesh.collector.storage.store import Arrival, Loaded, Retention, Settlement, Store, Unit
+from rollmesh.collector.storage.store import Store
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 from tests.collector.records import record
 
@@ -77,7 +80,7 @@ class Reader:
         for unit in await self.fetch(limit):
             loaded = await self.load(unit)
             assert loaded is not None
-            sessions = [session.session_id for session in loaded.sessions]
+            sessions = [head.session_id for head in loaded.heads]
             taken.append((unit.unit_id, loaded.attempt, sessions))
         return taken
 
@@ -94,6 +97,11 @@ class Reader:
         """Forgets what it holds, as a collector whose last stream ended."""
         self.cursor = 0
         await self.store.release(self.name)
+
+
+def sessions_of(loaded: Loaded | None) -> list[types_pb2.SessionRecord]:
+    """The sessions of a unit as its consumer gets them."""
+    return list(loaded.response().delivery.sessions) if loaded else []
 
 
 async def ingest(

@@ -2,7 +2,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollmesh.collector.delivery.consumer import Consumer
-from rollmesh.collector.storage.store import SESSION, Page, Unit
+from rollmesh.collector.delivery.units import SESSION, Page, Unit
 
 
 class DeliveryMachine(RuleBasedStateMachine):

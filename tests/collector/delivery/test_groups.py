@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.collector.delivery.groups import Member, State, decide, is_default
-from rollmesh.v1 import collector_pb2 as pb
+from rollmesh.collector.delivery.groups import Member, NewUnit, Sample, State, decide, form_unit
+from rollmesh.collector.delivery.units import GroupLog
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from tests.collector.records import record
 
 
 def members(text: str) -> list[Member]:
@@ -82,6 +84,45 @@ def test_an_over_sampled_group_holds_k_different_usable_samples(
         assert all(one.usable for one in chosen)
 
 
-def test_a_policy_without_fields_is_the_default() -> None:
-    assert is_default(pb.GroupPolicy())
-    assert not is_default(pb.GroupPolicy(deadline_ms=1))
+def log(**policy: int) -> GroupLog:
+    hello = pb.SubscribeHello(consumer="c", unit=pb.DELIVERY_UNIT_GROUP)
+    hello.groups.CopyFrom(pb.GroupPolicy(**policy))
+    hello.filter.lineages.append(types_pb2.LINEAGE_MAIN)
+    return GroupLog("g:c", hello, ("c",))
+
+
+def sample(session_id: str, index: int, head: bytes | None = None) -> Sample:
+    stored = record(session_id, "g", index, 3).SerializeToString() if head is None else head
+    return Sample(session_id, index, stored)
+
+
+def test_a_group_that_waits_becomes_no_unit() -> None:
+    assert form_unit(log(), "g", 3, [sample("a", 0), sample("b", 1)], (0, 10**9)) is None
+    assert form_unit(log(deadline_ms=1), "g", 3, [], (0, 1)) is None
+
+
+def test_a_complete_group_is_a_unit_of_all_its_samples() -> None:
+    unit = form_unit(log(), "g", 2, [sample("b", 1), sample("a", 0)], (0, 0))
+    assert unit == NewUnit(("a", "b"), partial=False, dropped=False, entries=[])
+
+
+def test_a_group_with_too_few_samples_at_its_deadline_is_dropped_and_listed() -> None:
+    unit = form_unit(log(deadline_ms=5), "g", 2, [sample("a", 0)], (10, 15))
+    listed = pb.FilteredEntry(delivery_id="g", reason=pb.FILTER_REASON_INCOMPLETE_GROUP, unix_ms=15)
+    assert unit == NewUnit(("a",), partial=True, dropped=True, entries=[listed])
+
+
+@pytest.mark.parametrize("head", [pytest.param(b"\xff", id="damaged"), pytest.param(b"", id="no")])
+def test_a_session_that_the_filter_empties_or_nobody_can_read_is_surplus(head: bytes) -> None:
+    arrived = [sample("a", 0, head), sample("b", 1), sample("c", 2)]
+    unit = form_unit(log(samples=2), "g", 3, arrived, (0, 7))
+    listed = pb.FilteredEntry(
+        delivery_id="g", reason=pb.FILTER_REASON_SURPLUS, unix_ms=7, session_id="a"
+    )
+    assert unit == NewUnit(("b", "c"), partial=True, dropped=False, entries=[listed])
+
+
+def test_heads_are_read_only_where_the_policy_counts_usable_sessions() -> None:
+    unit = form_unit(log(), "g", 1, [sample("a", 0, b"\xff")], (0, 0))
+    assert unit is not None
+    assert unit.members == ("a",)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.collector.delivery.retention import Retention
+from rollmesh.collector.delivery.units import Arrival
 from rollmesh.collector.storage.sqlite.store import open_store
-from rollmesh.collector.storage.store import Arrival, Retention, Store
+from rollmesh.collector.storage.store import Store
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     SessionDamagedError,
@@ -17,7 +19,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.v1 import types_pb2
 from tests.collector.records import record, trajectory
-from tests.collector.stores import KEEP, Reader
+from tests.collector.stores import KEEP, Reader, sessions_of
 
 TOKENS = 60_000
 """Of a session; two of them are large, one is not."""
@@ -52,7 +54,7 @@ async def test_the_arrays_of_a_large_call_are_in_one_file_and_come_back_after_a_
         assert await store.session("b", arrays=True) == record("b")
         reader = await Reader.open(store)
         loaded = [await reader.load(unit) for unit in await reader.fetch()]
-        sessions = [session for one in loaded if one for session in one.sessions]
+        sessions = [session for one in loaded for session in sessions_of(one)]
         assert sessions == [long_record("a"), record("b"), long_record("c")]
         await ingest(store, [long_record("d"), long_record("e")])
         assert files(tmp_path) == {"1", "2"}

@@ -11,11 +11,13 @@ import grpc
 import numpy as np
 import pytest
 
+from rollmesh.collector.delivery.retention import Retention
+from rollmesh.collector.delivery.units import Arrival
 from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.collector.storage.sqlite.array_files import ArrayFiles
 from rollmesh.collector.storage.sqlite.schema import SCHEMA, VERSION
 from rollmesh.collector.storage.sqlite.store import SqliteStore
-from rollmesh.collector.storage.store import LOAD_BYTES, Arrival, Retention
+from rollmesh.collector.storage.store import LOAD_BYTES
 from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime.codec.arrays import pack_logprobs
 from rollmesh.runtime.database import Database

@@ -10,9 +10,9 @@ import pytest
 from redis import exceptions
 
 from rollmesh.client.deliveries.subscription import Subscription
+from rollmesh.collector.delivery.units import Settlement
 from rollmesh.collector.storage.redis.client import RedisClient, connected
 from rollmesh.collector.storage.redis.store import RedisStore
-from rollmesh.collector.storage.store import Settlement
 from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import ConsumerMovedError, StoreAwayError, StoreFullError

@@ -11,9 +11,9 @@ from redis import asyncio as redis
 from redis.asyncio.connection import AbstractConnection
 
 from rollmesh.collector.delivery.filters import judge
+from rollmesh.collector.delivery.units import Arrival, Settlement
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Value, connected
 from rollmesh.collector.storage.redis.store import RedisStore
-from rollmesh.collector.storage.store import Arrival, Settlement
 from rollmesh.runtime.errors import StoreAwayError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 from tests.collector.collectors import GROUP

@@ -7,10 +7,11 @@ from typing import TypeAlias
 
 import pytest
 
+from rollmesh.collector.delivery.retention import Retention
 from rollmesh.collector.storage.sqlite.array_files import ArrayFiles
 from rollmesh.collector.storage.sqlite.schema import SCHEMA, VERSION
 from rollmesh.collector.storage.sqlite.store import SqliteStore
-from rollmesh.collector.storage.store import Retention, Store
+from rollmesh.collector.storage.store import Store
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2

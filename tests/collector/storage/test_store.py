@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from rollmesh.collector.delivery.filters import judge
-from rollmesh.collector.storage.store import LOAD_BYTES, Arrival, Store
+from rollmesh.collector.delivery.units import Arrival
+from rollmesh.collector.storage.store import LOAD_BYTES, Store
 from rollmesh.runtime.errors import ConsumerUnknownError, InvalidFieldError, SessionUnknownError
 from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.collectors import GROUP
 from tests.collector.records import record, trajectory
-from tests.collector.stores import MAIN_ONLY, Reader, auxiliary, fill, group, ingest
+from tests.collector.stores import MAIN_ONLY, Reader, auxiliary, fill, group, ingest, sessions_of
 
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
 LATEST = pb.Position(end=pb.LOG_END_LATEST)
@@ -53,7 +54,7 @@ async def test_units_are_loaded_together_up_to_a_size(store: Store) -> None:
     rules = partial(judge, reader.hello.filter, None)
     (first,) = await store.load(reader.name, units, rules, 0)
     rest = await store.load(reader.name, units[1:], rules, 0)
-    loaded = [one.sessions[0].session_id for one in (first, *rest) if one is not None]
+    loaded = [session.session_id for one in (first, *rest) for session in sessions_of(one)]
     assert loaded == ["large", "a", "b"]
 
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from rollmesh.collector.storage.store import Settlement, Store
+from rollmesh.collector.delivery.units import Settlement
+from rollmesh.collector.storage.store import Store
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 from tests.collector.collectors import GROUP
 from tests.collector.records import record, trajectory
-from tests.collector.stores import MAIN_ONLY, Reader, auxiliary, fill
+from tests.collector.stores import MAIN_ONLY, Reader, auxiliary, fill, sessions_of
 
 
 async def test_what_a_filter_drops_is_settled_and_listed(store: Store) -> None:
@@ -16,7 +17,7 @@ async def test_what_a_filter_drops_is_settled_and_listed(store: Store) -> None:
     first, second = await reader.fetch()
     loaded = await reader.load(first)
     assert loaded is not None
-    assert (loaded.attempt, loaded.sessions) == (0, [])
+    assert (loaded.attempt, loaded.arrays) == (0, [])
     verdict = loaded.verdict
     settlement = Settlement("a", verdict.reason, verdict.removed)
     assert await store.settle("c", [settlement], 7) == ["a"]
@@ -48,9 +49,7 @@ async def test_what_a_filter_takes_out_of_a_delivery_is_listed_once(store: Store
     for _ in range(2):
         (unit,) = await reader.fetch()
         loaded = await reader.load(unit)
-        assert loaded is not None
-        assert [one.trajectory_id for one in loaded.sessions[0].trajectories] == ["a-1"]
-        assert loaded.sessions[0] == record("a")
+        assert sessions_of(loaded) == [record("a")]
         await reader.restart()
     (entry,), _ = await store.filtered("c", 10, "")
     assert entry.reason == pb.FILTER_REASON_UNSPECIFIED

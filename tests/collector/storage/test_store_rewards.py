@@ -12,6 +12,7 @@ from tests.collector.records import record, trajectory
 from tests.collector.stores import (
     Reader,
     fill,
+    sessions_of,
 )
 
 
@@ -33,8 +34,7 @@ async def test_a_session_waits_for_its_rewards(store: Store) -> None:
     assert not await store.set_rewards("a", rewards, "r1", 1)
     (unit,) = await reader.fetch()
     loaded = await reader.load(unit)
-    assert loaded is not None
-    (session,) = loaded.sessions
+    (session,) = sessions_of(loaded)
     (one,) = session.trajectories
     assert (session.reward, one.reward, one.segments[1].reward) == (0.5, 2.0, 3.0)
     assert one.token_ids_u32le == trajectory("a").token_ids_u32le

@@ -7,12 +7,13 @@ from contextlib import asynccontextmanager
 import grpc
 
 from rollmesh.collector.config import CollectorConfig
+from rollmesh.collector.delivery.retention import Retention
 from rollmesh.collector.scoring.scorers import open_scorers
 from rollmesh.collector.scoring.scoring import Scoring
 from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.collector.storage.sqlite.store import open_store
-from rollmesh.collector.storage.store import Retention, Store
-from rollmesh.collector.streams.maintenance import keep_up
+from rollmesh.collector.storage.store import Store
+from rollmesh.collector.streams.maintenance import maintain
 from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime.config import ConfigError
 from rollmesh.v1 import collector_pb2_grpc
@@ -41,12 +42,12 @@ class CollectorService:
             subscriptions = Subscriptions(store, tasks)
             await subscriptions.restore()
             config = self._config
-            work = keep_up(store, subscriptions, config.tick_ms, config.consumer_ttl_ms)
-            upkeep = tasks.create_task(work)
+            work = maintain(store, subscriptions, config.tick_ms, config.consumer_ttl_ms)
+            maintenance = tasks.create_task(work)
             async with self._scoring(subscriptions):
                 self._servicer.subscriptions = subscriptions
                 yield
-            upkeep.cancel()
+            maintenance.cancel()
 
     @asynccontextmanager
     async def _scoring(self, subscriptions: Subscriptions) -> AsyncIterator[None]:
@@ -55,7 +56,7 @@ class CollectorService:
         if not config.scorer:
             yield
             return
-        scoring = Scoring(subscriptions.store, subscriptions, config.scorer_tries)
+        scoring = Scoring(subscriptions.store, subscriptions.announce, config.scorer_tries)
         self._servicer.scoring, self._servicer.score_hold_ms = scoring, config.scorer_hold_ms
         opening = open_scorers(
             config.scorer, config.scorer_workers, config.scorer_timeout_ms / 1000

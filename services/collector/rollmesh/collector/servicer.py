@@ -12,8 +12,9 @@ from rollmesh.collector.checks import (
     check_sessions,
 )
 from rollmesh.collector.delivery.consumer import Consumer
+from rollmesh.collector.delivery.units import Arrival
 from rollmesh.collector.scoring.scoring import Scoring, wants_score
-from rollmesh.collector.storage.store import Arrival, Store
+from rollmesh.collector.storage.store import Store
 from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.session_records import check_name

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rollmesh.collector.storage.store import Page, Unit
+from rollmesh.collector.delivery.units import Page, Unit
 from rollmesh.v1 import collector_pb2 as pb
 
 _MOST_FETCHED = 64

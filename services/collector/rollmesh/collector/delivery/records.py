@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from rollmesh.runtime.codec.wire import nested, values
 from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import types_pb2
@@ -18,9 +17,8 @@ Row: TypeAlias = types_pb2.Trajectory | types_pb2.TrajectoryTree
 """What a filter judges: a trajectory, or a session's whole tree."""
 Run: TypeAlias = types_pb2.TrajectorySegment | types_pb2.TrajectoryNode
 _log = logging.getLogger(__name__)
-_TREE = types_pb2.SessionRecord.TREE_FIELD_NUMBER
-_TRAJECTORIES = types_pb2.SessionRecord.TRAJECTORIES_FIELD_NUMBER
-ARRAYS = ("token_ids_u32le", "logprobs_f32le", "loss_mask_u8")
+_BYTES_PER_TOKEN = {"token_ids_u32le": 4, "logprobs_f32le": 4, "loss_mask_u8": 1}
+"""The arrays of a row, in the order in which they are stored."""
 
 
 def rows_of(record: types_pb2.SessionRecord) -> Sequence[Row]:
@@ -33,26 +31,19 @@ def runs_of(row: Row) -> Sequence[Run]:
     return row.nodes if isinstance(row, types_pb2.TrajectoryTree) else row.segments
 
 
-def split(record: types_pb2.SessionRecord) -> tuple[bytes, list[bytes | memoryview]]:
+def split(record: types_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
     """Takes the arrays out of a record.
 
     Returns:
-        What is left, and the pieces of a record of nothing but the arrays; serialised.
+        The serialised head, and the arrays of every row one after the other: their lengths follow
+        from the runs that stay in the head.
     """
-    rows = rows_of(record)
-    taken = [[(name, getattr(row, name)) for name in ARRAYS] for row in rows]
-    for row in rows:
-        for name in ARRAYS:
+    arrays: list[bytes] = []
+    for row in rows_of(record):
+        for name in _BYTES_PER_TOKEN:
+            arrays.append(getattr(row, name))
             row.ClearField(name)  # type: ignore[arg-type]  # both kinds of row have them
-    head = record.SerializeToString()
-    pieces: list[bytes | memoryview] = []
-    for row, arrays in zip(rows, taken, strict=True):
-        fields = type(row).DESCRIPTOR.fields_by_name
-        inner: list[bytes | memoryview] = []
-        for name, value in arrays:
-            inner += nested(fields[name].number, [value]) if value else ()
-        pieces += nested(_TREE if record.HasField("tree") else _TRAJECTORIES, inner)
-    return head, pieces
+    return record.SerializeToString(), arrays
 
 
 def read_head(session_id: str, data: bytes) -> types_pb2.SessionRecord:
@@ -77,16 +68,16 @@ def join(head: types_pb2.SessionRecord, arrays: bytes) -> types_pb2.SessionRecor
         SessionDamagedError: They are not those of the head.
     """
     rows = rows_of(head)
-    try:
-        for row, kept in zip(rows, values(arrays), strict=True):
-            row.MergeFromString(kept)  # type: ignore[arg-type]  # the stubs know bytes alone
-    except (DecodeError, ValueError, IndexError) as error:
-        raise damaged(head.session_id, f"its arrays cannot be read: {error}") from error
+    tokens = sum(map(tokens_of, rows))
+    if len(arrays) != tokens * sum(_BYTES_PER_TOKEN.values()):
+        problem = f"its arrays have {len(arrays)} bytes, which do not fit {tokens} tokens"
+        raise damaged(head.session_id, problem)
+    start = 0
     for row in rows:
-        tokens = tokens_of(row)
-        sizes = (len(row.token_ids_u32le) // 4, len(row.logprobs_f32le) // 4, len(row.loss_mask_u8))
-        if sizes != (tokens, tokens, tokens):
-            raise damaged(head.session_id, f"its arrays have {sizes} tokens, not {tokens}")
+        for name, width in _BYTES_PER_TOKEN.items():
+            end = start + width * tokens_of(row)
+            setattr(row, name, arrays[start:end])
+            start = end
     return head
 
 

@@ -2,12 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollmesh.collector import metrics
 from rollmesh.collector.scoring.scorers import Scorer
 from rollmesh.collector.storage.store import RETRY_MS, Store
-from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
@@ -36,10 +35,16 @@ def wants_score(record: types_pb2.SessionRecord) -> bool:
 class Scoring:
     """The sessions that wait for a scorer; they are in the store."""
 
-    def __init__(self, store: Store, subscriptions: Subscriptions, tries: int) -> None:
-        """Takes the store, who is told, and how often a session is tried."""
+    def __init__(self, store: Store, announce: Callable[[], None], tries: int) -> None:
+        """Takes what a scorer needs.
+
+        Args:
+            store: The store.
+            announce: Called when a session has its rewards: it may be delivered now.
+            tries: How often a session is tried.
+        """
         self._store = store
-        self._subscriptions = subscriptions
+        self._announce = announce
         self._tries = tries
         self._waiting: asyncio.Queue[str] = asyncio.Queue(_MOST_WAITING)
 
@@ -121,7 +126,7 @@ class Scoring:
             except (StoreAwayError, StoreFullError, StoreError):
                 await asyncio.sleep(backoff.next_s())
             else:
-                self._subscriptions.announce()
+                self._announce()
                 return
 
 

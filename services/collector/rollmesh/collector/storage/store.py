@@ -1,122 +1,32 @@
-"""What the collector needs of a store.
-
-A *unit* is what can be delivered: a session, or a group once it is whole for a consumer. Units
-stand in logs, in the order in which they became whole: one of sessions, one of groups with all
-their samples, and one for each consumer with a group policy of its own. A unit's sessions are fixed
-when it is made. A consumer has *settled* a unit when it acknowledged it or its filter dropped it.
-"""
+"""What the collector needs of a store."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
-from rollmesh.collector.delivery.filters import Verdict
-from rollmesh.collector.delivery.groups import is_default
-from rollmesh.runtime.errors import InvalidFieldError, SessionDamagedError
+from rollmesh.collector.delivery.loads import Judge, Loaded
+from rollmesh.collector.delivery.units import Arrival, Page, Settlement, Unit
+from rollmesh.runtime.errors import (
+    ConsumerUnknownError,
+    GroupSizeError,
+    InvalidFieldError,
+    SessionUnknownError,
+    StoreFullError,
+)
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _log = logging.getLogger(__name__)
-SESSION = int(pb.DELIVERY_UNIT_SESSION)
-GROUP = int(pb.DELIVERY_UNIT_GROUP)
-SESSION_LOG, GROUP_LOG = "s", "g"
 LOAD_BYTES = 4 * 1024 * 1024
 """Most that is loaded at once, and one unit more."""
 _MAX_TOKEN_DIGITS = 18
 RETRY_MS = 1000
 """When to try again after a refusal, milliseconds."""
-Judge: TypeAlias = Callable[[Sequence[types_pb2.SessionRecord]], Verdict]
-"""Decides about a unit by the heads of its sessions."""
-
-
-class Unit(NamedTuple):
-    """Something to deliver."""
-
-    seq: int
-    """Place in the order in which units became whole."""
-    unit_id: str
-    """Id of the session or of the group: the delivery id."""
-    members: tuple[str, ...] = ()
-    """Ids of its sessions; empty: the one session of this id."""
-    partial: bool = False
-    """Whether the group has fewer samples than announced."""
-
-
-class Page(NamedTuple):
-    """A part of what a consumer has not settled."""
-
-    units: list[Unit]
-    """In order."""
-    cursor: int
-    """Where the next page begins."""
-    more: bool
-    """Whether there may be a next page now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A unit as it is to be delivered, or the reason why it is not."""
-
-    attempt: int
-    """Number of this delivery; 0 where it is not delivered."""
-    verdict: Verdict
-    """What the filter says."""
-    response: pb.SubscribeResponse
-    """What goes out: a delivery with what is left of the unit's sessions, which are made in it,
-    because messages that are put into others are copied. The rest of it is the caller's to say."""
-
-    @property
-    def sessions(self) -> Sequence[types_pb2.SessionRecord]:
-        """What is left of its sessions."""
-        return self.response.delivery.sessions
-
-
-def set_aside(error: SessionDamagedError) -> Loaded:
-    """Returns a unit that is not delivered because a session of it is damaged."""
-    reason = pb.FILTER_REASON_DAMAGED
-    part = pb.RemovedTrajectories(session_id=error.metadata["session_id"], reason=reason)
-    return Loaded(0, Verdict(reason, removed=[part]), pb.SubscribeResponse())
-
-
-def read_hello(name: str, data: bytes) -> pb.SubscribeHello | None:
-    """Returns the hello of a consumer as it is stored; None where it cannot be read.
-
-    Such a consumer has no options until it subscribes again, and keeps its place.
-    """
-    with suppress(DecodeError):
-        hello = pb.SubscribeHello.FromString(data)
-        if hello.consumer == name:
-            return hello
-    _tell_damaged(name, data)
-    return None
-
-
-@lru_cache(maxsize=64)
-def _tell_damaged(consumer: str, data: bytes) -> None:  # noqa: ARG001 - once for what is stored
-    _log.error("consumer damaged: its options cannot be read", extra=fields(consumer=consumer))
-
-
-def read_entry(unit_id: str, data: bytes) -> pb.FilteredEntry:
-    """Returns what was listed of a unit; where that cannot be read, that it is damaged."""
-    try:
-        return pb.FilteredEntry.FromString(data)
-    except DecodeError:
-        return pb.FilteredEntry(delivery_id=unit_id, reason=pb.FILTER_REASON_DAMAGED)
-
-
-class Settlement(NamedTuple):
-    """That a unit is done for a consumer."""
-
-    unit_id: str
-    reason: pb.FilterReason.ValueType = pb.FILTER_REASON_UNSPECIFIED
-    """UNSPECIFIED: acknowledged."""
-    removed: Sequence[pb.RemovedTrajectories] = ()
-    """With a reason: the trajectories that the filter took out."""
 
 
 class Sought(NamedTuple):
@@ -152,32 +62,6 @@ class Counts:
     reward_timeouts: int = 0
     stored_bytes: int = 0
     removed_sessions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How long settled sessions stay."""
-
-    settled_ms: int
-    """Time that they stay for a `Seek` back."""
-    max_bytes: int
-    """Bytes at which nothing more is taken."""
-    near_full: float = field(default=0.9)
-    """Share of `max_bytes` above which they go at once, the oldest first."""
-
-
-class Arrival(NamedTuple):
-    """A session that came."""
-
-    record: types_pb2.SessionRecord
-    hold_ms: int | None = None
-    """How long it waits for rewards, if its record does not say; None: not at all."""
-
-    def due_ms(self, now_ms: int) -> int | None:
-        """Returns until when it waits for rewards; None: it does not."""
-        held = self.record.HasField("reward_timeout_ms")
-        hold_ms = self.record.reward_timeout_ms if held else self.hold_ms
-        return None if hold_ms is None else now_ms + hold_ms
 
 
 class Store(Protocol):
@@ -259,7 +143,7 @@ class Store(Protocol):
 
         Returns:
             The units in order, the first at least, and no more once they have `LOAD_BYTES`; None
-            for one that is gone.
+            for one that was removed.
         """
         ...
 
@@ -332,40 +216,22 @@ class Store(Protocol):
         ...
 
 
-def log_of(hello: pb.SubscribeHello) -> str:
-    """Returns the log that a consumer reads."""
-    if hello.unit == SESSION:
-        return SESSION_LOG
-    return GROUP_LOG if is_default(hello.groups) else own_log(hello.consumer)
+def read_hello(name: str, data: bytes) -> pb.SubscribeHello | None:
+    """Returns the hello of a consumer as it is stored; None where it cannot be read.
+
+    Such a consumer has no options until it subscribes again, and keeps its place.
+    """
+    with suppress(DecodeError):
+        hello = pb.SubscribeHello.FromString(data)
+        if hello.consumer == name:
+            return hello
+    _tell_damaged(name, data)
+    return None
 
 
-def own_log(consumer: str) -> str:
-    """Returns the log of a consumer with a group policy of its own."""
-    return f"{GROUP_LOG}:{consumer}"
-
-
-def filtered_counts(
-    rows: Mapping[int, tuple[int, int]],
-) -> list[pb.FilteredCount]:
-    """Makes counts of units and trajectories by reason, in order of the reasons."""
-    return [
-        pb.FilteredCount(
-            reason=pb.FilterReason.ValueType(reason), units=units, trajectories=trajectories
-        )
-        for reason, (units, trajectories) in sorted(rows.items())
-    ]
-
-
-def counts_of(entry: pb.FilteredEntry) -> dict[int, tuple[int, int]]:
-    """Returns what an entry counts for: by reason, units and trajectories."""
-    counts: dict[int, tuple[int, int]] = {}
-    for part in entry.removed:
-        units, trajectories = counts.get(part.reason, (0, 0))
-        counts[part.reason] = (units, trajectories + part.count)
-    if entry.reason:
-        units, trajectories = counts.get(entry.reason, (0, 0))
-        counts[entry.reason] = (units + 1, trajectories)
-    return counts
+@lru_cache(maxsize=64)
+def _tell_damaged(consumer: str, data: bytes) -> None:  # noqa: ARG001 - once for what is stored
+    _log.error("consumer damaged: its options cannot be read", extra=fields(consumer=consumer))
 
 
 def read_token(page_token: str) -> int:
@@ -380,8 +246,37 @@ def read_token(page_token: str) -> int:
     return int(page_token or "0")
 
 
-def group_key_of(record: types_pb2.SessionRecord) -> str:
-    """Returns the key by which a session is kept: its group's, or its own where it has none."""
-    if record.superseded:
-        return f"superseded:{record.session_id}"
-    return record.group_id or record.session_id
+def session_unknown(session_id: str) -> SessionUnknownError:
+    """Returns the error that no such session is stored."""
+    return SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+
+
+def consumer_unknown(name: str) -> ConsumerUnknownError:
+    """Returns the error that there is no such consumer."""
+    return ConsumerUnknownError(f"consumer: {name!r} is not known; subscribe first")
+
+
+def other_unit(name: str) -> InvalidFieldError:
+    """Returns the error that a consumer changed its unit."""
+    return InvalidFieldError(
+        "unit", f"consumer {name!r} takes the other unit; a name keeps its unit"
+    )
+
+
+def unit_unknown(delivery_id: str) -> InvalidFieldError:
+    """Returns the error that a position names a unit that is not stored."""
+    return InvalidFieldError("position.delivery_id", f"unit {delivery_id!r} is not stored")
+
+
+def other_size(arrival: Arrival, size: int) -> GroupSizeError:
+    """Returns the error that a group was announced with another size."""
+    return GroupSizeError(
+        "group_size",
+        f"is {arrival.group_size}, and group {arrival.group_key!r} has {size}; "
+        "give all its sessions one",
+    )
+
+
+def store_full() -> StoreFullError:
+    """Returns the error that nothing is taken until something is settled and removed."""
+    return StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)

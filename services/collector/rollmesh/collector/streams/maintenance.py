@@ -18,7 +18,7 @@ _ATTEND_EVERY_MS = 60_000.0
 _PATIENCE_MS = 3_600_000
 
 
-async def keep_up(
+async def maintain(
     store: Store, subscriptions: Subscriptions, tick_ms: int, consumer_ttl_ms: int
 ) -> None:
     """Runs until it is cancelled; errors are logged and counted, and the work is tried again."""
@@ -65,5 +65,5 @@ async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
             await asyncio.sleep(_AFTER_ERROR_S)
         except Exception as error:  # noqa: BLE001 - what is wrong with one row must not end the rest
             metrics.STORE_ERRORS.labels(RollmeshError.reason).inc()
-            _log.error("upkeep failed", exc_info=error)
+            _log.error("maintenance failed", exc_info=error)
             await asyncio.sleep(_AFTER_ERROR_S)

@@ -17,13 +17,16 @@ from rollmesh.collector.checks import (
     check_version,
 )
 from rollmesh.collector.delivery.consumer import Consumer
-from rollmesh.collector.delivery.filters import judge
-from rollmesh.collector.storage.store import Loaded, Settlement, Sought, Store, Unit
+from rollmesh.collector.delivery.filters import Verdict, judge
+from rollmesh.collector.delivery.loads import Loaded, damage
+from rollmesh.collector.delivery.units import Settlement, Unit
+from rollmesh.collector.storage.store import Sought, Store
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     InvalidFieldError,
     RollmeshError,
+    SessionDamagedError,
     ShuttingDownError,
 )
 from rollmesh.runtime.process import faults
@@ -331,40 +334,25 @@ class Subscriptions:
         consumer = stream.consumer
         rules = partial(judge, consumer.filter, consumer.version)
         found = await self.store.load(consumer.name, stream.taken, rules, clock.steady_unix_ms())
+        responses = await asyncio.to_thread(lambda: list(map(_respond, found)))
         units, stream.taken = stream.taken[: len(found)], stream.taken[len(found) :]
-        for unit, loaded in zip(units, found, strict=True):
-            response = await self._made(stream, unit, loaded)
-            if response is not None:
+        for unit, loaded, response in zip(units, found, responses, strict=True):
+            if response is None:
+                consumer.refund(stream.id)
+            if loaded is None:
+                consumer.settle(unit.unit_id)
+            elif response is None:
+                await self.finish(self._filter(consumer, unit.unit_id, loaded.verdict))
+            else:
                 stream.loaded.append(response)
+                _count(consumer, loaded)
 
-    async def _made(
-        self, stream: Stream, unit: Unit, loaded: Loaded | None
-    ) -> pb.SubscribeResponse | None:
-        """Returns a unit as it goes out; None where the filter keeps it back or it is gone."""
-        consumer = stream.consumer
-        if loaded is None or not loaded.verdict.delivers:
-            consumer.refund(stream.id)
-        if loaded is None:
-            consumer.settle(unit.unit_id)
-            return None
-        verdict = loaded.verdict
-        if not verdict.delivers:
-            settlement = Settlement(unit.unit_id, verdict.reason, verdict.removed)
-            await self.finish(self._filter(consumer, settlement))
-            metrics.count_filtered(consumer.name, verdict)
-            return None
-        metrics.DELIVERIES.labels(consumer.name, "first" if loaded.attempt == 1 else "again").inc()
-        if loaded.attempt == 1:
-            metrics.count_filtered(consumer.name, verdict)
-        delivery = loaded.response.delivery
-        delivery.delivery_id, delivery.attempt = unit.unit_id, loaded.attempt
-        delivery.removed.extend(verdict.removed)
-        delivery.partial = unit.partial
-        return loaded.response
-
-    async def _filter(self, consumer: Consumer, settlement: Settlement) -> None:
+    async def _filter(self, consumer: Consumer, unit_id: str, verdict: Verdict) -> None:
+        """Settles a unit that its consumer does not get."""
+        settlement = Settlement(unit_id, verdict.reason, verdict.removed)
         await self.store.settle(consumer.name, [settlement], clock.steady_unix_ms())
-        consumer.settle(settlement.unit_id)
+        consumer.settle(unit_id)
+        metrics.count_filtered(consumer.name, verdict)
 
     async def _release(self, known: _Known) -> None:
         """Gives back what no stream waits for any more."""
@@ -392,3 +380,21 @@ class Subscriptions:
     def _wake_all(self) -> None:
         for stream in self._streams:
             stream.wake.set()
+
+
+def _respond(loaded: Loaded | None) -> pb.SubscribeResponse | None:
+    """Returns a unit as it is sent; None where it is gone or is not delivered."""
+    if loaded is None or not loaded.verdict.delivers:
+        return None
+    try:
+        return loaded.response()
+    except SessionDamagedError as error:
+        loaded.verdict = damage(error)
+        return None
+
+
+def _count(consumer: Consumer, loaded: Loaded) -> None:
+    first = loaded.attempt == 1
+    metrics.DELIVERIES.labels(consumer.name, "first" if first else "again").inc()
+    if first:
+        metrics.count_filtered(consumer.name, loaded.verdict)

@@ -22,7 +22,6 @@ from rollmesh.gateway.storage.journal import DamagedSessionError, read_nodes
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.codec.session_records import check_session
-from rollmesh.runtime.codec.wire import nested
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.process import faults
@@ -64,14 +63,10 @@ class _Record(NamedTuple):
     """A session as it is sent."""
 
     session_id: str
-    data: bytes
+    request: bytes
+    """A serialised `IngestRequest` of it alone. Those of several sessions, one after the other, are
+    the request of all of them."""
     lineages: list[str]
-
-
-def _request(records: Sequence[bytes]) -> bytes:
-    """Returns an `IngestRequest` of sessions as the journal has them: megabytes need no parser."""
-    number = collector_pb2.IngestRequest.SESSIONS_FIELD_NUMBER
-    return b"".join(piece for record in records for piece in nested(number, [record]))
 
 
 def write_letters(
@@ -93,7 +88,7 @@ def write_letters(
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this session's alone
             broken.append(dead_letter(letter.session_id, "UNEXPORTABLE", error))
         else:
-            data = record.SerializeToString()
+            data = collector_pb2.IngestRequest(sessions=[record]).SerializeToString()
             records.append(_Record(letter.session_id, data, exported_lineages(record)))
     return records, broken
 
@@ -139,7 +134,7 @@ class Outbox:
         self._channel: grpc.aio.Channel = open_channel(collector)
         self._ingest = self._channel.unary_unary(
             "/rollmesh.v1.CollectorService/Ingest",
-            request_serializer=_request,
+            request_serializer=bytes,
             response_deserializer=collector_pb2.IngestResponse.FromString,
         )
         self._max_undelivered = max_undelivered
@@ -293,7 +288,7 @@ class Outbox:
         try:
             with typed_errors():
                 await self._ingest(
-                    [record.data for record in records],
+                    b"".join(record.request for record in records),
                     timeout=_INGEST_TIMEOUT_S,
                     wait_for_ready=True,
                 )

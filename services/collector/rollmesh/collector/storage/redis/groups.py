@@ -6,33 +6,21 @@ unit, with all that is said of it; the others find it made.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollmesh.collector.delivery import filters
-from rollmesh.collector.delivery.groups import Decision, Member, State, decide
-from rollmesh.collector.delivery.records import read_head
+from rollmesh.collector.delivery.groups import NewUnit, Sample, form_unit
+from rollmesh.collector.delivery.units import GroupLog, group_logs
 from rollmesh.collector.storage.redis import scripts
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, Value, text
-from rollmesh.collector.storage.store import GROUP, GROUP_LOG, log_of, read_hello
-from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.collector.storage.store import read_hello
 from rollmesh.v1 import collector_pb2 as pb
-
-_DEFAULT = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
-
-
-class Log(NamedTuple):
-    """A log of groups, the options by which it is made, and who reads it."""
-
-    name: str
-    hello: pb.SubscribeHello
-    readers: tuple[str, ...]
 
 
 class Pair(NamedTuple):
     """A group in a log."""
 
-    log: Log
+    log: GroupLog
     key: str
 
 
@@ -48,7 +36,7 @@ class Group(NamedTuple):
 class Seen(NamedTuple):
     """Logs and groups as they were at one time."""
 
-    logs: list[Log]
+    logs: list[GroupLog]
     """The shared one is first."""
     groups: dict[str, Group]
     """By key: those that there are."""
@@ -81,28 +69,13 @@ def seen(found: Sequence[Any], keys: Sequence[str]) -> Seen:
     for key, (size, first_ms), ids in zip(keys, rest[::2], rest[1::2], strict=True):
         if size is not None:
             groups[key] = Group(int(size), int(first_ms), list(map(text, ids)))
-    return Seen(logs_of(hellos), groups)
+    return Seen(group_logs(hellos_of(hellos)), groups)
 
 
 def hellos_of(found: Sequence[Any]) -> list[pb.SubscribeHello | None]:
     """Returns the hellos of all consumers, as Redis gives that hash; None for a damaged one."""
     rows = zip(found[::2], found[1::2], strict=True)
     return [read_hello(text(name), data) for name, data in rows]
-
-
-def logs_of(found: Sequence[Any]) -> list[Log]:
-    """Returns the logs of groups, by the hash of consumers; the shared one is first."""
-    logs: list[Log] = []
-    shared: list[str] = []
-    for hello in hellos_of(found):
-        if hello is None:
-            continue
-        log = log_of(hello)
-        if log == GROUP_LOG:
-            shared.append(hello.consumer)
-        elif hello.unit == GROUP:
-            logs.append(Log(log, hello, (hello.consumer,)))
-    return [Log(GROUP_LOG, _DEFAULT, tuple(shared)), *logs]
 
 
 async def decide_all(
@@ -121,7 +94,7 @@ async def decide_all(
         now_ms: The time.
         settled: By group: the consumer by whom its unit is settled as it is made.
     """
-    judged = any(pair.log.hello.groups.HasField("samples") for pair in pairs)
+    judged = any(pair.log.judges for pair in pairs)
     field = "head" if judged else "none"
     ids = list(dict.fromkeys(id_ for pair in pairs for id_ in groups[pair.key].session_ids))
     asked = [("ZSCORE", client.key("units", pair.log.name), pair.key) for pair in pairs]
@@ -140,69 +113,37 @@ async def decide_all(
 
 
 def _unit(
-    pair: Pair, group: Group, rows: Mapping[str, Any], now_ms: int, settled: str
+    pair: Pair, group: Group, rows: Mapping[str, Any], now_ms: int, settled_by: str
 ) -> Script | None:
-    """Returns the call that makes a group a unit of a log, or drops it; None where it waits."""
-    hello, members = pair.log.hello, _members(pair.log, group.session_ids, rows)
-    decision = decide(hello.groups, group.size, members, now_ms - group.first_ms)
-    if decision.state is State.WAIT or not members:
+    """Returns the call that makes a group a unit of a log; None where it waits."""
+    samples: list[Sample] = []
+    for session_id in group.session_ids:
+        index, head = rows[session_id]
+        if index is None:  # removed since, with the group
+            return None
+        samples.append(Sample(session_id, int(index), head))
+    unit = form_unit(pair.log, pair.key, group.size, samples, (group.first_ms, now_ms))
+    if unit is None:
         return None
-    index = {member.session_id: member.sample_index for member in members}
-    partial = len({index[id_] for id_ in decision.session_ids}) < group.size
-    dropped = decision.state is State.DROP
-    reason, said = _said(pair.key, decision, index, now_ms)
+    settled_by = pair.log.hello.consumer if unit.dropped else settled_by
+    entries = _entries(pair.key, unit)
     arguments: list[Value] = [
         pair.log.name,
         pair.key,
-        json.dumps(decision.session_ids),
-        "partial" if partial else "",
-        hello.consumer if dropped else settled,
-        int(reason),
-        len(said) // 2,
-        *said,
+        json.dumps(unit.members),
+        "partial" if unit.partial else "",
+        settled_by,
+        len(entries) // 3,
+        *entries,
         *pair.log.readers,
     ]
     return Script(scripts.MAKE_UNIT, now_ms, arguments)
 
 
-def _members(log: Log, ids: Sequence[str], rows: Mapping[str, Any]) -> list[Member]:
-    judged = log.hello.groups.HasField("samples")
-    members: list[Member] = []
-    for session_id in ids:
-        index, head = rows[session_id]
-        if index is None:  # removed since, with the group
-            return []
-        usable = not judged or _usable(log, session_id, head)
-        members.append(Member(session_id, int(index), usable))
-    return members
-
-
-def _usable(log: Log, session_id: str, head: bytes) -> bool:
-    try:
-        return filters.usable(log.hello.filter, read_head(session_id, head))
-    except SessionDamagedError:
-        return False
-
-
-def _said(
-    key: str, decision: Decision, ids: Iterable[str], now_ms: int
-) -> tuple[pb.FilterReason.ValueType, list[Value]]:
-    """Returns what is listed of a group with its unit: by what name it is said once, and what."""
-    if decision.state is State.DROP:
-        reason = pb.FILTER_REASON_INCOMPLETE_GROUP
-        entry = pb.FilteredEntry(delivery_id=key, reason=reason, unix_ms=now_ms)
-        return reason, [f"drop {key}", entry.SerializeToString()]
-    said: list[Value] = []
-    for session_id in sorted(set(ids) - set(decision.session_ids)):
-        said += [f"surplus {session_id}", surplus(key, session_id, now_ms)]
-    return pb.FILTER_REASON_SURPLUS, said
-
-
-def surplus(key: str, session_id: str, now_ms: int) -> bytes:
-    """Returns the entry that a group goes out without a session."""
-    return pb.FilteredEntry(
-        delivery_id=key,
-        reason=pb.FILTER_REASON_SURPLUS,
-        unix_ms=now_ms,
-        session_id=session_id,
-    ).SerializeToString()
+def _entries(key: str, unit: NewUnit) -> list[Value]:
+    """Returns entries as the script lists them: the name that each has once, itself, its reason."""
+    listed: list[Value] = []
+    for entry in unit.entries:
+        once = f"surplus {entry.session_id}" if entry.session_id else f"drop {key}"
+        listed += [once, entry.SerializeToString(), int(entry.reason)]
+    return listed

@@ -8,20 +8,14 @@ it. An ingest that breaks off in between was not acknowledged, and its repeat go
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollmesh.collector.delivery.entries import counts_of, surplus
 from rollmesh.collector.delivery.records import read_head, split
 from rollmesh.collector.delivery.rewards import apply_rewards
+from rollmesh.collector.delivery.units import GROUP_LOG, Arrival, GroupLog, group_logs, own_log
 from rollmesh.collector.storage.redis import groups as redis_groups, scripts
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, Value, text
-from rollmesh.collector.storage.redis.groups import Log, Pair, Seen
-from rollmesh.collector.storage.store import (
-    GROUP_LOG,
-    RETRY_MS,
-    Arrival,
-    counts_of,
-    group_key_of,
-    own_log,
-)
-from rollmesh.runtime.errors import GroupSizeError, SessionUnknownError, StoreFullError
+from rollmesh.collector.storage.redis.groups import Pair, Seen
+from rollmesh.collector.storage.store import RETRY_MS, other_size, session_unknown, store_full
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _DUE_BATCH = 200
@@ -35,46 +29,42 @@ async def ingest(
     """Stores sessions; says of each whether it is a repeat."""
     consumers = await client.run("HGETALL", client.key("consumers"))
     deadlines: list[Value] = []
-    for log in redis_groups.logs_of(consumers):
-        if log.hello.groups.HasField("deadline_ms"):
-            deadlines += [log.name, log.hello.groups.deadline_ms]
+    for log in group_logs(redis_groups.hellos_of(consumers)):
+        due_ms = log.deadline_ms(now_ms)
+        if due_ms is not None:
+            deadlines += [log.name, due_ms]
     calls = [
         Script(scripts.INGEST, now_ms, [*_stored(one, now_ms), max_bytes, *deadlines])
         for one in arrivals
     ]
-    keys = {one.record.session_id: group_key_of(one.record) for one in arrivals}
-    found, seen = await _run_and_look(client, calls, keys.values())
+    keys = [one.group_key for one in arrivals]
+    found, seen = await _run_and_look(client, calls, keys)
     answers = list(map(text, found))
     ready = {
-        record.session_id: keys[record.session_id]
-        for (record, _), answer in zip(arrivals, answers, strict=True)
+        one.record.session_id: key
+        for one, key, answer in zip(arrivals, keys, answers, strict=True)
         if answer in ("new", "undone")
     }
     await _finish(client, ready, seen, now_ms)
-    for (record, _), answer in zip(arrivals, answers, strict=True):
+    for one, answer in zip(arrivals, answers, strict=True):
         if answer == "full":
-            raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
+            raise store_full()
         if answer.startswith("size"):
-            raise GroupSizeError(
-                "group_size",
-                f"is {record.group_size}, and group {group_key_of(record)!r} has {answer[5:]}; "
-                "give all its sessions one",
-            )
+            raise other_size(one, int(answer[5:]))
     return [answer not in ("new", "held") for answer in answers]
 
 
 def _stored(arrival: Arrival, now_ms: int) -> list[Value]:
     """Returns what is stored of a session: arguments of the script."""
-    record, due_ms = arrival.record, arrival.due_ms(now_ms)
+    record, size, due_ms = arrival.record, arrival.group_size, arrival.due_ms(now_ms)
     head, arrays = split(record)
-    size = max(record.group_size, 1) if record.group_id else 1
     return [
         record.session_id,
         head,
         b"".join(arrays),
-        group_key_of(record),
+        arrival.group_key,
         record.sample_index,
-        "" if record.superseded else size,
+        "" if size is None else size,
         "" if due_ms is None else due_ms,
         len(record.trajectories),
     ]
@@ -96,7 +86,7 @@ async def set_rewards(
             ]
         )
         if before is None:
-            raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+            raise session_unknown(session_id)
         head = read_head(session_id, before)
         if not known:
             apply_rewards(head, rewards)
@@ -161,14 +151,14 @@ async def backfill(
         start_seq: Groups whole by `GROUP_LOG` up to here count as settled.
         now_ms: The time.
     """
-    log = Log(own_log(hello.consumer), hello, (hello.consumer,))
+    log = GroupLog(own_log(hello.consumer), hello, (hello.consumer,))
     stored = list(map(text, await client.run("ZRANGE", client.key("groups"), 0, -1)))
     for at in range(0, len(stored), _BACKFILL_BATCH):
         await _backfill(client, log, stored[at : at + _BACKFILL_BATCH], start_seq, now_ms)
 
 
 async def _backfill(
-    client: RedisClient, log: Log, stored: Sequence[str], start_seq: int, now_ms: int
+    client: RedisClient, log: GroupLog, stored: Sequence[str], start_seq: int, now_ms: int
 ) -> None:
     places: list[Command] = [
         ("ZSCORE", client.key("units", name), key)
@@ -188,9 +178,9 @@ async def _backfill(
     }
     pairs = [Pair(log, key) for key in groups]
     calls: list[Command] = []
-    if log.hello.groups.HasField("deadline_ms"):
-        for key, group in groups.items():
-            due_ms = group.first_ms + log.hello.groups.deadline_ms
+    for key, group in groups.items():
+        due_ms = log.deadline_ms(group.first_ms)
+        if due_ms is not None:
             calls.append(("ZADD", client.key("deadlines"), due_ms, f"{log.name}\0{key}"))
     decided = await redis_groups.decide_all(client, pairs, groups, now_ms, settled)
     await client.run_at_once([*calls, *(one.call for one in decided if one.call)])
@@ -244,8 +234,12 @@ async def _finish(
         Script(
             scripts.DONE,
             now_ms,
-            [id_, key, counted_as, _SURPLUS, redis_groups.surplus(key, id_, now_ms), *names],
+            [id_, key, counted_as, _SURPLUS, _surplus(key, id_, now_ms), *names],
         )
         for id_, key in ready.items()
     ]
     await client.run_at_once([*(one.call for one in decided if one.call), *done])
+
+
+def _surplus(key: str, session_id: str, now_ms: int) -> bytes:
+    return surplus(key, session_id, now_ms).SerializeToString()

@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from rollmesh.collector.delivery.units import Unit, own_log
 from rollmesh.collector.storage.redis.client import RedisClient, Value, pairs, text
-from rollmesh.collector.storage.store import Unit, own_log
-from rollmesh.runtime.errors import InvalidFieldError, StoreError
+from rollmesh.collector.storage.store import unit_unknown
+from rollmesh.runtime.errors import StoreError
 from rollmesh.v1 import collector_pb2 as pb
 
 _BATCH = 1000
@@ -67,25 +68,18 @@ async def open_between(
 
 
 async def first_seq(client: RedisClient, log: str, position: pb.Position) -> int:
-    """Returns the place of the first unit at or after a position."""
+    """Returns the place of the first unit at or after a position, which is set."""
+    if position.HasField("delivery_id"):
+        seq = await client.run("ZSCORE", client.key("units", log), position.delivery_id)
+        if seq is None:
+            raise unit_unknown(position.delivery_id)
+        return int(float(seq))
+    if position.end == pb.LOG_END_EARLIEST:
+        return 1
     last_ms = int(await client.run("GET", client.key("last_ms")) or 0)
     last_n = int(await client.run("GET", client.key("last_n")) or 0)
     end = last_ms * 1024 + last_n + 1
-    match position.WhichOneof("place"):
-        case "end" if position.end == pb.LOG_END_EARLIEST:
-            return 1
-        case "end" if position.end == pb.LOG_END_LATEST:
-            return end
-        case "unix_ms":
-            return min(max(position.unix_ms * 1024, 1), end)
-        case "delivery_id":
-            seq = await client.run("ZSCORE", client.key("units", log), position.delivery_id)
-            if seq is not None:
-                return int(float(seq))
-            raise InvalidFieldError(
-                "position.delivery_id", f"unit {position.delivery_id!r} is not stored"
-            )
-    raise InvalidFieldError("position", "is not set; give an end, a time or a delivery id")
+    return min(max(position.unix_ms * 1024, 1), end) if position.HasField("unix_ms") else end
 
 
 async def take_over(client: RedisClient, consumer: str, log: str, me: str, limit: int) -> list[Any]:
@@ -133,11 +127,6 @@ async def start_of(client: RedisClient, consumer: str) -> int:
     """Returns the place up to which nothing comes."""
     found = await client.run("HGET", client.key("consumer", consumer), "start")
     return int(found or 0)
-
-
-def owner_of(consumer: str) -> str:
-    """Returns whose entries a consumer's own are; a log's are shared by its readers."""
-    return f"c:{consumer}"
 
 
 def stream_id(seq: int) -> str:

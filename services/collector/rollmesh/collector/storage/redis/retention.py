@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rollmesh.collector.delivery.retention import REMEMBERED_MS, Retention, is_over
+from rollmesh.collector.delivery.units import GROUP_LOG, SESSION_LOG, log_of, units_in
 from rollmesh.collector.storage.redis import scripts
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, text
 from rollmesh.collector.storage.redis.groups import hellos_of
 from rollmesh.collector.storage.redis.logs import scored, start_of
-from rollmesh.collector.storage.store import GROUP_LOG, SESSION_LOG, Retention, log_of
 from rollmesh.v1 import collector_pb2 as pb
 
 _BATCH = 500
 _REMOVED = 64
 """Groups that are removed at once: others wait for it."""
-_REMEMBERED_MS = 30 * 24 * 3600 * 1000
 
 
 class _Group(NamedTuple):
@@ -27,10 +27,8 @@ class _Group(NamedTuple):
     """Whether it is one: superseded sessions are in none."""
 
     def units(self, log: str) -> list[str]:
-        """Returns its units in a log, as far as it has become some."""
-        if log == SESSION_LOG:
-            return self.session_ids
-        return [self.key] if self.grouped else []
+        """Returns the ids of its units in a log."""
+        return units_in(log, self.key, self.session_ids, grouped=self.grouped)
 
 
 async def retain(
@@ -42,8 +40,7 @@ async def retain(
         Where to go on, 0 to begin anew, and how many sessions were removed.
     """
     used = int(await client.run("HGET", client.key("totals"), "bytes") or 0)
-    full = used > retention.near_full * retention.max_bytes
-    settled_before = now_ms if full else now_ms - retention.settled_ms
+    settled_before = retention.settled_before(used, now_ms)
     rows = scored(
         await client.run(
             "ZRANGEBYSCORE",
@@ -64,7 +61,7 @@ async def retain(
         over = await _over(client, hellos, list(keys), settled_before)
         for at in range(0, len(over), _REMOVED):
             removed += await _remove(client, hellos, over[at : at + _REMOVED], now_ms)
-    await client.run("ZREMRANGEBYSCORE", client.key("removed"), "-inf", now_ms - _REMEMBERED_MS)
+    await client.run("ZREMRANGEBYSCORE", client.key("removed"), "-inf", now_ms - REMEMBERED_MS)
     return (rows[-1][1] if len(rows) == _BATCH else 0), removed
 
 
@@ -87,7 +84,7 @@ async def _over(
     over: list[_Group] = []
     for group in groups:
         gone = [
-            _is_over(next(found), next(found), start, before_ms)
+            is_over(_number(next(found)), _number(next(found)), start, before_ms)
             for hello, start in zip(hellos, starts, strict=True)
             for _ in group.units(log_of(hello))
         ]
@@ -96,11 +93,8 @@ async def _over(
     return over
 
 
-def _is_over(seq: Any, settled_ms: Any, start: int, before_ms: int) -> bool:
-    """Says whether a consumer that begins behind `start` is done with a unit."""
-    if settled_ms is None:
-        return seq is not None and int(float(seq)) <= start
-    return int(settled_ms) <= before_ms
+def _number(found: Any) -> int | None:
+    return None if found is None else int(float(found))
 
 
 async def _groups(client: RedisClient, keys: Sequence[str]) -> list[_Group]:

@@ -82,7 +82,7 @@ if size ~= '' and not other and not redis.call('ZSCORE', k('removed'), 'g:' .. k
   redis.call('ZADD', k('groups'), n, key)
   redis.call('ZADD', k('groups', 'open'), n, key)
   for at = 12, #ARGV, 2 do  -- logs with a deadline
-    redis.call('ZADD', k('deadlines'), now + tonumber(ARGV[at + 1]), ARGV[at] .. '\0' .. key)
+    redis.call('ZADD', k('deadlines'), ARGV[at + 1], ARGV[at] .. '\0' .. key)
   end
 end
 if due ~= '' then
@@ -107,7 +107,7 @@ MAKE_UNIT = (
     _HEAD
     + r"""
 local log, key, members, partial, settled = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
-local reason, entries = ARGV[8], tonumber(ARGV[9])
+local entries = tonumber(ARGV[8])
 local seq = add_unit(log, key, members, partial)
 if not seq then return 0 end
 redis.call('HSET', k('parts', log), key, members)
@@ -117,8 +117,10 @@ if settled ~= '' then  -- by whom it is from the first
   redis.call('ZADD', k('settled', settled), seq, key)
   redis.call('HSET', k('settled_ms', settled), key, ARGV[2])
 end
-for at = 10, 9 + 2 * entries, 2 do list(log, ARGV[at + 1], ARGV[at], {reason .. ':u', 1}) end
-for at = 10 + 2 * entries, #ARGV do  -- readers: what they settled under another policy stays so
+for at = 9, 8 + 3 * entries, 3 do
+  list(log, ARGV[at + 1], ARGV[at], {ARGV[at + 2] .. ':u', 1})
+end
+for at = 9 + 3 * entries, #ARGV do  -- readers: what they settled under another policy stays so
   redis.call('ZADD', k('settled', ARGV[at]), 'XX', seq, key)
 end
 return 1

@@ -8,7 +8,21 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 
+from rollmesh.collector.delivery.entries import filtered_counts, read_entry
+from rollmesh.collector.delivery.loads import Judge, Loaded
 from rollmesh.collector.delivery.records import join, read_head
+from rollmesh.collector.delivery.retention import Retention
+from rollmesh.collector.delivery.units import (
+    GROUP_LOG,
+    SESSION_LOG,
+    Arrival,
+    Page,
+    Settlement,
+    Unit,
+    log_of,
+    own_log,
+    owner_of,
+)
 from rollmesh.collector.storage.redis import (
     groups as redis_groups,
     ingest as redis_ingest,
@@ -19,30 +33,16 @@ from rollmesh.collector.storage.redis import (
 )
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, Value, pairs, text
 from rollmesh.collector.storage.store import (
-    GROUP_LOG,
-    SESSION_LOG,
-    Arrival,
     Counts,
-    Judge,
-    Loaded,
-    Page,
-    Retention,
-    Settlement,
     Sought,
     Standing,
-    Unit,
-    filtered_counts,
-    log_of,
-    own_log,
-    read_entry,
+    consumer_unknown,
+    other_unit,
     read_hello,
     read_token,
+    session_unknown,
 )
-from rollmesh.runtime.errors import (
-    ConsumerUnknownError,
-    InvalidFieldError,
-    SessionUnknownError,
-)
+from rollmesh.runtime.errors import ConsumerUnknownError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _ALIVE_MS = 10_000
@@ -117,9 +117,7 @@ class RedisStore:
         known = await client.run("HGET", client.key("consumers"), name)
         before = None if known is None else read_hello(name, known)
         if before is not None and before.unit != hello.unit:
-            raise InvalidFieldError(
-                "unit", f"consumer {name!r} takes the other unit; a name keeps its unit"
-            )
+            raise other_unit(name)
         if known is None:
             shared = GROUP_LOG if hello.unit == pb.DELIVERY_UNIT_GROUP else log
             wanted = hello.HasField("start")
@@ -189,15 +187,12 @@ class RedisStore:
         self, consumer: str, settlements: Sequence[Settlement], now_ms: int
     ) -> list[str]:
         """Keeps that units are done."""
-        log, owner = log_of(await self._hello(consumer)), redis_logs.owner_of(consumer)
+        log, owner = log_of(await self._hello(consumer)), owner_of(consumer)
         calls: list[Script] = []
         for one in settlements:
             arguments: list[Value] = [consumer, log, one.unit_id, int(one.reason)]
             if one.reason:
-                entry = pb.FilteredEntry(
-                    delivery_id=one.unit_id, reason=one.reason, unix_ms=now_ms, removed=one.removed
-                )
-                arguments += redis_ingest.listed(owner, entry)
+                arguments += redis_ingest.listed(owner, one.entry(now_ms))
             calls.append(Script(scripts.SETTLE, now_ms, arguments))
         answers = await self._client.run_at_once(calls)
         return [one.unit_id for one, changed in zip(settlements, answers, strict=True) if changed]
@@ -240,7 +235,7 @@ class RedisStore:
         await redis_logs.leave_own_log(self._client, consumer)
         names = ("consumer", "attempts", "settled", "settled_ms")
         await client.run("DEL", *(client.key(name, consumer) for name in names))
-        for owner in (redis_logs.owner_of(consumer), own_log(consumer)):
+        for owner in (owner_of(consumer), own_log(consumer)):
             kinds = ("filtered", "counts", "listed")
             await client.run("DEL", *(client.key(kind, owner) for kind in kinds))
         return bool(known)
@@ -267,7 +262,7 @@ class RedisStore:
         start = await redis_logs.start_of(self._client, consumer)
         left = await redis_logs.open_between(self._client, consumer, log, start, None)
         counts: dict[int, tuple[int, int]] = {}
-        for owner in (redis_logs.owner_of(consumer), log):
+        for owner in (owner_of(consumer), log):
             found = await client.run("HGETALL", client.key("counts", owner))
             for name, value in pairs(found).items():
                 reason, _, what = name.partition(":")
@@ -286,7 +281,7 @@ class RedisStore:
         after = read_token(page_token)
         log = log_of(await self._hello(consumer))
         found: list[tuple[int, pb.FilteredEntry]] = []
-        for owner in (redis_logs.owner_of(consumer), log):
+        for owner in (owner_of(consumer), log):
             entries = await self._client.run(
                 "XRANGE",
                 self._client.key("filtered", owner),
@@ -338,7 +333,7 @@ class RedisStore:
             "arrays" if arrays else "none",
         )
         if head is None:
-            raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+            raise session_unknown(session_id)
         record = read_head(session_id, head)
         return join(record, packed or b"") if arrays else record
 
@@ -378,7 +373,7 @@ class RedisStore:
     async def _hello(self, consumer: str) -> pb.SubscribeHello:
         data = await self._client.run("HGET", self._client.key("consumers"), consumer)
         if data is None:
-            raise ConsumerUnknownError(f"consumer: {consumer!r} is not known; subscribe first")
+            raise consumer_unknown(consumer)
         hello = read_hello(consumer, data)
         if hello is None:
             raise ConsumerUnknownError(

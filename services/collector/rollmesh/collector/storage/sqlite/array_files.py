@@ -20,7 +20,7 @@ from rollmesh.runtime.telemetry.logs import fields
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
 _MAX_DIGITS = 18
-Pieces: TypeAlias = Sequence[bytes | memoryview]
+Pieces: TypeAlias = Sequence[bytes]
 
 
 class Place(NamedTuple):

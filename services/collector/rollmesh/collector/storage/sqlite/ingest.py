@@ -5,41 +5,30 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rollmesh.collector.delivery import filters
-from rollmesh.collector.delivery.groups import Member, State, decide
+from rollmesh.collector.delivery.entries import counts_of, surplus
+from rollmesh.collector.delivery.groups import Sample, form_unit
 from rollmesh.collector.delivery.records import read_head
 from rollmesh.collector.delivery.rewards import apply_rewards
-from rollmesh.collector.storage.sqlite.array_files import Place
-from rollmesh.collector.storage.store import (
-    GROUP,
+from rollmesh.collector.delivery.units import (
     GROUP_LOG,
-    RETRY_MS,
     SESSION_LOG,
     Arrival,
-    counts_of,
-    group_key_of,
-    log_of,
+    GroupLog,
+    group_logs,
     own_log,
-    read_hello,
 )
-from rollmesh.runtime.errors import (
-    GroupSizeError,
-    SessionDamagedError,
-    SessionUnknownError,
-    StoreFullError,
+from rollmesh.collector.storage.sqlite.array_files import Place
+from rollmesh.collector.storage.store import (
+    RETRY_MS,
+    other_size,
+    read_hello,
+    session_unknown,
+    store_full,
 )
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
-_DEFAULT = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
 _DUE_BATCH = 200
 _FILE_BYTES = "file_bytes"
-
-
-class _Log(NamedTuple):
-    """A log of groups and the options by which it is made."""
-
-    name: str
-    hello: pb.SubscribeHello
 
 
 class Packed(NamedTuple):
@@ -68,7 +57,7 @@ def ingest(
 
 
 def _ingest_one(db: sqlite3.Connection, packed: Packed, now_ms: int, max_bytes: int) -> bool:
-    record, due_ms = packed.arrival.record, packed.arrival.due_ms(now_ms)
+    arrival, record = packed.arrival, packed.arrival.record
     known = db.execute(
         "SELECT 1 FROM sessions WHERE session_id = ?1"
         " UNION ALL SELECT 1 FROM removed WHERE id = ?1",
@@ -77,11 +66,9 @@ def _ingest_one(db: sqlite3.Connection, packed: Packed, now_ms: int, max_bytes: 
     if known.fetchone():
         return True
     if stored_bytes(db) + len(packed.head) + len(packed.arrays or b"") > max_bytes:
-        raise StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)
-    key = group_key_of(record)
-    size = max(record.group_size, 1) if record.group_id else 1  # a session without one is whole
-    if not record.superseded:
-        _enter_group(db, key, size, now_ms)
+        raise store_full()
+    key, due_ms = arrival.group_key, arrival.due_ms(now_ms)
+    _enter_group(db, arrival, now_ms)
     db.execute(
         "INSERT INTO sessions (session_id, group_key, sample_index, due_ms, trajectories, head,"
         " arrays, file, at, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -115,7 +102,7 @@ def set_rewards(
         "SELECT head, due_ms, group_key FROM sessions WHERE session_id = ?", (session_id,)
     ).fetchone()
     if row is None:
-        raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+        raise session_unknown(session_id)
     added = db.execute(
         "INSERT OR IGNORE INTO reward_requests VALUES (?, ?)", (session_id, request_id)
     )
@@ -163,7 +150,7 @@ def backfill(db: sqlite3.Connection, hello: pb.SubscribeHello, start_seq: int, n
         start_seq: Groups whole by `GROUP_LOG` up to here count as settled.
         now_ms: The time.
     """
-    log = _Log(own_log(hello.consumer), hello)
+    log = GroupLog(own_log(hello.consumer), hello)
     db.execute("DELETE FROM group_deadlines WHERE log = ?", (log.name,))
     rows = db.execute(
         "SELECT g.group_key, g.first_ms, u.seq FROM groups g LEFT JOIN units u"
@@ -173,15 +160,14 @@ def backfill(db: sqlite3.Connection, hello: pb.SubscribeHello, start_seq: int, n
     )
     for key, first_ms, seq in rows.fetchall():
         _await_deadline(db, log, key, first_ms)
-        if _decide(db, log, key, now_ms) and seq is not None and seq <= start_seq:
-            db.execute(
-                "INSERT OR IGNORE INTO progress SELECT ?, unit_id, seq, 0, ? FROM units"
-                " WHERE log = ? AND unit_id = ?",
-                (hello.consumer, now_ms, log.name, key),
-            )
+        settled = seq is not None and seq <= start_seq
+        _decide(db, log, key, now_ms, settled_by=hello.consumer if settled else "")
 
 
-def _enter_group(db: sqlite3.Connection, key: str, size: int, now_ms: int) -> None:
+def _enter_group(db: sqlite3.Connection, arrival: Arrival, now_ms: int) -> None:
+    key, size = arrival.group_key, arrival.group_size
+    if size is None:
+        return
     row = db.execute("SELECT size FROM groups WHERE group_key = ?", (key,)).fetchone()
     if row is None and not group_removed(db, key):
         db.execute(
@@ -190,36 +176,38 @@ def _enter_group(db: sqlite3.Connection, key: str, size: int, now_ms: int) -> No
         for log in _group_logs(db)[1:]:
             _await_deadline(db, log, key, now_ms)
     elif row is not None and row[0] != size:
-        raise GroupSizeError(
-            "group_size", f"is {size}, and group {key!r} has {row[0]}; give all its sessions one"
-        )
+        raise other_size(arrival, row[0])
 
 
 def _make_ready(db: sqlite3.Connection, session_id: str, key: str, now_ms: int) -> None:
-    """Puts a session into the logs, and its group where it is whole by it."""
+    """Puts a session into the logs, and its group where it is complete by it."""
     db.execute("UPDATE sessions SET ready = 1, due_ms = NULL WHERE session_id = ?", (session_id,))
     _add_unit(db, SESSION_LOG, session_id, (), now_ms, partial=False)
     gone = group_removed(db, key)
     if not gone and not has_group(db, key):
         return  # superseded: no part of any group
     for log in _group_logs(db):
-        whole = db.execute(
+        complete = db.execute(
             "SELECT 1 FROM units WHERE log = ? AND unit_id = ?", (log.name, key)
         ).fetchone()
-        if gone or whole:
-            entry = pb.FilteredEntry(
-                delivery_id=key,
-                reason=pb.FILTER_REASON_SURPLUS,
-                unix_ms=now_ms,
-                session_id=session_id,
-            )
-            add_filtered(db, log.name, entry)
+        if gone or complete:
+            add_filtered(db, log.name, surplus(key, session_id, now_ms))
         else:
             _decide(db, log, key, now_ms)
 
 
-def _decide(db: sqlite3.Connection, log: _Log, key: str, now_ms: int) -> bool:
-    """Makes a group a unit of a log, or drops it, if it is time; says whether it is decided."""
+def _decide(
+    db: sqlite3.Connection, log: GroupLog, key: str, now_ms: int, settled_by: str = ""
+) -> bool:
+    """Makes a group a unit of a log if it is time; says whether it is one.
+
+    Args:
+        db: The database.
+        log: The log.
+        key: The group's.
+        now_ms: The time.
+        settled_by: The consumer by which the unit is settled from the start.
+    """
     size, first_ms = db.execute(
         "SELECT size, first_ms FROM groups WHERE group_key = ?", (key,)
     ).fetchone()
@@ -228,80 +216,43 @@ def _decide(db: sqlite3.Connection, log: _Log, key: str, now_ms: int) -> bool:
         " ORDER BY n",
         (key,),
     )
-    judged = log.hello.groups.HasField("samples")
-    members = [
-        Member(session_id, index, not judged or _usable(log, session_id, head))
-        for session_id, index, head in rows
-    ]
-    decision = decide(log.hello.groups, size, members, now_ms - first_ms)
-    if decision.state is State.WAIT or not members:
+    unit = form_unit(log, key, size, [Sample(*row) for row in rows], (first_ms, now_ms))
+    if unit is None:
         return False
-    index = {member.session_id: member.sample_index for member in members}
-    partial = len({index[id_] for id_ in decision.session_ids}) < size
-    seq = _add_unit(db, log.name, key, decision.session_ids, now_ms, partial=partial)
+    seq = _add_unit(db, log.name, key, unit.members, now_ms, partial=unit.partial)
     db.execute("DELETE FROM group_deadlines WHERE log = ? AND group_key = ?", (log.name, key))
-    db.execute(  # whoever settled the group under another policy
+    settled_by = log.hello.consumer if unit.dropped else settled_by
+    if settled_by:
+        db.execute(
+            "INSERT INTO progress VALUES (?, ?, ?, 0, ?) ON CONFLICT (consumer, unit_id)"
+            " DO UPDATE SET seq = excluded.seq,"
+            " settled_ms = ifnull(settled_ms, excluded.settled_ms)",
+            (settled_by, key, seq, now_ms),
+        )
+    db.execute(  # whoever settled the group under another policy among them
         "UPDATE consumers SET settled = settled + 1 WHERE log = ?1 AND EXISTS"
         " (SELECT 1 FROM progress WHERE consumer = name AND unit_id = ?2"
         " AND settled_ms IS NOT NULL)",
         (log.name, key),
     )
-    if decision.state is State.DROP:
-        _drop(db, log.hello.consumer, key, seq, now_ms)
-    else:
-        _note_surplus(db, log.name, key, set(index) - set(decision.session_ids), now_ms)
+    for entry in unit.entries:
+        add_filtered(db, log.name, entry)
     if log.name == GROUP_LOG:
         db.execute("UPDATE groups SET open = 0 WHERE group_key = ?", (key,))
     return True
 
 
-def _usable(log: _Log, session_id: str, head: bytes) -> bool:
-    try:
-        return filters.usable(log.hello.filter, read_head(session_id, head))
-    except SessionDamagedError:
-        return False
+def _group_logs(db: sqlite3.Connection) -> list[GroupLog]:
+    """Returns the logs of groups, without their readers; the shared one is first."""
+    rows = db.execute("SELECT name, hello FROM consumers WHERE log NOT IN ('s', 'g')")
+    return group_logs(read_hello(*row) for row in rows)
 
 
-def _note_surplus(
-    db: sqlite3.Connection, log: str, key: str, session_ids: Iterable[str], now_ms: int
-) -> None:
-    """Lists the sessions that were in and that an over-sampled group goes out without."""
-    for session_id in sorted(session_ids):
-        entry = pb.FilteredEntry(
-            delivery_id=key,
-            reason=pb.FILTER_REASON_SURPLUS,
-            unix_ms=now_ms,
-            session_id=session_id,
-        )
-        add_filtered(db, log, entry)
-
-
-def _drop(db: sqlite3.Connection, consumer: str, key: str, seq: int, now_ms: int) -> None:
-    db.execute(
-        "INSERT OR REPLACE INTO progress VALUES (?, ?, ?, 0, ?)", (consumer, key, seq, now_ms)
-    )
-    db.execute("UPDATE consumers SET settled = settled + 1 WHERE name = ?", (consumer,))
-    entry = pb.FilteredEntry(
-        delivery_id=key, reason=pb.FILTER_REASON_INCOMPLETE_GROUP, unix_ms=now_ms
-    )
-    add_filtered(db, own_log(consumer), entry)
-
-
-def _group_logs(db: sqlite3.Connection) -> list[_Log]:
-    """Returns the logs of groups; the shared one is first."""
-    logs = [_Log(GROUP_LOG, _DEFAULT)]
-    for row in db.execute("SELECT name, hello FROM consumers WHERE log NOT IN ('s', 'g')"):
-        hello = read_hello(*row)
-        if hello is not None and hello.unit == GROUP:
-            logs.append(_Log(log_of(hello), hello))
-    return logs
-
-
-def _await_deadline(db: sqlite3.Connection, log: _Log, key: str, first_ms: int) -> None:
-    if log.hello.groups.HasField("deadline_ms"):
+def _await_deadline(db: sqlite3.Connection, log: GroupLog, key: str, first_ms: int) -> None:
+    due_ms = log.deadline_ms(first_ms)
+    if due_ms is not None:
         db.execute(
-            "INSERT OR REPLACE INTO group_deadlines VALUES (?, ?, ?)",
-            (log.name, key, first_ms + log.hello.groups.deadline_ms),
+            "INSERT OR REPLACE INTO group_deadlines VALUES (?, ?, ?)", (log.name, key, due_ms)
         )
 
 

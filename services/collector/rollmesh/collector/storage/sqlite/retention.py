@@ -3,17 +3,16 @@
 import sqlite3
 from typing import NamedTuple
 
+from rollmesh.collector.delivery.retention import REMEMBERED_MS, Retention, is_over
+from rollmesh.collector.delivery.units import GROUP_LOG, SESSION_LOG, units_in
 from rollmesh.collector.storage.sqlite.ingest import (
     add_total,
     forget_unnamed,
     has_group,
     stored_bytes,
 )
-from rollmesh.collector.storage.store import GROUP_LOG, SESSION_LOG, Retention
 
 _BATCH = 200
-_REMEMBERED_MS = 30 * 24 * 3600 * 1000
-"""How long the ids of removed sessions are known: a gateway may send one again until then."""
 
 
 class Retained(NamedTuple):
@@ -39,8 +38,7 @@ def retain(db: sqlite3.Connection, cursor: int, now_ms: int, retention: Retentio
     Returns:
         What came of it.
     """
-    full = stored_bytes(db) > retention.near_full * retention.max_bytes
-    settled_before = now_ms if full else now_ms - retention.settled_ms
+    settled_before = retention.settled_before(stored_bytes(db), now_ms)
     rows = db.execute(
         "SELECT n, group_key FROM sessions WHERE n > ? ORDER BY n LIMIT ?", (cursor, _BATCH)
     ).fetchall()
@@ -50,7 +48,7 @@ def retain(db: sqlite3.Connection, cursor: int, now_ms: int, retention: Retentio
         if _is_over(db, key, settled_before):
             files |= _files(db, key)
             removed += _remove(db, key, now_ms)
-    db.execute("DELETE FROM removed WHERE removed_ms < ?", (now_ms - _REMEMBERED_MS,))
+    db.execute("DELETE FROM removed WHERE removed_ms < ?", (now_ms - REMEMBERED_MS,))
     add_total(db, "removed_sessions", removed)
     cursor = rows[-1][0] if len(rows) == _BATCH else 0
     return Retained(cursor, removed, forget_unnamed(db, files))
@@ -72,29 +70,17 @@ def _is_over(db: sqlite3.Connection, key: str, settled_before: int) -> bool:
     ).fetchall()
     if not consumers or not all(ready for _, ready in sessions):
         return False
+    grouped, ids = has_group(db, key), [session_id for session_id, _ in sessions]
     for name, log, start_seq in consumers:
-        if log == SESSION_LOG:
-            units = [session_id for session_id, _ in sessions]
-        else:
-            units = [key] if has_group(db, key) else []
-        for unit_id in units:
-            if not _is_settled(db, name, (log, unit_id), start_seq, settled_before):
+        for unit_id in units_in(log, key, ids, grouped=grouped):
+            seq, settled_ms = db.execute(
+                "SELECT (SELECT seq FROM units WHERE log = ?1 AND unit_id = ?3), (SELECT settled_ms"
+                " FROM progress WHERE consumer = ?2 AND unit_id = ?3)",
+                (log, name, unit_id),
+            ).fetchone()
+            if not is_over(seq, settled_ms, start_seq, settled_before):
                 return False
     return True
-
-
-def _is_settled(
-    db: sqlite3.Connection, name: str, unit: tuple[str, str], start_seq: int, settled_before: int
-) -> bool:
-    row = db.execute(
-        "SELECT u.seq, p.settled_ms FROM units u LEFT JOIN progress p"
-        " ON p.consumer = ? AND p.unit_id = u.unit_id WHERE u.log = ? AND u.unit_id = ?",
-        (name, *unit),
-    ).fetchone()
-    if row is None:
-        return False  # a group that waits
-    seq, settled_ms = row
-    return bool(seq <= start_seq if settled_ms is None else settled_ms <= settled_before)
 
 
 def _remove(db: sqlite3.Connection, key: str, now_ms: int) -> int:

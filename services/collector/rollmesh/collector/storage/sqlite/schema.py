@@ -1,6 +1,6 @@
 """Tables of the SQLite store. Sums are kept in tables: nothing hot counts rows."""
 
-VERSION = 4  # counts up with every change of what is below
+VERSION = 5  # counts up with every change of what is below and of `records.split`
 PAGE_BYTES = 16_384  # a row of 10,000 tokens is 90 KB
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (

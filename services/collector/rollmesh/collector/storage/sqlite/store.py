@@ -6,9 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from rollmesh.collector.delivery.loads import Judge, Loaded
 from rollmesh.collector.delivery.records import join, read_head, split
+from rollmesh.collector.delivery.retention import Retention
+from rollmesh.collector.delivery.units import GROUP_LOG, Arrival, Page, Settlement, Unit
 from rollmesh.collector.storage.sqlite import (
-    delivery as sqlite_delivery,
+    consumers as sqlite_consumers,
     ingest as sqlite_ingest,
     retention as sqlite_retention,
 )
@@ -16,22 +19,15 @@ from rollmesh.collector.storage.sqlite.array_files import ArrayFiles
 from rollmesh.collector.storage.sqlite.ingest import Packed
 from rollmesh.collector.storage.sqlite.schema import PAGE_BYTES, SCHEMA, VERSION
 from rollmesh.collector.storage.store import (
-    GROUP_LOG,
-    Arrival,
     Counts,
-    Judge,
-    Loaded,
-    Page,
-    Retention,
-    Settlement,
     Sought,
     Standing,
-    Unit,
     read_hello,
     read_token,
+    session_unknown,
 )
 from rollmesh.runtime.database import Database
-from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
+from rollmesh.runtime.errors import InvalidFieldError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _RETAIN_BATCHES = 20
@@ -105,12 +101,12 @@ class SqliteStore:
 
     async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
         """Makes a consumer known, with its options."""
-        await self._database.run(lambda db: sqlite_delivery.open_consumer(db, hello, now_ms))
+        await self._database.run(lambda db: sqlite_consumers.open_consumer(db, hello, now_ms))
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:
         """Returns what the consumer has not settled and was not fetched before."""
         return await self._database.run(
-            lambda db: sqlite_delivery.fetch(db, consumer, after, limit)
+            lambda db: sqlite_consumers.fetch(db, consumer, after, limit)
         )
 
     async def release(self, consumer: str) -> None:
@@ -121,7 +117,7 @@ class SqliteStore:
     ) -> list[Loaded | None]:
         """Counts attempts to deliver, where the judge does not drop the unit."""
         return await self._database.run(
-            lambda db: sqlite_delivery.load_some(db, self._files, consumer, units, judge, now_ms)
+            lambda db: sqlite_consumers.load(db, self._files, consumer, units, judge, now_ms)
         )
 
     async def settle(
@@ -129,28 +125,28 @@ class SqliteStore:
     ) -> list[str]:
         """Keeps that units are done."""
         return await self._database.run(
-            lambda db: sqlite_delivery.settle(db, consumer, settlements, now_ms)
+            lambda db: sqlite_consumers.settle(db, consumer, settlements, now_ms)
         )
 
     async def seek(self, consumer: str, position: pb.Position) -> Sought:
         """Moves a consumer."""
-        return await self._database.run(lambda db: sqlite_delivery.seek(db, consumer, position))
+        return await self._database.run(lambda db: sqlite_consumers.seek(db, consumer, position))
 
     async def drop_consumer(self, consumer: str) -> bool:
         """Forgets a consumer."""
-        return await self._database.run(lambda db: sqlite_delivery.drop_consumer(db, consumer))
+        return await self._database.run(lambda db: sqlite_consumers.drop_consumer(db, consumer))
 
     async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
         """Says that consumers have streams now."""
-        await self._database.run(lambda db: sqlite_delivery.touch(db, consumers, now_ms))
+        await self._database.run(lambda db: sqlite_consumers.touch(db, consumers, now_ms))
 
     async def expire_consumers(self, before_ms: int) -> list[str]:
         """Forgets the consumers that had no stream since."""
-        return await self._database.run(lambda db: sqlite_delivery.expire(db, before_ms))
+        return await self._database.run(lambda db: sqlite_consumers.expire(db, before_ms))
 
     async def standing(self, consumer: str) -> Standing:
         """Returns where a consumer stands."""
-        return await self._database.run(lambda db: sqlite_delivery.standing(db, consumer))
+        return await self._database.run(lambda db: sqlite_consumers.standing(db, consumer))
 
     async def filtered(
         self, consumer: str, page_size: int, page_token: str
@@ -158,7 +154,7 @@ class SqliteStore:
         """Returns what was kept from a consumer."""
         after = read_token(page_token)
         return await self._database.run(
-            lambda db: sqlite_delivery.filtered(db, consumer, page_size, after)
+            lambda db: sqlite_consumers.filtered(db, consumer, page_size, after)
         )
 
     async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
@@ -170,7 +166,7 @@ class SqliteStore:
         """Returns one session."""
         found = await self._database.run(lambda db: self._session(db, session_id, arrays=arrays))
         if found is None:
-            raise SessionUnknownError(f"session_id: no session {session_id!r} is stored here")
+            raise session_unknown(session_id)
         head = read_head(session_id, found[0])
         return join(head, found[1]) if arrays else head
 
@@ -212,7 +208,7 @@ class SqliteStore:
             f"SELECT {columns} FROM sessions WHERE session_id = ?",  # noqa: S608
             (session_id,),
         ).fetchone()
-        return row and (row[0], sqlite_delivery.arrays_of(session_id, row[1:], self._files))
+        return row and (row[0], sqlite_consumers.arrays_of(session_id, row[1:], self._files))
 
 
 @asynccontextmanager

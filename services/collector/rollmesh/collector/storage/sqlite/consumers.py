@@ -5,33 +5,32 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rollmesh.collector.delivery.records import damaged, join, keep, read_head
+from rollmesh.collector.delivery.entries import filtered_counts, read_entry
+from rollmesh.collector.delivery.loads import Judge, Loaded, damage, judge_unit
+from rollmesh.collector.delivery.records import damaged
+from rollmesh.collector.delivery.units import (
+    GROUP_LOG,
+    SESSION_LOG,
+    Page,
+    Settlement,
+    Unit,
+    log_of,
+    own_log,
+    owner_of,
+)
 from rollmesh.collector.storage.sqlite.array_files import ArrayFiles, ArraysLostError, Place
 from rollmesh.collector.storage.sqlite.ingest import add_filtered, backfill, total
 from rollmesh.collector.storage.store import (
-    GROUP_LOG,
     LOAD_BYTES,
-    SESSION_LOG,
-    Judge,
-    Loaded,
-    Page,
-    Settlement,
     Sought,
     Standing,
-    Unit,
-    filtered_counts,
-    log_of,
-    own_log,
-    read_entry,
+    consumer_unknown,
+    other_unit,
     read_hello,
-    set_aside,
+    unit_unknown,
 )
-from rollmesh.runtime.errors import (
-    ConsumerUnknownError,
-    InvalidFieldError,
-    SessionDamagedError,
-)
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.v1 import collector_pb2 as pb
 
 _SCAN = 2000
 """Most units looked at for one page."""
@@ -64,7 +63,7 @@ def known(db: sqlite3.Connection, name: str) -> Known:
         (name,),
     ).fetchone()
     if row is None:
-        raise ConsumerUnknownError(f"consumer: {name!r} is not known; subscribe first")
+        raise consumer_unknown(name)
     return Known(*row)
 
 
@@ -84,9 +83,7 @@ def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int)
     else:
         before = read_hello(name, row[0])
         if (row[1] == SESSION_LOG) != (log == SESSION_LOG):
-            raise InvalidFieldError(
-                "unit", f"consumer {name!r} takes the other unit; a name keeps its unit"
-            )
+            raise other_unit(name)
         # settled units of one log are settled in the other; what was scanned there was not here
         start = known(db, name).start_seq
         floor = row[2] if row[1] == log else start
@@ -129,7 +126,7 @@ def fetch(db: sqlite3.Connection, name: str, after: int, limit: int) -> Page:
     return Page(units, cursor, more)
 
 
-def load_some(
+def load(
     db: sqlite3.Connection,
     files: ArrayFiles,
     name: str,
@@ -141,54 +138,38 @@ def load_some(
     found: list[Loaded | None] = []
     size = 0
     for unit in units:
-        try:
-            loaded = load(db, files, name, unit, judge, now_ms)
-        except SessionDamagedError as error:
-            loaded = set_aside(error)
+        loaded = _load(db, files, unit, judge)
         found.append(loaded)
-        size += loaded.response.ByteSize() if loaded else 0
+        if loaded is None or not loaded.verdict.delivers:
+            continue
+        (loaded.attempt,) = db.execute(
+            "INSERT INTO progress VALUES (?, ?, ?, 1, NULL) ON CONFLICT (consumer, unit_id)"
+            " DO UPDATE SET attempts = attempts + 1 RETURNING attempts",
+            (name, unit.unit_id, unit.seq),
+        ).fetchone()
+        if entry := loaded.removed(now_ms):
+            add_filtered(db, owner_of(name), entry)
+        size += loaded.size
         if size >= LOAD_BYTES:
             break
     return found
 
 
-def load(
-    db: sqlite3.Connection, files: ArrayFiles, name: str, unit: Unit, judge: Judge, now_ms: int
-) -> Loaded | None:
-    """Counts an attempt, unless the judge drops the unit; lists what it takes out of it.
-
-    Raises:
-        SessionDamagedError: A session of it is; then nothing is counted.
-    """
-    found: list[tuple[types_pb2.SessionRecord, int]] = []
-    for session_id in unit.members or (unit.unit_id,):
-        row = db.execute(
-            "SELECT head, n FROM sessions WHERE session_id = ?", (session_id,)
-        ).fetchone()
-        if row is None:
-            return None  # removed: settled while it waited here
-        found.append((read_head(session_id, row[0]), row[1]))
-    verdict = judge([head for head, _ in found])
-    response = pb.SubscribeResponse()
-    if not verdict.delivers:
-        return Loaded(0, verdict, response)
-    for (head, n), places in zip(found, verdict.kept, strict=True):
-        row = db.execute("SELECT arrays, file, at, size FROM sessions WHERE n = ?", (n,)).fetchone()
-        session = response.delivery.sessions.add()
-        session.CopyFrom(head)
-        keep(join(session, arrays_of(head.session_id, row, files)), places)
-    db.execute(
-        "INSERT INTO progress VALUES (?, ?, ?, 1, NULL)"
-        " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = attempts + 1",
-        (name, unit.unit_id, unit.seq),
-    )
-    (attempt,) = db.execute(
-        "SELECT attempts FROM progress WHERE consumer = ? AND unit_id = ?", (name, unit.unit_id)
-    ).fetchone()
-    if attempt == 1 and verdict.removed:
-        entry = pb.FilteredEntry(delivery_id=unit.unit_id, unix_ms=now_ms, removed=verdict.removed)
-        add_filtered(db, _owner(name), entry)
-    return Loaded(attempt, verdict, response)
+def _load(db: sqlite3.Connection, files: ArrayFiles, unit: Unit, judge: Judge) -> Loaded | None:
+    rows = [
+        db.execute("SELECT n, head FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+        for session_id in unit.session_ids
+    ]
+    loaded = judge_unit(unit, [row and row[1] for row in rows], judge)
+    if loaded is None or not loaded.verdict.delivers:
+        return loaded
+    try:
+        for session_id, (n, _) in zip(unit.session_ids, rows, strict=True):
+            row = db.execute("SELECT arrays, file, at, size FROM sessions WHERE n = ?", (n,))
+            loaded.arrays.append(arrays_of(session_id, row.fetchone(), files))
+    except SessionDamagedError as error:
+        return Loaded(unit, damage(error))
+    return loaded
 
 
 def arrays_of(session_id: str, row: tuple[Any, ...], files: ArrayFiles) -> bytes:
@@ -229,13 +210,7 @@ def settle(
         done.append(settlement.unit_id)
         acknowledged += not settlement.reason
         if settlement.reason:
-            entry = pb.FilteredEntry(
-                delivery_id=settlement.unit_id,
-                reason=settlement.reason,
-                unix_ms=now_ms,
-                removed=settlement.removed,
-            )
-            add_filtered(db, _owner(name), entry)
+            add_filtered(db, owner_of(name), settlement.entry(now_ms))
     db.execute(
         "UPDATE consumers SET settled = settled + ?, acknowledged = acknowledged + ?"
         " WHERE name = ?",
@@ -272,7 +247,7 @@ def drop_consumer(db: sqlite3.Connection, name: str) -> bool:
     dropped = db.execute("DELETE FROM consumers WHERE name = ?", (name,)).rowcount
     db.execute("DELETE FROM progress WHERE consumer = ?", (name,))
     _leave_own_log(db, name)
-    for owner in (_owner(name), own_log(name)):
+    for owner in (owner_of(name), own_log(name)):
         db.execute("DELETE FROM filtered WHERE owner = ?", (owner,))
         db.execute("DELETE FROM filtered_counts WHERE owner = ?", (owner,))
     return bool(dropped)
@@ -299,7 +274,7 @@ def standing(db: sqlite3.Connection, name: str) -> Standing:
     rows = db.execute(
         "SELECT reason, sum(units), sum(trajectories) FROM filtered_counts"
         " WHERE owner IN (?, ?) GROUP BY reason",
-        (_owner(name), consumer.log),
+        (owner_of(name), consumer.log),
     )
     counts = {reason: (units, trajectories) for reason, units, trajectories in rows}
     left = total(db, f"log:{consumer.log}") - consumer.settled
@@ -312,43 +287,31 @@ def filtered(
     """Returns a page of what was kept from a consumer, and the token of the next."""
     rows = db.execute(
         "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?, ?) AND n > ? ORDER BY n LIMIT ?",
-        (_owner(name), known(db, name).log, after, page_size),
+        (owner_of(name), known(db, name).log, after, page_size),
     ).fetchall()
     token = str(rows[-1][0]) if len(rows) == page_size else ""
     return [read_entry(unit_id, entry) for _, unit_id, entry in rows], token
 
 
-def _owner(name: str) -> str:
-    """Returns whose entries a consumer's own are; a log's are shared by its readers."""
-    return f"c:{name}"
-
-
 def _first_seq(db: sqlite3.Connection, log: str, position: pb.Position) -> int:
-    """Returns the place of the first unit at or after a position."""
-    row = db.execute("SELECT max(seq) FROM units").fetchone()
-    end = (row[0] or 0) + 1
-    match position.WhichOneof("place"):
-        case "end" if position.end == pb.LOG_END_EARLIEST:
-            return 1
-        case "end" if position.end == pb.LOG_END_LATEST:
-            return end
-        case "unix_ms":
-            row = db.execute(
-                "SELECT min(seq) FROM units WHERE log = ? AND made_ms >= ?",
-                (log, position.unix_ms),
-            ).fetchone()
-            return int(row[0] or end)
-        case "delivery_id":
-            row = db.execute(
-                "SELECT seq FROM units WHERE log = ? AND unit_id = ?",
-                (log, position.delivery_id),
-            ).fetchone()
-            if row:
-                return int(row[0])
-            raise InvalidFieldError(
-                "position.delivery_id", f"unit {position.delivery_id!r} is not stored"
-            )
-    raise InvalidFieldError("position", "is not set; give an end, a time or a delivery id")
+    """Returns the place of the first unit at or after a position, which is set."""
+    if position.HasField("delivery_id"):
+        row = db.execute(
+            "SELECT seq FROM units WHERE log = ? AND unit_id = ?", (log, position.delivery_id)
+        ).fetchone()
+        if row is None:
+            raise unit_unknown(position.delivery_id)
+        return int(row[0])
+    if position.end == pb.LOG_END_EARLIEST:
+        return 1
+    if position.HasField("unix_ms"):
+        (seq,) = db.execute(
+            "SELECT min(seq) FROM units WHERE log = ? AND made_ms >= ?", (log, position.unix_ms)
+        ).fetchone()
+        if seq is not None:
+            return int(seq)
+    (last,) = db.execute("SELECT max(seq) FROM units").fetchone()
+    return (last or 0) + 1
 
 
 def _leave_own_log(db: sqlite3.Connection, name: str) -> None:

@@ -1,0 +1,92 @@
+"""Units on their way out: judged by the heads of their sessions, then made into responses."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from rollmesh.collector.delivery.filters import Verdict
+from rollmesh.collector.delivery.records import join, keep, read_head
+from rollmesh.collector.delivery.units import Unit
+from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+Judge: TypeAlias = Callable[[Sequence[types_pb2.SessionRecord]], Verdict]
+"""Decides about a unit by the heads of its sessions."""
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A unit as it is stored, and whether it is delivered."""
+
+    unit: Unit
+    verdict: Verdict
+    """What the filter says."""
+    heads: list[types_pb2.SessionRecord] = field(default_factory=list)
+    """Its sessions, without their arrays."""
+    arrays: list[bytes] = field(default_factory=list)
+    """The arrays of each session, as `records.split` left them; empty where it is not delivered."""
+    attempt: int = 0
+    """Number of this delivery; 0 where it is not delivered."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of arrays."""
+        return sum(map(len, self.arrays))
+
+    def removed(self, now_ms: int) -> pb.FilteredEntry | None:
+        """Returns what is listed of a unit that is delivered for the first time without a part."""
+        if self.attempt != 1 or not self.verdict.removed:
+            return None
+        return pb.FilteredEntry(
+            delivery_id=self.unit.unit_id, unix_ms=now_ms, removed=self.verdict.removed
+        )
+
+    def response(self) -> pb.SubscribeResponse:
+        """Returns the delivery, with those trajectories that the filter leaves.
+
+        Sessions are put together in the response itself: a message that is added to another one is
+        copied, and this one may have megabytes.
+
+        Raises:
+            SessionDamagedError: The arrays are not those of the heads.
+        """
+        response = pb.SubscribeResponse()
+        delivery = response.delivery
+        delivery.delivery_id, delivery.attempt = self.unit.unit_id, self.attempt
+        delivery.removed.extend(self.verdict.removed)
+        delivery.partial = self.unit.partial
+        for head, arrays, places in zip(self.heads, self.arrays, self.verdict.kept, strict=True):
+            session = delivery.sessions.add()
+            session.CopyFrom(head)
+            keep(join(session, arrays), places)
+        return response
+
+
+def judge_unit(unit: Unit, heads: Sequence[bytes | None], judge: Judge) -> Loaded | None:
+    """Decides whether a unit is delivered.
+
+    Args:
+        unit: The unit.
+        heads: The stored head of each of its sessions; None for one that was removed.
+        judge: The consumer's filter.
+
+    Returns:
+        The unit without arrays; None where a session of it was removed: the consumer settled the
+        unit while it waited here.
+    """
+    read: list[types_pb2.SessionRecord] = []
+    for session_id, head in zip(unit.session_ids, heads, strict=True):
+        if head is None:
+            return None
+        try:
+            read.append(read_head(session_id, head))
+        except SessionDamagedError as error:
+            return Loaded(unit, damage(error))
+    return Loaded(unit, judge(read), read)
+
+
+def damage(error: SessionDamagedError) -> Verdict:
+    """Returns the verdict about a unit with a damaged session: it is dropped and listed."""
+    reason = pb.FILTER_REASON_DAMAGED
+    part = pb.RemovedTrajectories(session_id=error.metadata["session_id"], reason=reason)
+    return Verdict(reason, removed=[part])

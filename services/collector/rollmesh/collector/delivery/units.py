@@ -1,0 +1,163 @@
+"""What can be delivered: units, the logs that they stand in, and what is said about them.
+
+A *unit* is a session, or a group once it is complete for a consumer. Units stand in logs, in the
+order in which they became complete: one log of sessions, one of groups with all their samples, and
+one for each consumer with a group policy of its own. A unit's sessions are fixed when it is made. A
+consumer has *settled* a unit when it acknowledged it or its filter dropped it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+
+SESSION = int(pb.DELIVERY_UNIT_SESSION)
+GROUP = int(pb.DELIVERY_UNIT_GROUP)
+SESSION_LOG, GROUP_LOG = "s", "g"
+_SHARED = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
+
+
+class Unit(NamedTuple):
+    """Something to deliver."""
+
+    seq: int
+    """Place in the order in which units became complete."""
+    unit_id: str
+    """Id of the session or of the group: the delivery id."""
+    members: tuple[str, ...] = ()
+    """Ids of its sessions; empty: the one session of this id."""
+    partial: bool = False
+    """Whether the group has fewer samples than announced."""
+
+    @property
+    def session_ids(self) -> tuple[str, ...]:
+        """Ids of its sessions."""
+        return self.members or (self.unit_id,)
+
+
+class Page(NamedTuple):
+    """A part of the units that a consumer has not settled."""
+
+    units: list[Unit]
+    """In order."""
+    cursor: int
+    """Where the next page begins."""
+    more: bool
+    """Whether there may be a next page now."""
+
+
+class Settlement(NamedTuple):
+    """A unit that a consumer acknowledged, or that its filter dropped."""
+
+    unit_id: str
+    reason: pb.FilterReason.ValueType = pb.FILTER_REASON_UNSPECIFIED
+    """Why it was dropped; UNSPECIFIED: it was acknowledged."""
+    removed: Sequence[pb.RemovedTrajectories] = ()
+    """With a reason: the trajectories that the filter removed."""
+
+    def entry(self, now_ms: int) -> pb.FilteredEntry:
+        """Returns what is listed of a dropped unit."""
+        return pb.FilteredEntry(
+            delivery_id=self.unit_id, reason=self.reason, unix_ms=now_ms, removed=self.removed
+        )
+
+
+class Arrival(NamedTuple):
+    """A session to store."""
+
+    record: types_pb2.SessionRecord
+    hold_ms: int | None = None
+    """How long it waits for rewards if its record does not say; None: not at all."""
+
+    def due_ms(self, now_ms: int) -> int | None:
+        """Returns until when it waits for rewards; None: it does not."""
+        held = self.record.HasField("reward_timeout_ms")
+        hold_ms = self.record.reward_timeout_ms if held else self.hold_ms
+        return None if hold_ms is None else now_ms + hold_ms
+
+    @property
+    def group_key(self) -> str:
+        """The key of its group; its own where it belongs to none."""
+        if self.record.superseded:
+            return f"superseded:{self.record.session_id}"
+        return self.record.group_id or self.record.session_id
+
+    @property
+    def group_size(self) -> int | None:
+        """Samples announced for its group; None: it was superseded and belongs to no group."""
+        if self.record.superseded:
+            return None
+        return max(self.record.group_size, 1) if self.record.group_id else 1
+
+
+class GroupLog(NamedTuple):
+    """A log of groups, and the options that decide when a group is complete for it."""
+
+    name: str
+    hello: pb.SubscribeHello
+    readers: tuple[str, ...] = ()
+    """Consumers that read it."""
+
+    @property
+    def judges(self) -> bool:
+        """Whether its policy counts only the sessions that its filter leaves something of."""
+        return self.hello.groups.HasField("samples")
+
+    def deadline_ms(self, first_ms: int) -> int | None:
+        """Returns when a group is decided at the latest; None: there is no deadline.
+
+        Args:
+            first_ms: When the group's first session came.
+        """
+        policy = self.hello.groups
+        return first_ms + policy.deadline_ms if policy.HasField("deadline_ms") else None
+
+
+def log_of(hello: pb.SubscribeHello) -> str:
+    """Returns the log that a consumer reads."""
+    if hello.unit == SESSION:
+        return SESSION_LOG
+    return own_log(hello.consumer) if hello.groups.ListFields() else GROUP_LOG
+
+
+def own_log(consumer: str) -> str:
+    """Returns the log of a consumer with a group policy of its own."""
+    return f"{GROUP_LOG}:{consumer}"
+
+
+def owner_of(consumer: str) -> str:
+    """Returns the owner of a consumer's own entries; a log's entries belong to all its readers."""
+    return f"c:{consumer}"
+
+
+def group_logs(hellos: Iterable[pb.SubscribeHello | None]) -> list[GroupLog]:
+    """Returns the logs of groups that consumers read; the shared one is always there, and first.
+
+    Args:
+        hellos: The consumers'; None for one whose stored options are damaged: it has no log.
+    """
+    own: list[GroupLog] = []
+    shared: list[str] = []
+    for hello in hellos:
+        if hello is None or hello.unit != GROUP:
+            continue
+        name = log_of(hello)
+        if name == GROUP_LOG:
+            shared.append(hello.consumer)
+        else:
+            own.append(GroupLog(name, hello, (hello.consumer,)))
+    return [GroupLog(GROUP_LOG, _SHARED, tuple(shared)), *own]
+
+
+def units_in(log: str, group_key: str, session_ids: Sequence[str], *, grouped: bool) -> list[str]:
+    """Returns the ids of the units that sessions of one group make up in a log.
+
+    Args:
+        log: Its name.
+        group_key: The group's.
+        session_ids: The sessions.
+        grouped: Whether they are a group: superseded sessions belong to none.
+    """
+    if log == SESSION_LOG:
+        return list(session_ids)
+    return [group_key] if grouped else []

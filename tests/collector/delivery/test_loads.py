@@ -1,0 +1,84 @@
+"""Units on their way out: judged, put together, or set aside where they are damaged."""
+
+from functools import partial
+
+import pytest
+
+from rollmesh.collector.delivery.filters import judge
+from rollmesh.collector.delivery.loads import Loaded, judge_unit
+from rollmesh.collector.delivery.records import split
+from rollmesh.collector.delivery.units import Unit
+from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from tests.collector.records import record, trajectory, tree_record
+
+EVERYTHING = partial(judge, pb.DeliveryFilter(), None)
+MAIN = partial(judge, pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN]), None)
+
+
+def mixed(session_id: str) -> types_pb2.SessionRecord:
+    """A session with a trajectory of another lineage before the main one."""
+    made = record(session_id)
+    other = trajectory(session_id, 9)
+    other.trajectory_id, other.lineage = f"{session_id}-2", types_pb2.LINEAGE_AUXILIARY
+    main = made.trajectories[0]
+    del made.trajectories[:]
+    made.trajectories.extend([other, main])
+    return made
+
+
+def loaded(unit: Unit, *sessions: types_pb2.SessionRecord, attempt: int = 1) -> Loaded:
+    stored = [split(session) for session in sessions]
+    made = judge_unit(unit, [head for head, _ in stored], MAIN)
+    assert made is not None
+    made.arrays = [b"".join(arrays) for _, arrays in stored]
+    made.attempt = attempt
+    return made
+
+
+def test_a_response_has_what_the_filter_leaves_of_every_session() -> None:
+    made = loaded(Unit(1, "g", ("a", "b"), partial=True), mixed("a"), record("b"), attempt=2)
+    delivery = made.response().delivery
+    assert list(delivery.sessions) == [record("a"), record("b")]
+    assert (delivery.delivery_id, delivery.attempt, delivery.partial) == ("g", 2, True)
+    (removed,) = delivery.removed
+    assert (removed.session_id, removed.reason) == ("a", pb.FILTER_REASON_LINEAGE)
+
+
+@pytest.mark.parametrize(
+    "session",
+    [pytest.param(mixed("s"), id="trajectories"), pytest.param(tree_record("s"), id="tree")],
+)
+def test_a_session_is_put_together_as_it_was(session: types_pb2.SessionRecord) -> None:
+    whole = types_pb2.SessionRecord.FromString(session.SerializeToString())
+    head, arrays = split(session)
+    unit = judge_unit(Unit(1, "s"), [head], EVERYTHING)
+    assert unit is not None
+    unit.arrays = [b"".join(arrays)]
+    assert list(unit.response().delivery.sessions) == [whole]
+
+
+def test_what_is_taken_out_of_a_unit_is_listed_with_its_first_delivery() -> None:
+    entry = loaded(Unit(1, "a"), mixed("a")).removed(5)
+    assert entry is not None
+    assert (entry.delivery_id, entry.unix_ms, len(entry.removed)) == ("a", 5, 1)
+    assert loaded(Unit(1, "a"), mixed("a"), attempt=2).removed(5) is None
+    assert loaded(Unit(1, "a"), record("a")).removed(5) is None
+
+
+@pytest.mark.parametrize("size", [pytest.param(-1, id="short"), pytest.param(1, id="long")])
+def test_arrays_that_do_not_fit_their_head_are_damage(size: int) -> None:
+    made = loaded(Unit(1, "a"), record("a"))
+    made.arrays = [made.arrays[0][:size] if size < 0 else made.arrays[0] + bytes(size)]
+    with pytest.raises(SessionDamagedError, match="arrays"):
+        made.response()
+
+
+def test_a_unit_with_a_removed_session_is_gone_and_one_with_a_damaged_head_is_dropped() -> None:
+    head = split(record("a"))[0]
+    unit = Unit(1, "g", ("a", "b"))
+    assert judge_unit(unit, [head, None], EVERYTHING) is None
+    dropped = judge_unit(unit, [head, head], EVERYTHING)  # the head of a is not that of b
+    assert dropped is not None
+    assert dropped.verdict.reason == pb.FILTER_REASON_DAMAGED
+    assert [part.session_id for part in dropped.verdict.removed] == ["b"]
