@@ -11,7 +11,7 @@ from rollmesh.collector.service import CollectorService
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.listening import Bound
 from rollmesh.runtime.rpc.server import serve
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
 from tests.collector.records import record
 
 TIMEOUT_S = 60
@@ -19,10 +19,24 @@ SESSION = collector_pb2.DELIVERY_UNIT_SESSION
 GROUP = collector_pb2.DELIVERY_UNIT_GROUP
 
 
+async def ingest(stub: Any, session: types_pb2.SessionRecord) -> bool:
+    """Returns whether it was known."""
+    request = collector_pb2.IngestRequest(sessions=[session])
+    (duplicate,) = (await stub.Ingest(request, timeout=TIMEOUT_S)).duplicates
+    return bool(duplicate)
+
+
 async def ingest_all(stub: Any, *names: str) -> None:
     for name in names:
         request = collector_pb2.IngestRequest(sessions=[record(name)])
         await stub.Ingest(request, timeout=TIMEOUT_S)
+
+
+async def consumer_stats(stub: Any) -> collector_pb2.ConsumerStats:
+    """Returns where the only consumer stands."""
+    stats = await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=TIMEOUT_S)
+    (consumer,) = stats.consumers
+    return consumer  # type: ignore[no-any-return]
 
 
 class Stream:

@@ -9,10 +9,9 @@ import pytest
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2, types_pb2
-from tests.collector.collectors import TIMEOUT_S, ingest_all, stub_at, subscribing
+from tests.collector.collectors import TIMEOUT_S, ingest, ingest_all, stub_at, subscribing
 from tests.collector.damage import damaged_store
 from tests.collector.records import record
-from tests.collector.storage.test_contract import ingest
 
 
 async def test_more_acknowledgements_than_a_message_may_have_end_their_stream_alone(

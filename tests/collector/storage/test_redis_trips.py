@@ -22,7 +22,7 @@ from tests.collector.redis_server import redis_server
 from tests.collector.stores import KEEP, MAIN_ONLY, Reader, auxiliary, group, ingest
 
 _INGEST_TRIPS = 4
-_OPEN_TRIPS = 16
+_OPEN_TRIPS = 14
 _FEW, _MANY = 2, 64
 FIRST_ONE = pb.GroupPolicy(samples=1)
 Hook: TypeAlias = Callable[[], Awaitable[None]]

@@ -1,1 +1,4 @@
-"""Scorers: functions and services that give rewards to stored sessions."""
+"""Scorers: functions and services that give rewards to stored sessions.
+
+May import `delivery` and `storage`.
+"""

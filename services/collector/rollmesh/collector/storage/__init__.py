@@ -1,4 +1,5 @@
-"""The store: what it must do, and its two implementations, SQLite and Redis.
+"""The store: the Protocol in `store`, and its implementations in SQLite and in Redis.
 
-May import `delivery`.
+A store keeps records and returns them; what becomes of them is decided in `delivery`, the only
+other package that this one may import. The two implementations do not know each other.
 """

@@ -1,4 +1,4 @@
-"""Subscriptions: what flows to consumers, and the maintenance beside it.
+"""Subscriptions, and the maintenance that runs beside them.
 
 May import `delivery` and `storage`.
 """

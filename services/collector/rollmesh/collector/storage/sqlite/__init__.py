@@ -1,1 +1,4 @@
-"""The store in one SQLite file, with large arrays in files beside it."""
+"""The store in one SQLite file, with large arrays in files beside it.
+
+Plain functions over a connection; each call of the store is one transaction.
+"""

@@ -1,0 +1,162 @@
+"""What the collector refuses, each time with the name of the field."""
+
+import asyncio
+from math import inf, nan
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from rollmesh.runtime.codec.arrays import pack_logprobs
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.rpc.statuses import from_rpc_error
+from rollmesh.v1 import collector_pb2, types_pb2
+from tests.collector.collectors import (
+    GROUP,
+    SESSION,
+    TIMEOUT_S,
+    ingest,
+    subscribing,
+)
+from tests.collector.records import record, trajectory, tree_record
+
+
+def logprobs(last: float) -> bytes:
+    """Six, the last of which is given."""
+    return pack_logprobs(np.array([0, 0, -0.5, -0.5, -0.5, last], np.float32))
+
+
+async def test_an_ingest_of_nothing_is_refused(stub: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Ingest(collector_pb2.IngestRequest(), timeout=TIMEOUT_S)
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == "sessions"
+
+
+HELLO = {"hello": {"consumer": "c", "unit": SESSION}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        pytest.param([{"grant": {"credits": 1}}], "hello", id="no hello"),
+        pytest.param([{"hello": {"unit": SESSION}}], "consumer", id="no name"),
+        pytest.param(
+            [{"hello": {"consumer": "c" * 129, "unit": SESSION}}], "consumer", id="long name"
+        ),
+        pytest.param([{"hello": {"consumer": "c"}}], "unit", id="no unit"),
+        pytest.param(
+            [{"hello": {"consumer": "c", "unit": SESSION, "lease_ms": 0}}], "lease_ms", id="lease 0"
+        ),
+        pytest.param([HELLO, {"grant": {"credits": 0}}], "grant.credits", id="no credits"),
+        pytest.param([HELLO, {"grant": {"credits": 65_537}}], "grant.credits", id="many credits"),
+        pytest.param([HELLO, HELLO], "part", id="hello twice"),
+        pytest.param([{"hello": {"consumer": "taken", "unit": SESSION}}], "unit", id="other unit"),
+    ],
+)
+async def test_an_ill_formed_subscription_is_refused_by_field(
+    stub: Any, messages: list[dict[str, Any]], field: str
+) -> None:
+    async with subscribing(stub, "taken", GROUP) as taken:
+        await taken.opened()
+    call = stub.Subscribe()
+    for message in messages:
+        await call.write(collector_pb2.SubscribeRequest(**message))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(TIMEOUT_S):
+            await call.read()
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        pytest.param("tree", {"trajectories": [trajectory("s")]}, id="beside-trajectories"),
+        pytest.param("tree.logprobs_f32le", {"tree.logprobs_f32le": b"four"}, id="arrays"),
+        pytest.param("tree.loss_mask_u8", {"tree.loss_mask_u8": b"\2" * 6}, id="mask"),
+        pytest.param("tree.nodes[1]", {"tree.nodes.1.start": 3}, id="gap"),
+        pytest.param("tree.nodes[2]", {"tree.nodes.2.end": 7}, id="behind-the-end"),
+        pytest.param("tree.nodes[1].glue_tokens", {"tree.nodes.1.glue_tokens": 3}, id="glue"),
+        pytest.param("tree.nodes[1].parent_index", {"tree.nodes.1.parent_index": 1}, id="parent"),
+        pytest.param("tree.nodes", {"tree.nodes.2.end": 5}, id="not-covered"),
+        pytest.param("tree.nodes[0].reward", {"tree.nodes.0.reward": 1.0}, id="agent-rewarded"),
+        pytest.param("tree.nodes[1].reward", {"tree.nodes.1.reward": nan}, id="reward-no-number"),
+        pytest.param("tree.version_spans", {"tree.version_spans.1.end": 7}, id="versions"),
+        pytest.param("tree.logprobs_f32le", {"tree.logprobs_f32le": logprobs(nan)}, id="logprobs"),
+        pytest.param(
+            "tree.version_spans[1].policy_version",
+            {"tree.version_spans.1.policy_version": -1},
+            id="negative-version",
+        ),
+    ],
+)
+async def test_a_tree_that_contradicts_itself_is_refused(
+    stub: Any, field: str, change: dict[str, Any]
+) -> None:
+    await refused_by_field(stub, tree_record("s"), field, change)
+
+
+@pytest.mark.parametrize(
+    ("segment", "reward"),
+    [
+        pytest.param(0, 1.0, id="of-the-agent's-own-message"),
+        pytest.param(1, inf, id="no-number"),
+    ],
+)
+async def test_a_reward_that_no_turn_can_have_is_refused(
+    stub: Any, segment: int, reward: float
+) -> None:
+    change = {f"trajectories.0.segments.{segment}.reward": reward}
+    field = f"trajectories[0].segments[{segment}].reward"
+    await refused_by_field(stub, record("s"), field, change)
+
+
+@pytest.mark.parametrize(
+    "owner", [pytest.param("", id="session"), pytest.param("trajectories.0.", id="trajectory")]
+)
+@pytest.mark.parametrize("reward", [nan, inf, -inf])
+async def test_a_reward_that_is_no_number_is_refused(stub: Any, owner: str, reward: float) -> None:
+    field = f"{owner}reward".replace(".0", "[0]")
+    await refused_by_field(stub, record("s"), field, {f"{owner}reward": reward})
+
+
+@pytest.mark.parametrize("value", [nan, inf, -inf, 2e-4])
+async def test_a_logprob_that_no_token_can_have_is_refused(stub: Any, value: float) -> None:
+    change = {"trajectories.0.logprobs_f32le": logprobs(value)}
+    await refused_by_field(stub, record("s"), "trajectories[0].logprobs_f32le", change)
+
+
+async def test_a_logprob_that_rounding_put_above_0_is_taken(stub: Any) -> None:
+    session = record("s")
+    session.trajectories[0].logprobs_f32le = logprobs(5e-5)
+    assert not await ingest(stub, session)
+
+
+async def test_a_negative_policy_version_is_refused(stub: Any) -> None:
+    path = "version_spans.0.policy_version"
+    field = "trajectories[0].version_spans[0].policy_version"
+    await refused_by_field(stub, record("s"), field, {f"trajectories.0.{path}": -1})
+
+
+async def refused_by_field(
+    stub: Any, session: types_pb2.SessionRecord, field: str, change: dict[str, Any]
+) -> None:
+    """Changes a session by paths and sees it refused with the field's name."""
+    for path, value in change.items():
+        *owners, name = path.split(".")
+        owner: Any = session
+        for part in owners:
+            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
+        if isinstance(value, list):
+            getattr(owner, name).extend(value)
+        else:
+            setattr(owner, name, value)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await ingest(stub, session)
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, InvalidFieldError)
+    assert error.field == f"sessions[0].{field}"
