@@ -1,6 +1,5 @@
 """Why a trajectory cannot be a row of a batch."""
 
-import grpc
 
 from rollmesh.runtime.errors import RollmeshError
 
@@ -8,7 +7,7 @@ from rollmesh.runtime.errors import RollmeshError
 class TrajectoryTooLongError(RollmeshError):
     """A trajectory has more tokens than a row may hold; nothing is cut."""
 
-    code = grpc.StatusCode.OUT_OF_RANGE
+    code = "OUT_OF_RANGE"
     reason = "TRAJECTORY_TOO_LONG"
 
     def __init__(self, trajectory_id: str, part: str, tokens: int, most: int) -> None:
@@ -25,7 +24,7 @@ class TrajectoryTooLongError(RollmeshError):
 class MissingRewardError(RollmeshError):
     """A trajectory has no reward: none of its session, none of its own, none of a turn."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "MISSING_REWARD"
 
     def __init__(self, trajectory_id: str, session_id: str, *, kind: str = "trajectory") -> None:
@@ -41,7 +40,7 @@ class MissingRewardError(RollmeshError):
 class MissingLogprobsError(RollmeshError):
     """The engine gave no log-probabilities for tokens that are to be trained."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "MISSING_LOGPROBS"
 
     def __init__(self, trajectory_id: str, *, kind: str = "trajectory") -> None:
@@ -56,7 +55,7 @@ class MissingLogprobsError(RollmeshError):
 class PackageMissingError(RollmeshError):
     """What was asked for needs a package that is not installed."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "PACKAGE_MISSING"
 
     def __init__(self, package: str, wanted: str) -> None:

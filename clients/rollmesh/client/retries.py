@@ -4,14 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import grpc
-
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import RemoteError, RollmeshError
 from rollmesh.runtime.rpc.channels import typed_errors
 
 _Result = TypeVar("_Result")
-_HEALED_BY_WAITING = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
+_HEALED_BY_WAITING = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 
 
@@ -37,15 +35,14 @@ async def retried(
             with typed_errors():
                 return await call(deadline - now())
         except RollmeshError as error:
-            code = error.status_code if isinstance(error, RemoteError) else error.code
             asked_s = (error.retry_delay_ms or 0) / 1000
             wait_s = max(asked_s, backoff.next_s())
-            healing = code in _HEALED_BY_WAITING or isinstance(error, also)
-            if isinstance(error, RemoteError) and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            healing = error.code in _HEALED_BY_WAITING or isinstance(error, also)
+            if isinstance(error, RemoteError) and error.code == "DEADLINE_EXCEEDED":
                 said = (
                     f"no answer within {timeout_s:g} s: the service is away, or not at its address"
                 )
-                raise RemoteError(said, code) from error
+                raise RemoteError(said, error.code) from error
             if not healing or now() + wait_s >= deadline:
                 raise
         await asyncio.sleep(wait_s)

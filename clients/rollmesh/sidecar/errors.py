@@ -2,26 +2,25 @@
 
 from dataclasses import dataclass
 
-import grpc
 import orjson
 
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc.statuses import MAX_MESSAGE_BYTES, cut_text
 
 _STATUS = {
-    grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
-    grpc.StatusCode.OUT_OF_RANGE: (400, "invalid_request_error"),
-    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
-    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error"),
-    grpc.StatusCode.NOT_FOUND: (404, "invalid_request_error"),
-    grpc.StatusCode.FAILED_PRECONDITION: (409, "conflict_error"),
-    grpc.StatusCode.ALREADY_EXISTS: (409, "conflict_error"),
-    grpc.StatusCode.ABORTED: (503, "server_error"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
-    grpc.StatusCode.CANCELLED: (503, "server_error"),
-    grpc.StatusCode.UNAVAILABLE: (503, "server_error"),
-    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error"),
-    grpc.StatusCode.UNIMPLEMENTED: (501, "server_error"),
+    "INVALID_ARGUMENT": (400, "invalid_request_error"),
+    "OUT_OF_RANGE": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "PERMISSION_DENIED": (403, "permission_error"),
+    "NOT_FOUND": (404, "invalid_request_error"),
+    "FAILED_PRECONDITION": (409, "conflict_error"),
+    "ALREADY_EXISTS": (409, "conflict_error"),
+    "ABORTED": (503, "server_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "CANCELLED": (503, "server_error"),
+    "UNAVAILABLE": (503, "server_error"),
+    "DEADLINE_EXCEEDED": (504, "server_error"),
+    "UNIMPLEMENTED": (501, "server_error"),
 }
 _STATUS_OF_REASON = {
     "REQUEST_TIMEOUT": 408,
@@ -45,7 +44,7 @@ _PARAMS = {
 class ModelUnknownError(InvalidFieldError):
     """A request names a model that is not served, and the sidecar refuses such requests."""
 
-    code = grpc.StatusCode.NOT_FOUND
+    code = "NOT_FOUND"
     reason = "MODEL_NOT_FOUND"
 
 
@@ -58,7 +57,7 @@ class BodyTooLargeError(InvalidFieldError):
 class HttpInvalidError(RollmeshError):
     """What a client sent is not a request of HTTP/1.1."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    code = "INVALID_ARGUMENT"
     reason = "HTTP_INVALID"
 
 
@@ -89,14 +88,14 @@ class PipelineTooLongError(HttpInvalidError):
 class TooManyConnectionsError(RollmeshError):
     """The sidecar holds as many connections as it may."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "TOO_MANY_CONNECTIONS"
 
 
 class PathUnknownError(RollmeshError):
     """Nothing is served at this path with this method."""
 
-    code = grpc.StatusCode.NOT_FOUND
+    code = "NOT_FOUND"
     reason = "PATH_UNKNOWN"
 
 
@@ -111,15 +110,14 @@ class HttpError:
 
 def to_http(error: RollmeshError) -> HttpError:
     """Returns the HTTP form of an error; what it repeats of a request is cut to 1,500 bytes."""
-    code = error.status_code if isinstance(error, RemoteError) else error.code
-    status, kind = _STATUS.get(code, (500, "server_error"))
+    status, kind = _STATUS.get(error.code, (500, "server_error"))
     status = _STATUS_OF_REASON.get(error.reason, status)
     param = error.field if isinstance(error, InvalidFieldError) else ""
     param = cut_text(param, _MAX_PARAM_BYTES)
     message = cut_text(error.message, MAX_MESSAGE_BYTES)
     if error.reason == "CONTEXT_LENGTH_EXCEEDED":  # clients know it by how the wording begins
         message = message.removeprefix(f"{param}: ")
-    reason = code.name if isinstance(error, RemoteError) else error.reason
+    reason = error.code if isinstance(error, RemoteError) else error.reason
     body = {
         "message": message,
         "type": kind,

@@ -66,9 +66,7 @@ async def aborting(request: bytes, context: Context) -> bytes:
         pytest.param(failing(SessionUnknownError("none")), "NOT_FOUND", id="a-typed-error"),
         pytest.param(failing(EnginesBusyError("all")), "RESOURCE_EXHAUSTED", id="another"),
         pytest.param(failing(KeyError("x")), "INTERNAL", id="an-unexpected-exception"),
-        pytest.param(
-            failing(RemoteError("gone", grpc.StatusCode.UNAVAILABLE)), "UNAVAILABLE", id="remote"
-        ),
+        pytest.param(failing(RemoteError("gone", "UNAVAILABLE")), "UNAVAILABLE", id="remote"),
         pytest.param(aborting, "PERMISSION_DENIED", id="a-status-the-handler-set"),
     ],
 )

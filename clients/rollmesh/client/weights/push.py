@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.weights.tensors import file_of
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
@@ -26,7 +24,7 @@ _MODES = {
 class WeightsPushError(RollmeshError):
     """An engine did not take new weights; `results` has the result of each."""
 
-    code = grpc.StatusCode.INTERNAL
+    code = "INTERNAL"
     reason = "WEIGHTS_PUSH_FAILED"
 
     def __init__(self, results: list[router_pb2.EngineResult]) -> None:

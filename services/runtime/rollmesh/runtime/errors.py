@@ -4,16 +4,14 @@ The message of an error names the field, what is wrong with it and what to do. `
 form on the wire.
 """
 
-from typing import ClassVar
-
-import grpc
-
 
 class RollmeshError(Exception):
     """Base of all errors that cross a service boundary."""
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
-    reason: ClassVar[str] = "INTERNAL"
+    code: str = "INTERNAL"
+    """Name of the gRPC status code."""
+    reason: str = "INTERNAL"
+    """What programs tell errors by."""
 
     def __init__(
         self, message: str, *, retry_delay_ms: int | None = None, **metadata: str | int
@@ -34,7 +32,7 @@ class RollmeshError(Exception):
 class InvalidFieldError(RollmeshError):
     """A field of a request is missing, out of range, or of the wrong form."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    code = "INVALID_ARGUMENT"
     reason = "INVALID_FIELD"
 
     def __init__(self, field: str, problem: str, **metadata: str | int) -> None:
@@ -113,133 +111,133 @@ class IdempotencyKeyReusedError(InvalidFieldError):
 class RequestIdInUseError(RollmeshError):
     """A request with this id is running."""
 
-    code = grpc.StatusCode.ALREADY_EXISTS
+    code = "ALREADY_EXISTS"
     reason = "REQUEST_ID_IN_USE"
 
 
 class ReplicaIdInUseError(RollmeshError):
     """A member with this id is registered."""
 
-    code = grpc.StatusCode.ALREADY_EXISTS
+    code = "ALREADY_EXISTS"
     reason = "REPLICA_ID_IN_USE"
 
 
 class StaleVersionError(RollmeshError):
     """A weight update is not newer than the weights in use."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "STALE_VERSION"
 
 
 class WeightTransferError(RollmeshError):
     """A transfer backend did not join the trainer or take its weights; the old ones stay."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "WEIGHT_TRANSFER_FAILED"
 
 
 class SessionUnknownError(RollmeshError):
     """No session has this id."""
 
-    code = grpc.StatusCode.NOT_FOUND
+    code = "NOT_FOUND"
     reason = "SESSION_UNKNOWN"
 
 
 class SessionDamagedError(RollmeshError):
     """What is stored of a session cannot be read; everything else can."""
 
-    code = grpc.StatusCode.DATA_LOSS
+    code = "DATA_LOSS"
     reason = "SESSION_DAMAGED"
 
 
 class SessionClosedError(RollmeshError):
     """The session is closed and takes no more turns."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "SESSION_CLOSED"
 
 
 class SessionLimitError(RollmeshError):
     """The session holds as much as it may; what it holds is kept, and it can be closed."""
 
-    code = grpc.StatusCode.OUT_OF_RANGE
+    code = "OUT_OF_RANGE"
     reason = "SESSION_LIMIT"
 
 
 class SessionKeyWrongError(RollmeshError):
     """The key does not open this session."""
 
-    code = grpc.StatusCode.UNAUTHENTICATED
+    code = "UNAUTHENTICATED"
     reason = "SESSION_KEY_WRONG"
 
 
 class EngineStartError(RollmeshError):
     """The model could not be loaded."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "ENGINE_START_FAILED"
 
 
 class EngineDeadError(RollmeshError):
     """The model's process died under the engine."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "ENGINE_DEAD"
 
 
 class EngineLostError(RollmeshError):
     """The engine went away in the middle of a turn; nothing was committed."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "ENGINE_LOST"
 
 
 class EngineMismatchError(RollmeshError):
     """The engine has another vocabulary or a shorter context than the gateway was given."""
 
-    code = grpc.StatusCode.INTERNAL
+    code = "INTERNAL"
     reason = "ENGINE_MISMATCH"
 
 
 class EngineFaultError(RollmeshError):
     """An engine contradicts itself or what was asked of it; nothing that it said was kept."""
 
-    code = grpc.StatusCode.INTERNAL
+    code = "INTERNAL"
     reason = "ENGINE_FAULT"
 
 
 class GenerationAbortedError(RollmeshError):
     """The generation was aborted by an operator; nothing was committed."""
 
-    code = grpc.StatusCode.ABORTED
+    code = "ABORTED"
     reason = "GENERATION_ABORTED"
 
 
 class NoEngineError(RollmeshError):
     """No engine can serve the turn."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "NO_ENGINE"
 
 
 class EnginesBusyError(RollmeshError):
     """Every engine holds as many leases as it may."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = "RESOURCE_EXHAUSTED"
     reason = "ENGINES_BUSY"
 
 
 class TooManySessionsError(RollmeshError):
     """The gateway holds as many open sessions as it may."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = "RESOURCE_EXHAUSTED"
     reason = "TOO_MANY_SESSIONS"
 
 
 class StoreFullError(RollmeshError):
     """The store takes nothing more until something is acknowledged."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = "RESOURCE_EXHAUSTED"
     reason = "STORE_FULL"
 
 
@@ -258,49 +256,49 @@ class StoreLostError(StoreError):
 class StoreInUseError(StoreError):
     """Another process that lives has the store open."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "STORE_IN_USE"
 
 
 class StartingError(RollmeshError):
     """The service listens and cannot answer yet: it is reading its store."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "STARTING"
 
 
 class StoreAwayError(RollmeshError):
     """The store's server cannot be reached; nothing of the request was kept."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "STORE_AWAY"
 
 
 class ConsumerUnknownError(RollmeshError):
     """No consumer has this name."""
 
-    code = grpc.StatusCode.NOT_FOUND
+    code = "NOT_FOUND"
     reason = "CONSUMER_UNKNOWN"
 
 
 class ConsumerMovedError(RollmeshError):
     """The consumer was moved or dropped; its streams begin anew."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "CONSUMER_MOVED"
 
 
 class ShuttingDownError(RollmeshError):
     """The service takes nothing new because it is about to stop."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "SHUTTING_DOWN"
 
 
 class DeadlineError(RollmeshError):
     """The deadline passed before there was an answer."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    code = "DEADLINE_EXCEEDED"
     reason = "DEADLINE"
 
 
@@ -309,7 +307,7 @@ class RemoteError(RollmeshError):
 
     reason = "REMOTE"
 
-    def __init__(self, message: str, status_code: grpc.StatusCode) -> None:
-        """Keeps the foreign status code as `status_code`."""
-        super().__init__(message, status_code=status_code.name)
-        self.status_code = status_code
+    def __init__(self, message: str, code: str) -> None:
+        """Keeps the name of the foreign status code as `code`."""
+        super().__init__(message, status_code=code)
+        self.code = code

@@ -102,7 +102,7 @@ def typed_errors() -> Iterator[None]:
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
     except _UndecodableAnswer as error:
-        raise RemoteError(str(error), grpc.StatusCode.INTERNAL) from None
+        raise RemoteError(str(error), "INTERNAL") from None
 
 
 async def read_stream(call: Any) -> AsyncGenerator[Any, None]:

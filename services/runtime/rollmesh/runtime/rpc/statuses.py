@@ -31,7 +31,7 @@ _CLASSES = _all_classes(RollmeshError)
 
 def status_code_of(error: RollmeshError) -> grpc.StatusCode:
     """Returns the code that a client sees."""
-    return error.status_code if isinstance(error, RemoteError) else error.code
+    return grpc.StatusCode[error.code]
 
 
 def cut_text(text: str, most_bytes: int) -> str:
@@ -42,7 +42,7 @@ def cut_text(text: str, most_bytes: int) -> str:
 def to_status(error: RollmeshError) -> status_pb2.Status:
     """Returns the wire form of an error."""
     status = status_pb2.Status(
-        code=code_pb2.Code.Value(status_code_of(error).name),
+        code=code_pb2.Code.Value(error.code),
         message=cut_text(error.message, MAX_MESSAGE_BYTES),
     )
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
@@ -72,12 +72,12 @@ def _detail(status: status_pb2.Status, empty: _Detail) -> _Detail | None:
 def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
     """Returns the typed error behind a failed call; `RemoteError` where the peer gave no reason."""
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
-        return RemoteError(str(error), grpc.StatusCode.UNKNOWN)
-    code, message = error.code(), error.details() or ""
+        return RemoteError(str(error), "UNKNOWN")
+    code, message = _code_of(error), error.details() or ""
     status = _status_of(error)
     info = _detail(status, error_details_pb2.ErrorInfo()) if status else None
     if status is None or info is None or info.domain != DOMAIN:
-        return RemoteError(message, code or grpc.StatusCode.UNKNOWN)
+        return RemoteError(message, code)
     retry = _detail(status, error_details_pb2.RetryInfo())
     found = _CLASSES.get(info.reason, RollmeshError)
     result = found.__new__(found)
@@ -88,12 +88,17 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
     )
     result.metadata = dict(info.metadata)
     if found is RollmeshError:
-        result.reason = info.reason  # type: ignore[misc]
+        result.reason = info.reason
     if isinstance(result, InvalidFieldError):
         result.field = info.metadata.get("field", "")
     if isinstance(result, RemoteError):
-        result.status_code = code or grpc.StatusCode.UNKNOWN
+        result.code = code
     return result
+
+
+def _code_of(error: grpc.aio.AioRpcError | grpc.Call) -> str:
+    code = error.code()
+    return code.name if code else "UNKNOWN"
 
 
 def _status_of(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
