@@ -6,11 +6,11 @@ import pytest
 import trl
 
 from rollmesh.chat.parsing.calls.xml_calls import typed
-from rollmesh.chat.parsing.detection import VLLM_DETECTED, choose, detect
+from rollmesh.chat.parsing.detection import SIGNS, choose, detect
 from rollmesh.chat.parsing.events import ToolCallEvent
 from rollmesh.chat.parsing.formats import HARMONY, UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS, ReasoningSplitter
-from rollmesh.chat.parsing.vllm import client as vllm_parser
+from rollmesh.chat.parsing.vllm import installed as vllm_parsers
 from tests.chat.parsing.test_formats import CONTEXT, kimi
 
 TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
@@ -109,7 +109,8 @@ def test_calls_of_a_format_that_nobody_knows_are_unknown_and_not_hermes() -> Non
 
 
 def test_what_is_left_to_vllm_is_what_vllm_has() -> None:
-    assert {name.removeprefix(VLLM) for name in VLLM_DETECTED} <= vllm_parser.names()
+    detected = {name.removeprefix(VLLM) for name, _ in SIGNS if name.startswith(VLLM)}
+    assert detected <= vllm_parsers.names()
 
 
 def chosen(source: str, tool_parser: str = "auto") -> AnswerFormat:
@@ -119,7 +120,7 @@ def chosen(source: str, tool_parser: str = "auto") -> AnswerFormat:
 def test_a_format_of_vllms_is_chosen_only_where_vllm_is(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "{{ tools }} <|start_of_role|> <|tool_call|>"
     assert (chosen(source).tools, chosen(source).marks) == ("vllm:granite", ("<|x|>",))
-    monkeypatch.setattr(vllm_parser, "installed", lambda: False)
+    monkeypatch.setattr(vllm_parsers, "installed", lambda: False)
     assert chosen(source).tools == UNKNOWN
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from rollmesh.chat.parsing.events import TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.chat.parsing.vllm import client as vllm_parser
+from rollmesh.chat.parsing.vllm import installed as vllm_parsers
 from rollmesh.chat.parsing.vllm.answers import Reading, WholeCallParser
 from rollmesh.chat.parsing.vllm.client import VllmParser
 from rollmesh.runtime.config import ConfigError
@@ -69,18 +69,18 @@ def test_the_pieces_come_at_the_end() -> None:
 
 
 def test_what_cannot_work_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_parser.check("pythonic")
+    vllm_parsers.check("pythonic")
     with pytest.raises(ConfigError, match="vLLM has no parser 'pythnic'; it has apertus, "):
-        vllm_parser.check("pythnic")
+        vllm_parsers.check("pythnic")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs the vllm package, which is not installed"):
-        vllm_parser.check("pythonic")
+        vllm_parsers.check("pythonic")
 
 
 async def test_the_check_does_not_import_vllm() -> None:
     code = (
-        "import sys; from rollmesh.chat.parsing.vllm import client as vllm_parser; "
-        "vllm_parser.check('pythonic'); sys.exit('vllm' in sys.modules)"
+        "import sys; from rollmesh.chat.parsing.vllm import installed as vllm_parsers; "
+        "vllm_parsers.check('pythonic'); sys.exit('vllm' in sys.modules)"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0

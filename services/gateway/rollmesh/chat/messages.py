@@ -1,10 +1,13 @@
 """The plain form of a conversation's messages, free of protos and HTTP."""
 
+import secrets
+import string
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, TypeAlias
 
 RoleName: TypeAlias = Literal["system", "user", "assistant", "tool"]
+_ID_CHARS, _ID_SIZE = string.ascii_letters + string.digits, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,11 @@ class ToolCall:
     """Name of the function."""
     arguments: str
     """Arguments as written: JSON text, possibly malformed."""
+
+
+def new_call_id() -> str:
+    """Returns an id for a tool call: nine letters and digits, which every template accepts."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_SIZE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.reasoning import REASONING_TAGS
-from rollmesh.chat.parsing.vllm import client as vllm_parser
+from rollmesh.chat.parsing.vllm import installed as vllm_parsers
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import InvalidFieldError
 
 _DEEPSEEK = "<\uff5ctool\u2581call\u2581begin\uff5c>"
-# The first whose marks all stand in the template's source; the order matters where one format's
-# marks are part of another's.
-_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+# The first format whose delimiters are all in the template's source. The order matters where the
+# delimiters of one format are part of those of another.
+SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>analysis",)),
     ("muse_glimmer", ("<atem:function_calls>",)),
     ("gemma4", ("<|tool_call>call:",)),
@@ -49,8 +49,6 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("vllm:seed_oss", ("<seed:tool_call>",)),
     ("vllm:step3", ("<\uff5ctool_calls_begin\uff5c>",)),
 )
-VLLM_DETECTED = frozenset(name for name, _ in _SIGNS if name.startswith(VLLM))
-"""What is detected and read by a parser of vLLM's."""
 
 
 def detect(template_source: str) -> AnswerFormat:
@@ -59,7 +57,7 @@ def detect(template_source: str) -> AnswerFormat:
     Its tools are `UNKNOWN` where the template prints tools and shows no format, and "none" where
     it prints none.
     """
-    found = (name for name, signs in _SIGNS if all(sign in template_source for sign in signs))
+    found = (name for name, signs in SIGNS if all(sign in template_source for sign in signs))
     name = next(found, UNKNOWN if "tools" in template_source else "none")
     shown = (
         tags for tags in REASONING_TAGS.values() if all(tag in template_source for tag in tags)
@@ -91,10 +89,10 @@ def choose(
     """
     found = detect(template_source)
     tools = found.tools if tool_parser == "auto" else tool_parser
-    if tool_parser == "auto" and tools.startswith(VLLM) and not vllm_parser.installed():
+    if tool_parser == "auto" and tools.startswith(VLLM) and not vllm_parsers.installed():
         tools = UNKNOWN
     if tools.startswith(VLLM):
-        vllm_parser.check(tools.removeprefix(VLLM))
+        vllm_parsers.check(tools.removeprefix(VLLM))
     elif tools not in {*FORMATS, *CHANNELS, "none"} and not (
         tools == UNKNOWN and tool_parser == "auto"
     ):
@@ -129,6 +127,6 @@ def check_readable(format_: AnswerFormat) -> None:
 def known_parsers() -> str:
     """Returns the values that `tool_parser` may have, for people."""
     known = ", ".join(sorted((*FORMATS, *CHANNELS)))
-    names = vllm_parser.names()
+    names = vllm_parsers.names()
     of_vllm = f"vllm: and one of vLLM's ({', '.join(sorted(names))})" if names else "vllm:NAME"
     return f"none (calls stay text), {known}, or {of_vllm}"

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollmesh.chat.json_values import escape_surrogates, read_json, replace_surrogates
 from rollmesh.chat.messages import Message, RenderContext
+from rollmesh.chat.openai import write_call, write_message
 from rollmesh.chat.tokenizer import ModelFilesError, Tokenizer
 
 _PROBE = "string7zq"
@@ -143,23 +144,12 @@ def as_template_message(message: Message, *, parts: bool = False) -> dict[str, A
         message: The message.
         parts: Give its content as a list of one text part.
     """
-    content: Any = [{"type": "text", "text": message.content}] if parts else message.content
-    result: dict[str, Any] = {"role": message.role, "content": content}
+    result = write_message(message)
+    if parts:
+        result["content"] = [{"type": "text", "text": message.content}]
     if message.tool_calls:
-        result["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        result["tool_call_id"] = message.tool_call_id
-    if message.reasoning:
-        result["reasoning_content"] = message.reasoning
-    if message.name:
-        result["name"] = message.name
+        calls = (write_call(call, _arguments(call.arguments)) for call in message.tool_calls)
+        result["tool_calls"] = list(calls)
     return result
 
 

@@ -30,6 +30,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from rollmesh.chat.json_values import replace_surrogates
 from rollmesh.chat.messages import Message, RenderContext
+from rollmesh.chat.openai import write_message
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.tokenizer import ModelFilesError
 from rollmesh.runtime.codec.arrays import TokenIds
@@ -259,20 +260,12 @@ class _Stream:
 
 
 def _as_openai(message: Message, *, thinks: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning and thinks:
-        result["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        result["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in message.tool_calls
-        ]
+    result = write_message(message)
+    if not thinks:
+        result.pop("reasoning_content", None)
     if message.role == "tool":
         result["tool_call_id"] = message.tool_call_id
-        if message.name:
-            result["name"] = message.name
+    else:
+        result.pop("name", None)
+        result.pop("tool_call_id", None)
     return result

@@ -2,14 +2,12 @@
 
 import asyncio
 import itertools
-import secrets
-import string
 import uuid
 from contextlib import aclosing
 
 from rollmesh.chat.constraints.masks import is_masked
 from rollmesh.chat.constraints.structural_tag import Calls
-from rollmesh.chat.messages import Message
+from rollmesh.chat.messages import Message, new_call_id
 from rollmesh.chat.parsing.answer import Answer
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
 from rollmesh.chat.parsing.detection import check_readable
@@ -55,7 +53,6 @@ from rollmesh.v1 import engine_pb2, router_pb2, types_pb2
 _STREAMED_CHUNK = 16
 _INLINE_IDS = 128  # more ids than these are decoded off the event loop
 _ATTEMPTS = 3
-_ID_CHARS, _ID_SIZE = string.ascii_letters + string.digits, 9
 
 
 class TurnRunner:
@@ -321,8 +318,3 @@ class TurnRunner:
             one.stored = True
         await faults.reach("gateway-after-commit")
         return Answered(node, record)
-
-
-def new_call_id() -> str:
-    """Returns an id for a tool call: nine letters and digits, which every template takes."""
-    return "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_SIZE))

@@ -6,9 +6,7 @@ its owner, and gives None: the answer is text then. A worker that is ready and d
 time is killed.
 """
 
-import ast
 import asyncio
-import importlib.util
 import itertools
 import json
 import logging
@@ -21,7 +19,6 @@ from typing import Any
 
 from rollmesh.chat.parsing.vllm.answers import Reading
 from rollmesh.runtime import clock
-from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
@@ -204,40 +201,3 @@ async def _line(process: Process) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("it said what is no JSON object")  # noqa: TRY004 - as for other bad lines
     return message
-
-
-def check(name: str) -> None:
-    """Says at start what would fail at the first answer, without importing vLLM.
-
-    Raises:
-        ConfigError: vLLM is not installed, or has no parser of this name.
-    """
-    if not installed():
-        raise ConfigError(
-            f"tool_parser: vllm:{name} needs the vllm package, which is not installed"
-        )
-    known = names()
-    if known and name not in known:
-        raise ConfigError(
-            f"tool_parser: vLLM has no parser {name!r}; it has {', '.join(sorted(known))}"
-        )
-
-
-def installed() -> bool:
-    """Says whether the vllm package is there, without importing it."""
-    return importlib.util.find_spec("vllm") is not None
-
-
-def names() -> set[str]:
-    """Returns the names of vLLM's parsers, without importing it; nothing where they are unknown."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        return set()
-    source = Path(found.origin).parent / "tool_parsers" / "__init__.py"
-    try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
-        return set()
-    tables = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
-    keys = [key for table in tables for key in table.keys if isinstance(key, ast.Constant)]
-    return {key.value for key in keys if isinstance(key.value, str)}

@@ -1,0 +1,236 @@
+"""One linear conversation with a model, held as exact token ids."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import Message, MessageGroup, RenderContext, group_messages, new_call_id
+from rollmesh.chat.openai import read_messages, write_message
+from rollmesh.chat.parsing.answer import Answer
+from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.parsing.detection import check_readable, choose
+from rollmesh.chat.parsing.events import ParserEvent
+from rollmesh.chat.parsing.formats import UNKNOWN, VLLM, AnswerFormat
+from rollmesh.chat.parsing.reasoning import ReasoningSplitter
+from rollmesh.chat.templates.continuation import Continuation
+from rollmesh.chat.templates.ends import TemplateRefusedError
+from rollmesh.chat.templates.jinja import TemplateRenderError
+from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat.templates.path import Seen
+from rollmesh.chat.templates.special_text import SpecialText
+from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError
+from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
+
+
+@dataclass(frozen=True, slots=True)
+class ChatModel:
+    """What a model directory says about conversations. Load it once and share it."""
+
+    tokenizer: ModelTokenizer
+    continuation: Continuation
+    """Adds messages to a conversation; its `profile` says what the chat template does."""
+    format: AnswerFormat
+    """How the model writes tool calls and reasoning."""
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> "ChatModel":
+        """Loads the tokenizer and the chat template of a model directory and probes the template.
+
+        Args:
+            path: The directory; weights are not needed.
+            tool_parser: Format of tool calls, or "auto" to detect it in the chat template.
+            reasoning_parser: "think", "none", or "auto" to detect it in the chat template.
+
+        Raises:
+            ModelFilesError: A file is missing or cannot be read.
+            TemplateRenderError: The chat template does not compile.
+            TemplateRefusedError: The chat template cannot be continued exactly.
+            ConfigError: There is no such parser.
+        """
+        template, tokenizer = load_model(Path(path))
+        format_ = choose(
+            template.source, tool_parser=tool_parser, reasoning_parser=reasoning_parser, shown=()
+        )
+        if format_.tools.startswith(VLLM):
+            if tool_parser != "auto":
+                raise ConfigError(f"tool_parser: {tool_parser} needs the gateway")
+            format_ = choose(
+                template.source, tool_parser="none", reasoning_parser=reasoning_parser, shown=()
+            )
+            format_ = AnswerFormat(
+                UNKNOWN, format_.reasoning, reasoning_tags=format_.reasoning_tags
+            )
+        return cls(tokenizer, Continuation(template, tokenizer), format_)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids at which sampling must stop; pass them to the engine."""
+        return self.continuation.stop_ids
+
+
+class Conversation:
+    """A conversation that only grows.
+
+    For each turn call `prompt`, then `feed` with the sampled ids as they arrive, then `finish`.
+    Invariant: the ids of each prompt begin with all ids of the turns before it, prompt and sampled.
+    """
+
+    def __init__(
+        self,
+        model: ChatModel,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+        special_text: str = "parity",
+    ) -> None:
+        """Begins an empty conversation.
+
+        Args:
+            model: The model.
+            tools: Tools in their OpenAI form.
+            template_options: Extra variables of the chat template.
+            special_text: What happens to text of messages that spells a special token: "parity"
+                (it becomes that token, as in `apply_chat_template`), "plain" (it stays text) or
+                "refuse" (an error).
+
+        Raises:
+            InvalidFieldError: There are tools, and the format of their calls is not known.
+        """
+        if tools:
+            check_readable(model.format)
+        self._model = model
+        self._context = make_context(_dump(tools), _dump(template_options))
+        self._special_text = SpecialText(model.tokenizer, special_text)
+        self._held: list[_HeldGroup] = []
+        self._turn: _Turn | None = None
+        self._answer = Message("assistant")
+        self.malformed = False
+        """Whether the last answer held something like a tool call that was not a complete one."""
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Ids of all finished turns; uint32 [N]."""
+        return _joined(one.token_ids for one in self._held)
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The last finished answer in its OpenAI form; the reasoning is in `reasoning_content`."""
+        return write_message(self._answer)
+
+    def prompt(self, messages: Iterable[Mapping[str, Any]]) -> TokenIds:
+        """Begins a turn; called again before `finish`, it begins the turn anew.
+
+        Args:
+            messages: The messages after the last answer, in their OpenAI form: tool results, or
+                what the user says next.
+
+        Returns:
+            Ids of the whole prompt, uint32 [N].
+
+        Raises:
+            InvalidFieldError: A message has another form.
+            InvalidMessagesError: The chat template refuses the messages.
+        """
+        fresh = group_messages(read_messages(messages))
+        if not fresh:
+            raise InvalidFieldError("messages", "is empty; give what follows the last answer")
+        start, groups = len(self._held), [*(one.messages for one in self._held), *fresh]
+        try:
+            added, opening = self._added(groups, start)
+            tag = self._model.format.opening
+            inside = bool(tag) and self._model.continuation.opens_reasoning(
+                groups, self._context, tag
+            )
+        except (TemplateRenderError, TemplateRefusedError, SpecialTextError) as error:
+            raise InvalidMessagesError("messages", f"the chat template: {error}") from error
+        held = [_HeldGroup(*one) for one in zip(fresh, added, strict=True)]
+        self._turn = _Turn(
+            held, opening, _new_answer(self._model, self._context, inside=inside), []
+        )
+        return _joined((self.token_ids, *added, opening))
+
+    def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
+        """Takes sampled ids, end tokens included; returns what became certain of the answer."""
+        turn = self._begun()
+        ids = [int(id_) for id_ in token_ids]
+        turn.sampled += ids
+        return turn.answer.feed(ids)
+
+    def finish(self) -> list[ParserEvent]:
+        """Ends the turn, whose ids the conversation holds from now on; returns the last events."""
+        turn = self._begun()
+        events = [*turn.answer.end_text(), *turn.answer.finish()]
+        self._answer, self.malformed = turn.answer.message(), turn.answer.malformed
+        sampled = np.array(turn.sampled, np.uint32)
+        ended = bool(turn.sampled) and turn.sampled[-1] in self._model.continuation.closing_ids
+        ids = np.concatenate([turn.opening, sampled])
+        self._held += [*turn.held, _HeldGroup((self._answer,), ids, sampled, ended)]
+        end = 0
+        for one in self._held:
+            end = one.end = end + len(one.token_ids)
+        self._turn = None
+        return events
+
+    def _begun(self) -> "_Turn":
+        if self._turn is None:
+            raise RuntimeError("call prompt first")
+        return self._turn
+
+    def _added(self, groups: list[MessageGroup], start: int) -> tuple[list[TokenIds], TokenIds]:
+        """Returns the ids of each of `groups[start:]`, and of the generation prompt after them."""
+        continuation = self._model.continuation
+        shown, context, _ = self._special_text.apply(groups, start, self._context)
+        added = continuation.token_ids(shown, start, context)
+        if self._held:
+            added[0] = continuation.behind(self._held[-1], added[0])
+        return added, continuation.generation_prompt(groups, self._context)
+
+
+@dataclass(slots=True)
+class _HeldGroup:
+    messages: MessageGroup
+    token_ids: TokenIds
+    sample: TokenIds | None = None
+    ends_turn: bool = True
+    end: int = 0
+    as_printed: bool | None = None
+    seen: Seen | None = None
+
+
+@dataclass(slots=True)
+class _Turn:
+    held: list[_HeldGroup]
+    """What the turn's messages add."""
+    opening: TokenIds
+    """The generation prompt."""
+    answer: Answer
+    sampled: list[int]
+
+
+def _new_answer(model: ChatModel, context: RenderContext, *, inside: bool) -> Answer:
+    format_ = model.format
+    splitter = ReasoningSplitter(inside=inside, tags=format_.reasoning_tags)
+    return Answer(
+        IncrementalDecoder(model.tokenizer, format_.marks),
+        (),
+        parser=format_.parser(context, inside_reasoning=inside),
+        reasoning=splitter if format_.reasoning else None,
+        new_call_id=new_call_id,
+    )
+
+
+def _joined(parts: Iterable[TokenIds]) -> TokenIds:
+    return np.concatenate([np.empty(0, np.uint32), *parts])
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value).encode() if value else b""
