@@ -3,7 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.chat import ChatModel, Conversation, ReasoningEvent, TextEvent, ToolCallEvent
+from rollmesh.chat import (
+    ChatModel,
+    Conversation,
+    ParserEvent,
+    ReasoningEvent,
+    TextEvent,
+    ToolCallEvent,
+)
 from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
 
 TOOLS = [
@@ -29,7 +36,7 @@ def sampled(model: ChatModel, text: str) -> list[int]:
     return [*ids, *model.stop_token_ids[:1]]
 
 
-def take(conversation: Conversation, ids: Iterable[int]) -> list[object]:
+def take(conversation: Conversation, ids: Iterable[int]) -> list[ParserEvent]:
     return [event for id_ in ids for event in conversation.feed([id_])] + [*conversation.finish()]
 
 

@@ -220,7 +220,7 @@ async def test_a_call_that_its_client_gave_up_is_cancelled_in_the_handler(ended:
         else:
             with pytest.raises(RemoteError) as caught, typed_errors():
                 await call
-            assert caught.value.status_code is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert caught.value.code == "DEADLINE_EXCEEDED"
         await cancelled.wait()
 
 
@@ -314,5 +314,5 @@ async def test_a_request_that_is_too_large_is_refused_and_the_service_goes_on() 
     async with served(ScriptedService(), max_request_bytes=1000) as (channel, _):
         with pytest.raises(RemoteError) as caught, typed_errors():
             await ask(channel, b"x" * 1001)
-        assert caught.value.status_code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.code == "RESOURCE_EXHAUSTED"
         assert await ask(channel, b"x" * 1000)
