@@ -1,6 +1,5 @@
 """Why a trajectory cannot be a row of a batch."""
 
-
 from rollmesh.runtime.errors import RollmeshError
 
 
