@@ -176,7 +176,7 @@ async def test_a_closed_database_refuses_work(tmp_path: Path) -> None:
 async def test_a_file_that_is_open_elsewhere_is_refused_until_it_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     async with Database(path, SCHEMA, VERSION) as database:
-        with pytest.raises(StoreInUseError, match=f"{path}: another process.*another data_dir"):
+        with pytest.raises(StoreInUseError, match=f"{path}: is open in another.*another data_dir"):
             async with Database(path, SCHEMA, VERSION):
                 pass
         await database.run(inserting(1))

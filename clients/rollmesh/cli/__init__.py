@@ -1,1 +1,1 @@
-"""The `rollmesh` command."""
+"""The `rollmesh` command; `__main__` imports the standard library only."""

@@ -1,1 +1,4 @@
-"""The sidecar: OpenAI-compatible HTTP in front of the gateway."""
+"""The sidecar: OpenAI-compatible HTTP in front of the gateway.
+
+May import `runtime` and `v1`.
+"""

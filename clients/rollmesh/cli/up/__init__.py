@@ -1,1 +1,4 @@
-"""`rollmesh up`: a whole mesh on this machine, planned and supervised."""
+"""`rollmesh up`: a complete mesh on this machine, planned and supervised.
+
+May import `runtime`.
+"""

@@ -1,1 +1,4 @@
-"""OpenAI's chat completions: requests, answers and streams; knows nothing of HTTP servers."""
+"""OpenAI's chat completions: requests, answers and streams; knows nothing of HTTP servers.
+
+May import `sidecar.errors`.
+"""

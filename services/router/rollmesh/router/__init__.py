@@ -1,1 +1,4 @@
-"""The router: membership, least-active sticky leases, control fan-out."""
+"""The router: membership, least-active sticky leases, control fan-out.
+
+May import `runtime` and `v1`.
+"""

@@ -1,4 +1,4 @@
-"""`rollmesh router forget-weights`: the operator's way back from a push of a wrong version."""
+"""`rollmesh router forget-weights`: how an operator undoes a push with a wrong version."""
 
 import argparse
 import asyncio
@@ -14,14 +14,14 @@ _TIMEOUT_S = 60.0
 
 
 def forget_weights(argv: Sequence[str]) -> int:
-    """Runs the tool; returns the exit code: 0, 1 after an error of the router, 2 for a flag."""
+    """Runs the command; returns the exit code: 0, 1 after an error, 2 for a bad flag."""
     parser = argparse.ArgumentParser(
         prog=f"rollmesh router {FORGET}",
-        description="Makes a router forget what was pushed, so that the next push may have any "
-        "version. Engines keep the weights that they have until then.",
+        description="Makes a router forget the pushed weights, so that the next push may have any "
+        "version. Engines keep their weights until then.",
     )
-    parser.add_argument("--router", default="127.0.0.1:7100", help="host:port")
-    parser.add_argument("--model", default="", help="name of the model; not needed if there is one")
+    parser.add_argument("--router", default="127.0.0.1:7100", help="host:port of the router")
+    parser.add_argument("--model", default="", help="name of the model, if there are several")
     options = parser.parse_args(argv)
     try:
         response = asyncio.run(_forget(options.router, options.model))

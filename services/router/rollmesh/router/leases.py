@@ -1,10 +1,10 @@
-"""Who is in the mesh and who holds which place: plain state and one picking rule.
+"""Engines, sessions and leases: plain state and one picking rule.
 
-Invariants, after every step:
+Invariants after every step:
 
-* `engine.leases` is the number of leases whose `engine_id` is that engine's; never negative.
-* `engine.sessions` is the set of sessions placed there; a session is placed on one engine at most.
-* A stream that ended holds no lease.
+* `engine.leases` is the number of leases on that engine; never negative.
+* `engine.sessions` is the set of sessions placed on that engine; a session has at most one engine.
+* A stream that ended holds no leases.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 RefusalReason: TypeAlias = Literal["NO_ENGINE", "ENGINES_BUSY", "INVALID_LEASE"]
 
 IMBALANCE_FACTOR = 1.5
-"""A session leaves an engine that holds more than this times the mean of sessions ..."""
+"""A session leaves an engine that holds more than this many times the mean of sessions ..."""
 IMBALANCE_MARGIN = 8
 """... and at least this many more than the mean."""
 _NO_ENGINE_MS, _BUSY_MS = 200, 100
@@ -23,7 +23,7 @@ _MOST_WHYS = 3
 
 
 class Target(NamedTuple):
-    """Which weights the engines of a model must hold to be leased."""
+    """The weights that the engines of a model must hold to be leased."""
 
     policy_version: int
     push_id: str
@@ -31,11 +31,11 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Booker:
-    """Who books on a stream, and which engines it can use."""
+    """The gateway of a stream, and which engines it can use."""
 
     gateway_id: str = ""
     model: str = ""
-    """Empty means the only one in the mesh."""
+    """Empty means the only model of the mesh."""
     tokenizer_sha256: str = ""
     vocabulary_tokens: int = 0
 
@@ -51,23 +51,23 @@ class Engine:
     policy_version: int = 0
     draining: bool = False
     push_id: str = ""
-    """Id of the push that brought its weights; empty for those it was started with."""
+    """Id of the push that brought its weights; empty for its initial weights."""
     tokenizer_sha256: str = ""
-    """Empty where it has none: it fits any."""
+    """Empty if it has no tokenizer: it fits any gateway."""
     vocabulary_tokens: int = 0
     fault: str = ""
-    """What it answered that cannot be right: it is out of service until it registers anew."""
+    """Why it is out of service: an impossible answer. Cleared when it registers again."""
     update_error: str = ""
-    """Why its last update failed; empty where it did not."""
+    """Why its last weight update failed; empty if it succeeded."""
     leases: int = 0
     sessions: set[str] = field(default_factory=set)
     last_picked: int = 0
-    """Number of the pick that chose it last: ties rotate."""
+    """Sequence number of its last pick, so that ties rotate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A booked place."""
+    """A granted lease."""
 
     engine_id: str
     address: str
@@ -76,7 +76,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why no place was booked."""
+    """Why no lease was granted."""
 
     reason: RefusalReason
     message: str
@@ -84,7 +84,7 @@ class Refusal:
 
 
 def misfit(engine: Engine, booker: Booker) -> str:
-    """Returns why an engine of a gateway's model cannot serve it; empty where it can."""
+    """Returns why an engine cannot serve a gateway of its model; empty if it can."""
     if not engine.tokenizer_sha256 or not booker.tokenizer_sha256:
         return ""
     if engine.tokenizer_sha256 != booker.tokenizer_sha256:
@@ -99,7 +99,7 @@ def misfit(engine: Engine, booker: Booker) -> str:
 
 
 def is_overloaded(engine: Engine, mean_sessions: float) -> bool:
-    """Says whether sessions should leave an engine for the sake of the others."""
+    """Returns whether sessions should leave an engine for balance."""
     held = len(engine.sessions)
     return held > IMBALANCE_FACTOR * mean_sessions and held >= mean_sessions + IMBALANCE_MARGIN
 
@@ -111,11 +111,11 @@ def pick(
     sibling: Engine | None,
     mean_sessions: float,
 ) -> Engine | None:
-    """Chooses among engines that may be leased now; the one place where it is decided.
+    """Picks one of the engines that may be leased now.
 
-    A session stays where it is (`placed`), siblings of its group attract it (`sibling`), both
-    unless that engine is overloaded; else the engine with the fewest sessions, then the fewest
-    leases, then the one not picked for longest.
+    A session stays on its engine (`placed`), a new one joins the siblings of its group
+    (`sibling`), unless that engine is overloaded. Otherwise the engine with the fewest sessions
+    wins, then the fewest leases, then the least recently picked.
     """
     for wanted in (placed, sibling):
         if wanted is not None and wanted in engines and not is_overloaded(wanted, mean_sessions):
@@ -134,10 +134,10 @@ class LeaseTable:
     """The router's state; every method is one synchronous step."""
 
     def __init__(self) -> None:
-        """Begins with nobody."""
+        """Starts empty."""
         self.engines: dict[str, Engine] = {}
         self.targets: dict[str, Target] = {}
-        """What engines must hold to be leased, by model; none where nothing was pushed."""
+        """The weights that engines must hold, by model; none before the first push."""
         self._held: dict[str, dict[str, str]] = {}  # stream -> lease -> engine id
         self._bookers: dict[str, Booker] = {}  # by stream
         self._placed: dict[str, str] = {}  # session -> engine id
@@ -147,17 +147,17 @@ class LeaseTable:
         self._picks = 0
 
     def __repr__(self) -> str:
-        """Says how much is held: "2 engines, 3 sessions, 1 leases"."""
+        """Returns the counts: "2 engines, 3 sessions, 1 leases"."""
         leases = sum(map(len, self._held.values()))
         return f"{len(self.engines)} engines, {len(self._placed)} sessions, {leases} leases"
 
     def add_engine(self, engine: Engine) -> None:
-        """Adds an engine; nothing of a former one with the same id counts."""
+        """Adds an engine; state of an earlier engine with its id is dropped."""
         self.remove_engine(engine.engine_id)
         self.engines[engine.engine_id] = engine
 
     def remove_engine(self, engine_id: str) -> None:
-        """Forgets an engine, the leases on it and the sessions placed there."""
+        """Removes an engine with its leases and placements."""
         engine = self.engines.get(engine_id)
         if engine is None:
             return
@@ -169,12 +169,12 @@ class LeaseTable:
                 del leases[lease_id]
 
     def open_stream(self, stream_id: str, booker: Booker = _ANYBODY) -> None:
-        """Begins a gateway's stream."""
+        """Opens a gateway's stream."""
         self._held[stream_id] = {}
         self._bookers[stream_id] = booker
 
     def close_stream(self, stream_id: str) -> None:
-        """Ends a gateway's stream: frees its leases and forgets its sessions."""
+        """Closes a gateway's stream: releases its leases and forgets its sessions."""
         for lease_id in tuple(self._held.get(stream_id, ())):
             self.release(stream_id, lease_id)
         self._held.pop(stream_id, None)
@@ -191,13 +191,13 @@ class LeaseTable:
         group_id: str = "",
         excluded: Iterable[str] = (),
     ) -> Grant | Refusal:
-        """Books a place for one turn of a session."""
+        """Grants or refuses a lease for one turn of a session."""
         if not lease_id or not session_id or lease_id in self._held[stream_id]:
             return Refusal("INVALID_LEASE", "lease_id and session_id must be set and new", 0)
         booker, models = self._bookers[stream_id], sorted(self.models())
         if not booker.model and len(models) > 1:
             known = ", ".join(models)
-            return Refusal("INVALID_LEASE", f"model: is empty; name one that is there ({known})", 0)
+            return Refusal("INVALID_LEASE", f"model: is empty; give one of {known}", 0)
         own = [one for one in self.engines.values() if booker.model in {"", one.model}]
         left_out = set(excluded)
         sound = [
@@ -226,13 +226,13 @@ class LeaseTable:
         return Grant(engine.engine_id, engine.address, engine.policy_version)
 
     def release(self, stream_id: str, lease_id: str) -> None:
-        """Frees a place; unknown ones are ignored."""
+        """Releases a lease; unknown leases are ignored."""
         engine_id = self._held.get(stream_id, {}).pop(lease_id, None)
         if engine_id is not None:
             self.engines[engine_id].leases -= 1
 
     def forget(self, session_id: str) -> None:
-        """Forgets where a session was."""
+        """Forgets the placement of a session."""
         self._unplace(session_id)
         self._owners.pop(session_id, None)
         group = self._group_of.pop(session_id, None)
@@ -242,23 +242,23 @@ class LeaseTable:
                 del self._groups[group]
 
     def models(self) -> set[str]:
-        """Returns the models of the engines."""
+        """Returns the models of all engines."""
         return {engine.model for engine in self.engines.values()}
 
     def fenced(self, engine: Engine) -> bool:
-        """Says whether an engine is left out until it holds the weights of its model."""
+        """Returns whether an engine is fenced: it does not hold the target weights of its model."""
         target = self.targets.get(engine.model)
         return target is not None and target != (engine.policy_version, engine.push_id)
 
     def take_out(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
-        """Leases the engine of a lease to nobody any more; None where the lease is not held."""
+        """Takes the engine of a lease out of service; returns None if the lease is not held."""
         engine = self.engines.get(self._held.get(stream_id, {}).get(lease_id, ""))
         if engine is not None:
             engine.fault = fault
         return engine
 
     def left_out(self, engine: Engine) -> str:
-        """Returns why an engine is not leased to every gateway of its model; empty where it is."""
+        """Returns why an engine is not leased to every gateway of its model; empty if it is."""
         bookers = (one for one in self._bookers.values() if one.model == engine.model)
         misfits = (misfit(engine, booker) for booker in bookers)
         return self._unfit(engine) or next(filter(None, misfits), "")
@@ -274,17 +274,17 @@ class LeaseTable:
         )
 
     def _unfit(self, engine: Engine) -> str:
-        """Returns why an engine is leased to nobody; empty where it may be."""
+        """Returns why an engine is not leased to any gateway; empty if it may be."""
         if engine.fault:
-            return f"it is out of service until it registers anew: {engine.fault}"
+            return f"it is out of service until it registers again: {engine.fault}"
         if engine.draining:
-            return "it is about to leave"
+            return "it is draining"
         if not self.fenced(engine):
             return ""
         wanted, held = self.targets[engine.model].policy_version, engine.policy_version
-        other = "of another push " if held == wanted else ""
+        other = " of another push" if held == wanted else ""
         why = f": {engine.update_error}" if engine.update_error else ""
-        return f"it holds version {held} {other}and not {wanted}{why}"
+        return f"it holds version {held}{other}, not {wanted}{why}"
 
     def _sibling(self, session_id: str, group_id: str) -> Engine | None:
         if session_id in self._placed:

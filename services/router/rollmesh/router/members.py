@@ -1,4 +1,4 @@
-"""Who is in the mesh: one member for each id."""
+"""The registered replicas: one member for each id."""
 
 import asyncio
 import logging
@@ -13,10 +13,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One replica and its stream."""
+    """One replica and its `Register` stream."""
 
     hello: router_pb2.ReplicaHello
-    """Who it is, with the load that it reported last."""
+    """Its identity and its last reported load."""
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it reports, and when its stream ends."""
 
@@ -25,7 +25,7 @@ class Members:
     """The replicas that are registered."""
 
     def __init__(self, silence_ms: int) -> None:
-        """Begins with nobody.
+        """Starts without members.
 
         Args:
             silence_ms: Time without a report after which an id may be taken over, milliseconds.
@@ -34,21 +34,21 @@ class Members:
         self._members: dict[str, Member] = {}
 
     def hellos(self) -> list[router_pb2.ReplicaHello]:
-        """Returns who is there."""
+        """Returns the identity and load of every member."""
         return [member.hello for member in self._members.values()]
 
     def models(self) -> set[str]:
-        """Returns the models of engines and gateways."""
+        """Returns the models of all engines and gateways."""
         return {member.hello.model for member in self._members.values()}
 
     async def join(self, hello: router_pb2.ReplicaHello) -> Member:
         """Makes a replica a member.
 
-        A process that is there already has opened its stream anew. Another one takes a place only
-        after a member that says nothing: its host is gone, and its stream has not ended yet.
+        The same process may reconnect at any time. Another process takes over an id only from a
+        silent member, whose host is gone though its stream has not ended yet.
 
         Raises:
-            ReplicaIdInUseError: Another process has the id, and lives.
+            ReplicaIdInUseError: Another live process has the id.
         """
         while (former := self._members.get(hello.replica_id)) is not None:
             if hello.instance_id and hello.instance_id == former.hello.instance_id:
@@ -60,38 +60,38 @@ class Members:
             except TimeoutError:
                 if self.has(former):
                     _log.warning(
-                        "took the place of a member that says nothing",
+                        "took over the id of a silent member",
                         extra=fields(replica=hello.replica_id, former=former.hello.address),
                     )
                     break
             if self.has(former):
                 raise ReplicaIdInUseError(
                     f"replica_id: {hello.replica_id!r} is registered from "
-                    f"{former.hello.address}; give each replica an id of its own"
+                    f"{former.hello.address}; give each replica its own id"
                 )
         member = self._members[hello.replica_id] = Member(hello)
         return member
 
     def has(self, member: Member) -> bool:
-        """Says whether a member still has its place."""
+        """Returns whether a member still has its id."""
         return self._members.get(member.hello.replica_id) is member
 
     def reported(self, member: Member, load: router_pb2.ReplicaLoad) -> None:
-        """Takes a report.
+        """Stores a report.
 
         Raises:
-            ReplicaIdInUseError: Another stream has taken its place.
+            ReplicaIdInUseError: Another stream took over the id.
         """
         if not self.has(member):
             raise ReplicaIdInUseError(
-                f"replica_id: {member.hello.replica_id!r} was taken over while nothing was heard "
-                "from this replica; start it again"
+                f"replica_id: {member.hello.replica_id!r} was taken over while this replica was "
+                "silent; restart it"
             )
         member.hello.load.CopyFrom(load)
         member.heard.set()
 
     def leave(self, member: Member) -> None:
-        """Forgets a member whose stream ended."""
+        """Removes a member whose stream ended."""
         if self.has(member):
             del self._members[member.hello.replica_id]
         member.heard.set()

@@ -1,4 +1,4 @@
-"""What members of a mesh share: registration with the router, and leases of engines.
+"""Clients of the router for the members of a mesh: registration, and leases of engines.
 
 May import `runtime`.
 """

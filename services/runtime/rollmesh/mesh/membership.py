@@ -1,7 +1,7 @@
-"""Keeps a replica registered with the router for as long as a block runs.
+"""Registration with the router.
 
-The router may be away: at the start, when the replica waits for it, and later, when the replica
-goes on with what it has and registers again. A router that refuses the replica does so for good.
+A replica waits for the router at its start. If the router goes away later, the replica keeps
+serving and registers again. A refusal by the router is final.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from rollmesh.v1 import router_pb2, router_pb2_grpc
 _log = logging.getLogger(__name__)
 _REPORT_S = 1.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
-_LOG_MS = 30_000  # between two lines that say that the router is away
+_LOG_MS = 30_000  # between two warnings that the router is away
 _FINAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS}
 
 
 class Membership(AbstractAsyncContextManager["Membership"]):
-    """One replica's open `Register` stream; re-opened for as long as the router is away."""
+    """The `Register` stream of one replica; reconnects when the router comes back."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Membership(AbstractAsyncContextManager["Membership"]):
         hello: router_pb2.ReplicaHello,
         load: Callable[[], router_pb2.ReplicaLoad],
     ) -> None:
-        """Takes the router's `host:port`, who the replica is, and how to ask how it is doing."""
+        """Takes the router's `host:port`, the replica's identity, and a function for its load."""
         self._router = router
         self._hello = router_pb2.ReplicaHello()
         self._hello.CopyFrom(hello)
@@ -53,7 +53,7 @@ class Membership(AbstractAsyncContextManager["Membership"]):
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> "Membership":
-        """Begins to register; returns at once."""
+        """Starts to register; returns at once."""
         await self._group.__aenter__()
         self._task = self._group.create_task(self._stay())
         return self
@@ -64,22 +64,22 @@ class Membership(AbstractAsyncContextManager["Membership"]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leaves the router."""
+        """Ends the stream: the router forgets the replica."""
         if self._task is not None:
             self._task.cancel()
         await self._group.__aexit__(None, None, None)
 
     def notify(self) -> None:
-        """Reports the load now instead of at the next second."""
+        """Reports the load now instead of within a second."""
         self._changed.set()
 
     @property
     def registered(self) -> bool:
-        """Whether the router knows the replica now."""
+        """Whether the replica is registered now."""
         return self._registered.is_set() and self._refusal is None
 
     async def wait_registered(self) -> None:
-        """Waits until the router knows the replica.
+        """Waits until the replica is registered.
 
         Raises:
             RollmeshError: The router refused it: its id is in use, or a field is wrong.
@@ -89,12 +89,12 @@ class Membership(AbstractAsyncContextManager["Membership"]):
             raise self._refusal
 
     async def wait_refused(self) -> str:
-        """Waits until the router refuses the replica for good; returns why."""
+        """Waits until the router refuses the replica; returns the reason."""
         await self._refused.wait()
         return str(self._refusal)
 
     async def leave(self) -> None:
-        """Ends the stream and does not open it again."""
+        """Ends the stream for good."""
         self._left = True
         if self._task is not None:
             self._task.cancel()
@@ -108,14 +108,15 @@ class Membership(AbstractAsyncContextManager["Membership"]):
             while not self._left:
                 try:
                     await self._hold_stream(channel)
-                    backoff.reset()
                 except RollmeshError as error:
                     if status_code_of(error) in _FINAL:
                         self._refusal = error
                         self._refused.set()
-                        self._registered.set()  # lets those who wait learn of it
+                        self._registered.set()  # wakes the waiters
                         return
                     self._log_absence(error)
+                if self._registered.is_set():
+                    backoff.reset()
                 self._registered.clear()
                 await asyncio.sleep(backoff.next_s())
 

@@ -1,1 +1,4 @@
-"""Reading of requests: sampling parameters, constraints and weight transfers, checked."""
+"""Checked reading of requests: sampling parameters, constraints and weight transfers.
+
+May import `engine.backend`.
+"""

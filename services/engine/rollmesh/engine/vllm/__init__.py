@@ -1,4 +1,5 @@
-"""The backend that runs vLLM: its options, its start, its failures, its weights.
+"""The backend that runs vLLM.
 
-The only package besides `chat.parsing.vllm.worker` that imports vLLM or torch.
+May import `engine.backend` and `engine.requests`. Only this package and
+`chat.parsing.vllm.worker` import vLLM or torch.
 """

@@ -1,15 +1,15 @@
-"""The weights that a router keeps on disk for engines that come late.
+"""The weights that a router keeps on disk for engines that join later.
 
-A model has a folder:
+Each model has a folder:
 
     current                      header of the weights that its engines must hold
-    offered                      header of a push that engines are being asked to take
-    VERSION-PUSH_ID.safetensors  the bytes, where the weights came as bytes
-    *.part                       what is being received
+    offered                      header of a push that is being offered to engines
+    VERSION-PUSH_ID.safetensors  the weights, if they were pushed as bytes
+    *.part                       a push that is being received
 
 A header names its file and is replaced by one rename, so version and bytes change together.
-`offered` becomes `current` when an engine has taken the weights. It stays where nobody knows what
-came of the push: an engine that turns up with it has taken it.
+`offered` becomes `current` when an engine has taken the weights. While the outcome of a push is
+unknown it stays: an engine that registers with it has taken it.
 """
 
 import errno
@@ -32,32 +32,32 @@ _SLUG_CHARS = 48
 
 
 class KeptWeights:
-    """The kept weights of one model; every method but `__init__` may wait for the disk."""
+    """The kept weights of one model. All methods except `__init__` may block on the disk."""
 
     def __init__(self, data_dir: Path, model: str) -> None:
-        """Names the folder; `restore` reads it."""
+        """Sets the folder; `restore` reads it."""
         slug = re.sub(r"[^A-Za-z0-9_-]", "_", model)[:_SLUG_CHARS]
         digest = hashlib.sha256(model.encode()).hexdigest()[:12]
         self.model = model
         self.folder = data_dir / "weights" / f"{slug}-{digest}"
         self.current: engine_pb2.UpdateWeightsHeader | None = None
-        """Header of the weights that were accepted last."""
+        """Header of the last accepted weights."""
         self.offered: engine_pb2.UpdateWeightsHeader | None = None
-        """Header of the push of which nobody knows yet what comes of it."""
+        """Header of a push whose outcome is not known yet."""
 
     @property
     def target_version(self) -> int:
-        """Version that engines must hold; 0 where nothing was accepted."""
+        """Version that engines must hold; 0 before the first push was accepted."""
         return self.current.policy_version if self.current is not None else 0
 
     @property
     def last_version(self) -> int:
-        """Highest version that an engine may have got from this router."""
+        """Highest version that an engine may have received from this router."""
         offered = self.offered.policy_version if self.offered is not None else 0
         return max(self.target_version, offered)
 
     def restore(self) -> None:
-        """Reads the folder and removes what a push left that nobody was offered.
+        """Reads the folder, and removes files of pushes that were never offered.
 
         Raises:
             StoreError: A file cannot be read.
@@ -68,20 +68,20 @@ class KeptWeights:
             self._sweep()
 
     def file_of(self, header: engine_pb2.UpdateWeightsHeader) -> Path | None:
-        """Returns the file with the bytes of a push; None where they are elsewhere."""
+        """Returns the file with the bytes of a push; None if it was not pushed as bytes."""
         if not header.HasField("safetensors_bytes"):
             return None
         return self.folder / f"{header.policy_version}-{header.push_id}{_FILE}"
 
     def open_part(self, header: engine_pb2.UpdateWeightsHeader, claimed: int) -> IO[bytes]:
-        """Opens the file into which a push is received.
+        """Opens the file for a push that is being received.
 
         Args:
-            header: Says how many bytes come.
-            claimed: Bytes of other pushes that are being received.
+            header: Announces the number of bytes.
+            claimed: Bytes announced by other pushes that are being received.
 
         Raises:
-            StoreFullError: The disk has no room for them.
+            StoreFullError: The disk has too little room.
             StoreError: The folder cannot be written.
         """
         with typed_errors(self.folder):
@@ -95,15 +95,15 @@ class KeptWeights:
             return self._part(header).open("wb")
 
     def discard_part(self, header: engine_pb2.UpdateWeightsHeader) -> None:
-        """Removes what was received of a push."""
+        """Removes the received part of a push."""
         with suppress(OSError):
             self._part(header).unlink()
 
     def offer(self, header: engine_pb2.UpdateWeightsHeader) -> None:
-        """Keeps a received push until it is accepted or withdrawn; it takes the place of another.
+        """Stores a received push until it is accepted or withdrawn; replaces an earlier offer.
 
         Raises:
-            StoreError: It could not be kept; what was offered before still is.
+            StoreError: It could not be stored; the earlier offer stands.
         """
         with typed_errors(self.folder):
             self._make_folder()
@@ -115,10 +115,10 @@ class KeptWeights:
             self._sweep()
 
     def accept(self) -> None:
-        """Makes what is offered the weights that engines must hold.
+        """Makes the offered weights current.
 
         Raises:
-            StoreError: That could not be written; the weights before them are still current.
+            StoreError: This could not be stored; the earlier weights stay current.
         """
         with typed_errors(self.folder):
             (self.folder / _OFFERED).replace(self.folder / _CURRENT)
@@ -127,7 +127,7 @@ class KeptWeights:
             self._sweep()
 
     def withdraw(self) -> None:
-        """Drops what is offered: nobody has it."""
+        """Drops the offer: no engine has it."""
         with typed_errors(self.folder):
             (self.folder / _OFFERED).unlink(missing_ok=True)
             _sync_folder(self.folder)
@@ -135,7 +135,7 @@ class KeptWeights:
             self._sweep()
 
     def forget(self) -> None:
-        """Drops everything."""
+        """Drops the current weights and the offer."""
         with typed_errors(self.folder):
             for name in (_OFFERED, _CURRENT):
                 (self.folder / name).unlink(missing_ok=True)
@@ -162,7 +162,7 @@ class KeptWeights:
         _sync_folder(self.folder)
 
     def _sweep(self) -> None:
-        """Removes the files that no header names; a push that is being received keeps its own."""
+        """Removes files that no header names, except those of pushes that are being received."""
         if not self.folder.exists():
             return
         named = {self.file_of(one) for one in (self.current, self.offered) if one is not None}
@@ -172,7 +172,7 @@ class KeptWeights:
 
 
 def kept_models(data_dir: Path) -> Iterator[str]:
-    """Yields the models that weights are kept for; removes what was being received.
+    """Yields the models with kept weights; removes unfinished pushes.
 
     Raises:
         StoreError: A file cannot be read.
@@ -188,10 +188,10 @@ def kept_models(data_dir: Path) -> Iterator[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Writes to a folder as a push would.
+    """Checks that a folder can be written.
 
     Raises:
-        StoreError: That is not possible.
+        StoreError: It cannot.
     """
     with typed_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -204,14 +204,14 @@ def check_folder(folder: Path) -> None:
 
 
 def sync(file: IO[bytes]) -> None:
-    """Returns once all that was written to a file is on disk."""
+    """Flushes a file to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 @contextmanager
 def typed_errors(folder: Path) -> Iterator[None]:
-    """Turns an error of the disk inside the block into one of ours."""
+    """Turns OS errors inside the block into typed errors."""
     try:
         yield
     except OSError as error:
