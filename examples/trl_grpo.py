@@ -34,7 +34,6 @@ from examples.demo.policy import CONTEXT_TOKENS
 from examples.demo.run import write_policy
 from examples.demo.tasks import Task, make_tasks, reward
 from rollmesh.client import MeshAddresses, Session
-from rollmesh.integrations.sessions import Limits
 from rollmesh.integrations.trl import MeshRollouts
 
 _GROUPS, _SAMPLES = 16, 8
@@ -123,7 +122,7 @@ def train(
 ) -> Report:
     """Trains the policy in `folder` / policy; returns what was seen."""
     tasks = make_tasks(groups * steps, seed * 100_000 + 1000)
-    rollouts = MeshRollouts(addresses, Agents(tasks), limits=Limits(agent_timeout_s=60.0))
+    rollouts = MeshRollouts(addresses, Agents(tasks), timeout_s=60.0)
     config = GRPOConfig(
         output_dir=str(folder / "trained"),
         per_device_train_batch_size=groups * samples,

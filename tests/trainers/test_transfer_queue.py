@@ -69,7 +69,8 @@ async def test_a_configuration_that_cannot_work_is_refused_by_name(ran: Any) -> 
     assert "'speed'" in refusals["unknown"]
     assert refusals["status"] == "status: 'some_failed' is none of any_failed, all_failed"
     assert refusals["writer"] == refusals["status"]
-    assert refusals["concurrency"] == "concurrency: is 0; give more than 0"
+    assert refusals["concurrency"] == "concurrency: is 0; give at least 1"
+    assert refusals["retries"] == "retries.tries: is 0; give at least 1"
     assert refusals["runner"].startswith("rollmesh.runners.mine: 'no.such.module:run' is no")
 
 

@@ -53,8 +53,17 @@ async def test_the_reward_of_a_session_is_the_trainers_reward(ran: Any) -> None:
         assert step["reward"] == pytest.approx(step["expected_reward"])
 
 
+async def test_the_rewards_of_turns_are_in_the_trainers_reward(ran: Any) -> None:
+    assert [step["rewards"] for step in ran["steps"]] == [[0.25, 1.25]] * _STEPS
+
+
+async def test_a_failed_attempt_is_superseded_by_one_that_is_trained(ran: Any) -> None:
+    assert sorted(ran["attempts"]) == [["COMPLETED", "2", False], ["FAILED", "1", True]]
+
+
 async def test_a_sample_that_failed_and_a_branch_without_a_place_are_counted(ran: Any) -> None:
-    assert ran["counts"] == {"trained": _STEPS * _SAMPLES - 1, "failed": 1, "left_out": 1}
+    trained = _STEPS * _SAMPLES - 1
+    assert ran["counts"] == {"trained": trained, "failed": 1, "retried": 1, "left_out": 1}
 
 
 async def test_a_temperature_that_the_log_probabilities_do_not_have_is_refused() -> None:

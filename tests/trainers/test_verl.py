@@ -15,8 +15,9 @@ from tests.meshes import scripted_mesh
 from tests.trainers.processes import run_script
 
 _SAMPLES = 3
-_SESSIONS = 3 * _SAMPLES + 1  # of three prompts and one of the validation set
-_TRAINED = 2 * _SAMPLES  # of three prompts; one is broken
+_SUPERSEDED = _SAMPLES + 1  # of the broken agent, which is tried again, and of the flaky one
+_SESSIONS = 4 * _SAMPLES + _SUPERSEDED + 1  # of four prompts and one of the validation set
+_TRAINED = 3 * _SAMPLES  # of four prompts; one is broken
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
 
@@ -26,6 +27,7 @@ class Ran:
 
     read: dict[str, Any]
     sessions: dict[tuple[str, int], SessionResult]
+    superseded: list[SessionResult]
 
     def column(self, name: str) -> list[Any]:
         values: list[Any] = self.read["columns"][name]["values"]
@@ -54,19 +56,23 @@ async def ran(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> 
             model=str(tokenizer_dir),
         )
         sessions: dict[tuple[str, int], SessionResult] = {}
+        superseded: list[SessionResult] = []
         async with client.subscribe("audit", unit="session") as deliveries:
             async with asyncio.timeout(60):
-                while len(sessions) < _SESSIONS:
+                while len(sessions) + len(superseded) < _SESSIONS:
                     (session,) = (await anext(deliveries)).sessions
-                    sessions[session.group_id, session.sample_index] = session
+                    if session.superseded:
+                        superseded.append(session)
+                    else:
+                        sessions[session.group_id, session.sample_index] = session
         stats = await client.stats()
         (verl,) = [one for one in stats.consumers if one.consumer == "verl"]
         assert (verl.acknowledged, verl.leased, verl.ready) == (_SESSIONS, 0, 0)
-        yield Ran(read, sessions)
+        yield Ran(read, sessions, superseded)
 
 
 async def test_the_replay_buffer_takes_every_session_of_every_prompt_that_ended(ran: Ran) -> None:
-    expected = {f"{uid}_{at}_0" for uid in ("first", "second") for at in range(_SAMPLES)}
+    expected = {f"{uid}_{at}_0" for uid in ("first", "second", "flaky") for at in range(_SAMPLES)}
     assert set(ran.read["keys"]) == expected
 
 
@@ -90,7 +96,29 @@ async def test_the_score_is_at_the_last_position_and_nowhere_else(ran: Ran) -> N
     for key, scores in zip(ran.read["keys"], ran.column("rm_scores"), strict=True):
         uid, sample, _ = key.split("_")
         assert scores[-1] == ran.sessions[uid, int(sample)].reward
-        assert not any(scores[:-1])
+        assert uid == "flaky" or not any(scores[:-1])
+
+
+async def test_the_reward_of_a_turn_is_at_the_last_token_of_that_turn(ran: Ran) -> None:
+    of_group = [at for at, key in enumerate(ran.read["keys"]) if key.startswith("flaky")]
+    for at in of_group:
+        mask, scores = ran.column("response_mask")[at], ran.column("rm_scores")[at]
+        end_of_turn = mask.index(0) - 1
+        assert {place: score for place, score in enumerate(scores) if score} == {
+            end_of_turn: 0.5,
+            len(scores) - 1: 2.0,
+        }
+
+
+async def test_a_failed_attempt_is_superseded_by_one_that_verl_trains(ran: Ran) -> None:
+    (failed,) = [session for session in ran.superseded if session.group_id == "flaky"]
+    successor = ran.sessions["flaky", failed.sample_index]
+    assert (failed.outcome, failed.reward) == ("FAILED", None)
+    assert successor.metadata == {"agent_name": "solver", "attempt": "2"}
+    assert (successor.outcome, successor.reward) == ("COMPLETED", 2.0)
+    trained = {extra["trajectory_id"] for extra in ran.column("extra_fields")}
+    assert {one.trajectory_id for one in successor.trajectories} <= trained
+    assert not {one.trajectory_id for one in failed.trajectories} & trained
 
 
 async def test_columns_have_the_dtypes_that_verl_writes_itself(ran: Ran) -> None:
@@ -121,8 +149,10 @@ async def test_turns_count_as_verl_counts_them(ran: Ran) -> None:
 
 
 async def test_extra_fields_say_what_the_scorer_said_and_which_weights_sampled(ran: Ran) -> None:
-    for extra, trajectory in zip(ran.column("extra_fields"), ran.trajectories(), strict=True):
-        assert extra["reward_extra_info"] == {"accuracy": 0.5}
+    rows = zip(ran.read["keys"], ran.column("extra_fields"), ran.trajectories(), strict=True)
+    for key, extra, trajectory in rows:
+        said = {} if key.startswith("flaky") else {"accuracy": 0.5}
+        assert extra["reward_extra_info"] == said
         assert (extra["min_global_steps"], extra["max_global_steps"]) == (0, 0)
         assert extra["trajectory_id"] == trajectory.trajectory_id
         assert extra["reasons"] == list(trajectory.reasons)

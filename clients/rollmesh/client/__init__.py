@@ -2,7 +2,7 @@
 
 from rollmesh.client.client import Client
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
-from rollmesh.client.rollouts.groups import GroupOutcome, SampleOutcome
+from rollmesh.client.rollouts.groups import Group, GroupOutcome, SampleOutcome
 from rollmesh.client.rollouts.rollout import Rollout, rollout, rollout_groups
 from rollmesh.client.rollouts.scoring import Episode, RewardFunction
 from rollmesh.client.rollouts.settings import Limits, Retries, RolloutSettings
@@ -20,6 +20,7 @@ __all__ = [
     "Client",
     "Delivery",
     "Episode",
+    "Group",
     "GroupOutcome",
     "Limits",
     "MeshAddresses",

@@ -12,11 +12,10 @@ import grpc
 from rollmesh.client.arguments import ExportForm, export_mode, filled, outcome_of, read_sampling
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
 from rollmesh.client.retries import retried
-from rollmesh.client.rollouts.groups import Outcome
-from rollmesh.client.rollouts.supervision import shielded
-from rollmesh.client.sessions.session import MeshAddresses, Session
+from rollmesh.client.sessions.session import MeshAddresses, Outcome, Session
 from rollmesh.client.sessions.trajectories import SessionResult
 from rollmesh.client.sessions.transcripts import Transcript
+from rollmesh.client.shielding import shielded
 from rollmesh.client.weights.push import (
     Transfer,
     forget_weights,

@@ -11,48 +11,74 @@ each token by what it was worth when it was sampled.
 """
 
 import asyncio
-import logging
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rollmesh.batches import Row, rows_of
-from rollmesh.client import AgentRunner, Client, MeshAddresses, Session, SessionResult
-from rollmesh.integrations.arrivals import Arrivals
-from rollmesh.integrations.sessions import Limits, Sample, SessionRuns
+from rollmesh.client import (
+    AgentRunner,
+    Client,
+    Group,
+    Limits,
+    MeshAddresses,
+    Retries,
+    RewardFunction,
+    RolloutSettings,
+    SampleOutcome,
+    SessionResult,
+    rollout,
+)
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.runtime.telemetry.logs import fields
-
-_log = logging.getLogger(__name__)
 
 
 class MeshRollouts:
     """A `rollout_func`, and the reward that goes with it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords, each with a default
         self,
         addresses: MeshAddresses,
         runner: AgentRunner,
         *,
         consumer: str = "trl",
+        concurrency: int = RolloutSettings.concurrency,
+        timeout_s: float = RolloutSettings.timeout_s,
         limits: Limits | None = None,
+        retries: Retries | None = None,
+        reward: RewardFunction | None = None,
     ) -> None:
         """Takes the mesh and the agent.
 
         Args:
             addresses: Of the mesh.
-            runner: Gets an entry of the data set's `prompt` column; returns the reward.
+            runner: Gets an entry of the data set's `prompt` column.
             consumer: Name at the collector; one for each trainer.
-            limits: How much at once, and how long.
+            concurrency: As of `rollmesh.client.rollout`, like all that follow.
+            timeout_s: Longest run of one agent, seconds.
+            limits: How long other things may take.
+            retries: Which failures are tried again.
+            reward: Scores a finished agent; None: the runner returns the rewards.
+
+        Raises:
+            InvalidFieldError: Names the setting that is wrong.
         """
         self._addresses = addresses
-        self._runner = runner
         self._consumer = consumer
-        self._limits = limits or Limits()
+        self._settings: dict[str, Any] = {
+            "runner": runner,
+            "concurrency": concurrency,
+            "timeout_s": timeout_s,
+            "limits": limits or Limits(),
+            "retries": retries or Retries(),
+            "reward": reward,
+        }
+        RolloutSettings(**self._settings)
         self.counts: Counter[str] = Counter()
         """Samples so far: "trained"; "failed" (in the batch with nothing trained and no reward);
-        "left_out" (further trajectories of a session: TRL takes one for each prompt)."""
+        "retried" (attempts beyond the first); "left_out" (further trajectories of a session: TRL
+        takes one for each prompt)."""
         self.rows: list[Row | None] = []
         """What the last call returned, one per prompt; None where the sample failed."""
 
@@ -79,14 +105,9 @@ class MeshRollouts:
             "temperature": 1.0,
             "max_tokens": int(trainer.args.max_completion_length),
         }
-        groups = [uuid.uuid4().hex for _ in range(-(-len(prompts) // size))]
-        samples = [
-            Sample(prompt, groups[at // size], at % size, size, sampling)
-            for at, prompt in enumerate(prompts)
-        ]
         process = int(trainer.accelerator.process_index)
         consumer = f"{self._consumer}-{process}" if process else self._consumer
-        self.rows = asyncio.run(self._run(samples, consumer))
+        self.rows = asyncio.run(self._run(list(_groups(prompts, size, sampling)), consumer))
         filler = int(trainer.eos_token_ids[0])
         found = [_columns(row, filler) for row in self.rows]
         return {name: [columns[name] for columns in found] for name in found[0]}
@@ -115,37 +136,29 @@ class MeshRollouts:
         trainer.use_vllm = True
         trainer._last_loaded_step = -1  # noqa: SLF001 - what its own set-up of vLLM sets
 
-    async def _run(self, samples: Sequence[Sample], consumer: str) -> list[Row | None]:
-        limits = self._limits
-        async with (
-            Client(self._addresses) as client,
-            client.subscribe(consumer, unit="session", credits=limits.concurrency) as sessions,
-            asyncio.TaskGroup() as group,
-        ):
-            arrivals = Arrivals(sessions)
-            reading = group.create_task(arrivals.serve())
-            places = asyncio.Semaphore(limits.concurrency)
-            runs = SessionRuns(client, arrivals, limits, places)
-            async with asyncio.TaskGroup() as running:
-                tasks = [running.create_task(self._sample(runs, sample)) for sample in samples]
-            reading.cancel()
-        return [task.result() for task in tasks]
+    async def _run(self, groups: Sequence[Group], consumer: str) -> list[Row | None]:
+        """Returns the row of each session, in the order of the groups."""
+        rows: dict[tuple[str, int], Row] = {}
 
-    async def _sample(self, runs: SessionRuns, sample: Sample) -> Row | None:
-        kept: list[SessionResult] = []
+        async def keep(outcome: SampleOutcome, session: SessionResult) -> None:
+            rows[outcome.group_id, outcome.sample_index] = self._main(session)
 
-        async def keep(result: SessionResult) -> None:
-            kept.append(result)
-
-        try:
-            await runs.run(sample, self._runner, _take_reward, keep)
-            row = self._main(kept[0])
-        except Exception:  # noqa: BLE001 - the edge to the user's code: siblings go on
-            _log.exception("sample failed", extra=fields(group=sample.group_id))
-            self.counts["failed"] += 1
-            return None
-        self.counts["trained"] += 1
-        return row
+        async with Client(self._addresses) as client:
+            summary = await rollout(
+                client,
+                groups,
+                **self._settings,
+                on_session=keep,
+                consumer=consumer,
+                progress=False,
+            )
+        found = [
+            rows.get((group.group_id, index)) for group in groups for index in range(group.n or 0)
+        ]
+        self.counts["trained"] += len(rows)
+        self.counts["failed"] += found.count(None)
+        self.counts["retried"] += summary.retries
+        return found
 
     def _main(self, result: SessionResult) -> Row:
         """Returns the main trajectory, and counts the others."""
@@ -179,10 +192,13 @@ class _Weights:
             await client.push_weights(parameters, await client.policy_version() + 1)
 
 
-def _take_reward(session: Session, given: Any) -> None:
-    if given is None or isinstance(given, bool):
-        raise InvalidFieldError("reward", f"{given!r} is no number; the runner must return one")
-    session.reward = float(given)
+def _groups(prompts: Sequence[Any], size: int, sampling: Mapping[str, Any]) -> Iterator[Group]:
+    """Yields a group for each run of at most `size` equal prompts: TRL repeats them."""
+    for prompt, run in groupby(prompts):
+        count = sum(1 for _ in run)
+        for begin in range(0, count, size):
+            n = min(size, count - begin)
+            yield Group(sample=prompt, group_id=uuid.uuid4().hex, n=n, sampling=sampling)
 
 
 def _columns(row: Row | None, filler: int) -> dict[str, Any]:

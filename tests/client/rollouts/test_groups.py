@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.client import GroupOutcome, SampleOutcome
-from rollmesh.client.rollouts.groups import GroupState, Outcome, needed_of
+from rollmesh.client.rollouts.groups import GroupState, needed_of
 from rollmesh.client.rollouts.summary import Durations, RolloutSummary
+from rollmesh.client.sessions.session import Outcome
 from rollmesh.runtime.errors import InvalidFieldError
 
 OUTCOMES: list[Outcome] = ["COMPLETED", "FAILED", "ABORTED"]

@@ -156,6 +156,7 @@ async def test_the_runner_is_chosen_by_the_samples_agent_name_else_the_default(
         pytest.param({"n": 0}, id="n"),
         pytest.param({"concurrency": 0}, id="concurrency"),
         pytest.param({"n": 2, "needed": 3}, id="needed"),
+        pytest.param({"consumer": "trainer"}, id="consumer"),
     ],
 )
 async def test_a_setting_that_makes_no_sense_is_named(

@@ -8,9 +8,9 @@ from rollmesh.client.rollouts.supervision import (
     AgentExitedError,
     AgentStoppedError,
     AgentTimeLimitError,
-    shielded,
     supervised,
 )
+from rollmesh.client.shielding import shielded
 
 
 async def never() -> Any:

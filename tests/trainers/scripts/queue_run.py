@@ -11,8 +11,8 @@ import transfer_queue as tq
 from rollmesh.batches import pack, pack_trees, pad, ragged, rows_of, to_tensordict
 from rollmesh.client import SessionResult
 from rollmesh.integrations.verl.manager import load_runner
-from rollmesh.integrations.verl.prompts import Settings
 from rollmesh.integrations.verl.queue import PromptStatus, TransferQueueWriter, queue_rows
+from rollmesh.integrations.verl.settings import Settings
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.batches.records import linear, session, trajectory, tree_session
 from tests.trainers.queues import buffer, described
@@ -112,7 +112,12 @@ def refusals() -> dict[str, str]:
     attempts["settings"] = lambda: Settings.from_config({"router": "a:1"})
     attempts["unknown"] = lambda: Settings.from_config({**addresses, "runners": {}, "speed": 1})
     settings: dict[str, Any] = {**addresses, "runners": {}}
-    for name, value in (("status", "some_failed"), ("concurrency", 0)):
+    wrong: tuple[tuple[str, Any], ...] = (
+        ("status", "some_failed"),
+        ("concurrency", 0),
+        ("retries", {"tries": 0}),
+    )
+    for name, value in wrong:
         attempts[name] = partial(Settings.from_config, {**settings, name: value})
     failed: Any = "some_failed"
     attempts["writer"] = partial(TransferQueueWriter, "train", failed)

@@ -16,28 +16,34 @@ from trl import GRPOConfig, GRPOTrainer
 
 from examples.demo.audit import Audit
 from examples.trl_grpo import mesh
-from rollmesh.client import Session
+from rollmesh.client import MeshAddresses, Retries, Session
+from rollmesh.client.sync import Client
 from rollmesh.integrations.trl import MeshRollouts
+from rollmesh.runtime.errors import InvalidFieldError
 
 _STEPS, _GROUPS, _SAMPLES = 3, 2, 4
-_FAILS, _BRANCHES = 5, 6
+_FAILS, _IS_INTERRUPTED, _BRANCHES = 3, 5, 7
 _RUNS = itertools.count()
 _ORDER: dict[str, Any] = defaultdict(itertools.count)  # two runs of one question differ
 
 
-async def converse(question: str, session: Session) -> float:
-    """Two turns; one run fails, one asks twice; rewards differ within a group."""
+async def converse(question: str, session: Session) -> dict[str, Any]:
+    """Two turns; one run fails, one is interrupted, one asks twice; rewards differ in a group."""
     run = next(_RUNS)
     if run == _FAILS:
-        raise RuntimeError("this agent is broken")
+        raise InvalidFieldError("question", "this agent cannot read it")  # not tried again
+    answers: list[str] = []
     messages: list[Any] = [{"role": "user", "content": question}]
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for _ in range(2):
             response = await client.chat.completions.create(model="policy", messages=messages)
+            answers.append(response.id)
             messages += [response.choices[0].message, {"role": "user", "content": "again"}]
+            if run == _IS_INTERRUPTED:
+                raise ConnectionError("this agent was interrupted")
         if run == _BRANCHES:
             await client.chat.completions.create(model="policy", messages=messages[:1])
-    return float(next(_ORDER[question]) % 2)
+    return {"reward": next(_ORDER[question]) % 2, "turn_rewards": {answers[0]: 0.25}}
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see transformers
@@ -64,6 +70,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see t
                 "expected_reward": float(np.mean([row.reward for row in rows])),
                 "versions": sorted(set(versions[versions >= 0].tolist())),
                 "turns": sorted({row.trajectory.turns for row in rows}),
+                "rewards": sorted({row.reward for row in rows}),
                 "samples": len(self.rollouts.rows),
             }
         )
@@ -98,10 +105,22 @@ def _is_same(row: Any, *tensors: torch.Tensor) -> bool:
     return same_ids and same_mask
 
 
+def delivered(addresses: MeshAddresses, count: int) -> list[tuple[str, str, bool]]:
+    """Returns the sessions of the places with two attempts: outcome, attempt, superseded."""
+    with Client(addresses) as client, client.subscribe("audit", unit="session") as deliveries:
+        sessions = [next(deliveries).sessions[0] for _ in range(count)]
+    retried = {(one.group_id, one.sample_index) for one in sessions if one.superseded}
+    return [
+        (one.outcome, one.metadata.get("attempt", "1"), one.superseded)
+        for one in sessions
+        if (one.group_id, one.sample_index) in retried
+    ]
+
+
 def main() -> None:
     folder = Path(json.loads(sys.argv[1])["folder"])
     with mesh(folder) as addresses:
-        rollouts = MeshRollouts(addresses, converse)
+        rollouts = MeshRollouts(addresses, converse, retries=Retries(tries=2, delay_s=0.01))
         watch = Watch(rollouts)
         questions = [f"What is {at} plus 2?" for at in range(_GROUPS * _STEPS)]
         trainer = Inspected(
@@ -130,7 +149,9 @@ def main() -> None:
         )
         rollouts.attach(trainer)
         trainer.train()
+        attempts = delivered(addresses, _STEPS * _GROUPS * _SAMPLES + 1)
     result = {
+        "attempts": attempts,
         "steps": watch.steps,
         "same": trainer.same,
         "counts": dict(rollouts.counts),

@@ -29,6 +29,7 @@ _MANAGER = "rollmesh.integrations.verl.manager.AgentLoopManager"
 
 
 _REWARDS = itertools.count()
+_INTERRUPTED: list[str] = []
 
 
 async def solve(prompt: dict[str, Any], session: Session) -> dict[str, Any]:
@@ -36,6 +37,7 @@ async def solve(prompt: dict[str, Any], session: Session) -> dict[str, Any]:
     if prompt["extra_info"]["broken"]:
         raise RuntimeError("this agent is broken")
     messages = list(prompt["raw_prompt"])
+    answers: list[str] = []
     headers = {"Authorization": f"Bearer {session.api_key}"}
     async with aiohttp.ClientSession(headers=headers) as http:
         for _ in range(2):
@@ -43,10 +45,16 @@ async def solve(prompt: dict[str, Any], session: Session) -> dict[str, Any]:
             async with http.post(f"{session.base_url}/chat/completions", json=body) as response:
                 answer = await response.json()
             assert response.status == 200, answer
+            answers.append(answer["id"])
             message = answer["choices"][0]["message"]
             messages += [message, {"role": "user", "content": "again"}]
     if prompt["extra_info"]["scored"]:
         return {"accuracy": 0.25}
+    if prompt["uid"] == "flaky":
+        if not _INTERRUPTED:
+            _INTERRUPTED.append(session.session_id)
+            raise ConnectionError("this agent was interrupted")
+        return {"reward": 2.0, "turn_rewards": {answers[0]: 0.5}}
     return {"reward": float(next(_REWARDS)), "accuracy": 0.5}
 
 
@@ -85,7 +93,12 @@ def configuration(addresses: dict[str, str], samples: int, model: str) -> Any:
                 "reward_manager": {"source": "register", "name": "naive"},
                 "reward_model": {"enable": False},
             },
-            "rollmesh": {**addresses, "runners": {"solver": "verl_run:solve"}},
+            "rollmesh": {
+                **addresses,
+                "runners": {"solver": "verl_run:solve"},
+                "retries": {"tries": 2, "delay_s": 0.01},
+                "limits": {"grace_s": 5.0},
+            },
         }
     )
 
@@ -146,9 +159,10 @@ def main() -> None:
         trainer: Any = SimpleNamespace(
             config=config, trainer_mode="sync", global_steps=1, agent_loop_manager=manager
         )
-        batch = prompts(["first", "second", "third"], [False, False, True])
+        uids = ["first", "second", "third", "flaky"]
+        batch = prompts(uids, [uid == "third" for uid in uids])
         PPOTrainer._submit_batch_to_rollout(trainer, batch)  # noqa: SLF001 - verl's own step
-        sampled, _ = buffer().sample(global_steps=1, partition_id="train", batch_size=3)
+        sampled, _ = buffer().sample(global_steps=1, partition_id="train", batch_size=len(uids))
         before = tq.kv_batch_get(keys=sampled.keys, partition_id="train")
         PPOTrainer._compute_advantage(trainer, sampled, {})  # noqa: SLF001 - verl's own step
         after = tq.kv_batch_get(

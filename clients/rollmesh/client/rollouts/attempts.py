@@ -10,22 +10,26 @@ import inspect
 import logging
 import math
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rollmesh.client.client import Client
-from rollmesh.client.rollouts.groups import GroupState, Outcome, SampleOutcome
+from rollmesh.client.deliveries.arrivals import Arrival, Arrivals
+from rollmesh.client.rollouts.groups import GroupState, SampleOutcome
 from rollmesh.client.rollouts.scoring import Episode, Scorer
 from rollmesh.client.rollouts.settings import RolloutSettings
 from rollmesh.client.rollouts.supervision import (
     AgentStoppedError,
     AgentTimeLimitError,
-    shielded,
     supervised,
 )
-from rollmesh.client.runners import agent_name, find_runner
+from rollmesh.client.runners import find_runner
 from rollmesh.client.sessions.rewards import Rewards, read_rewards
-from rollmesh.client.sessions.session import Session
+from rollmesh.client.sessions.session import Outcome, Session
+from rollmesh.client.shielding import shielded
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
@@ -43,28 +47,18 @@ class Place:
     index: int
     stop: asyncio.Future[None]
     """Done when the group needs its sessions no more."""
-    metadata: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """How an attempt ended."""
-
-    outcome: Outcome
-    session: Session
-    started_ms: int
-    result: Any = None
-    error: Exception | None = None
-    again: bool = False
 
 
 class Attempts:
     """Runs places; the same settings for all of a rollout."""
 
-    def __init__(self, client: Client, settings: RolloutSettings) -> None:
-        """Takes what every attempt needs."""
+    def __init__(
+        self, client: Client, settings: RolloutSettings, arrivals: Arrivals | None
+    ) -> None:
+        """Takes what every attempt needs; `arrivals` is None without `on_session`."""
         self._client = client
         self._settings = settings
+        self._arrivals = arrivals
         self._limits = settings.limits
         self._retries = settings.retries
         limits, reward = settings.limits, settings.reward
@@ -77,43 +71,69 @@ class Attempts:
         attempt, backoff = 1, Backoff(self._retries.delay_s, math.inf)
         while True:
             try:
-                ended = await self._attempt(place, attempt)
+                outcome = await self._attempt(place, attempt)
             except Exception as error:  # noqa: BLE001 - the edge to the mesh: a lost place is data
-                return _lost(place, error, attempt)
-            if not ended.again:
-                return _outcome(place, ended, attempt)
+                _log.warning("session lost", extra=_where(place, attempt, error))
+                return _outcome(place, attempt, "FAILED", error=error)
+            if outcome is not None:
+                return outcome
             await asyncio.wait({place.stop}, timeout=backoff.next_s())
             attempt += 1
 
-    async def _attempt(self, place: Place, attempt: int) -> _Ended:
-        """Runs an agent in a new session and closes it.
+    async def _attempt(self, place: Place, attempt: int) -> SampleOutcome | None:
+        """Runs an agent in a new session and closes it; returns None if another has to follow.
 
         Raises:
             RollmeshError: The session could not be opened, or its good end not be kept.
         """
         started_ms = clock.monotonic_ms()
         session = await self._open(place, attempt)
+        ended = partial(_outcome, place, attempt, session=session, started_ms=started_ms)
         try:
             result = await self._work(place, session)
         except asyncio.CancelledError:
             session.rewards = Rewards()
-            closing = self._client.close_session(session, outcome="ABORTED")
-            await shielded(self._within(closing), self._limits.close_s)
+            await self._abort(session)
             raise
         except Exception as error:  # noqa: BLE001 - the edge to the user's code: a failed agent is data
-            return await self._failed(place, session, attempt, error, started_ms)
+            return await self._failed(place, session, attempt, error, ended)
         try:
-            await self._close(session, "COMPLETED")
+            return await self._completed(session, partial(ended, "COMPLETED", result=result))
         except InvalidFieldError as error:  # a reward of what is not there; the session is open
-            return await self._failed(place, session, attempt, error, started_ms)
-        return _Ended("COMPLETED", session, started_ms, result)
+            return await self._failed(place, session, attempt, error, ended)
+
+    async def _completed(
+        self, session: Session, ended: Callable[[], SampleOutcome]
+    ) -> SampleOutcome:
+        """Closes a session and, with `on_session`, hands over what the collector delivers.
+
+        Raises:
+            InvalidFieldError: The rewards are not of this session, which is still open.
+            RollmeshError: The session may be open or closed.
+        """
+        async with self._awaited(session) as arrival:
+            await self._close(session, "COMPLETED")
+            outcome = ended()
+            if arrival is None or self._settings.on_session is None:
+                return outcome
+            try:
+                delivered = await arrival.session(self._limits.delivery_s)
+                await self._settings.on_session(outcome, delivered)
+            except Exception as error:  # noqa: BLE001 - the edge to the user's code
+                said, kind = _text(error), type(error).__name__
+                _log.warning("session lost", extra=fields(session=session.session_id, error=said))
+                return replace(outcome, outcome="FAILED", result=None, error=said, error_type=kind)
+            return outcome
+
+    def _awaited(self, session: Session) -> AbstractAsyncContextManager[Arrival | None]:
+        return self._arrivals.awaited(session.session_id) if self._arrivals else nullcontext()
 
     async def _work(self, place: Place, session: Session) -> Any:
         """Returns what the runner returned; the session has its rewards by then."""
         sample = place.group.sample
         if place.stop.done():
             raise AgentStoppedError("the group had failed")
-        run = find_runner(agent_name(sample) or self._settings.runner)
+        run = find_runner(place.group.runner)
 
         async def agent() -> Any:
             running = run(sample, session)
@@ -134,34 +154,29 @@ class Attempts:
         return result
 
     async def _failed(
-        self, place: Place, session: Session, attempt: int, error: Exception, started_ms: int
-    ) -> _Ended:
+        self,
+        place: Place,
+        session: Session,
+        attempt: int,
+        error: Exception,
+        ended: Callable[..., SampleOutcome],
+    ) -> SampleOutcome | None:
+        """Closes the session of a failed attempt; returns None if another has to follow."""
         again = self._retries.after(error, attempt) and not place.stop.done()
         stopped = isinstance(error, (AgentStoppedError, AgentTimeLimitError))
         outcome: Outcome = "ABORTED" if stopped else "FAILED"
         session.rewards = Rewards()
-        _log.warning(
-            "agent failed",
-            extra=fields(
-                session=session.session_id,
-                group=place.group.group_id,
-                sample=place.index,
-                attempt=attempt,
-                error=type(error).__name__,
-            ),
-        )
+        _log.warning("agent failed", extra=_where(place, attempt, error, session.session_id))
         try:
             await self._close(session, outcome, superseded=again)
         except RollmeshError as refused:  # without its close there is no room for another attempt
             _log.warning("session left open", extra=fields(error=type(refused).__name__))
             again = False
-        return _Ended(outcome, session, started_ms, error=error, again=again)
+        return None if again else ended(outcome, error=error)
 
     async def _open(self, place: Place, attempt: int) -> Session:
         """Opens a session; one that opens while the rollout is cancelled is closed again."""
-        metadata = dict(place.metadata)
-        if name := agent_name(place.group.sample):
-            metadata["agent_name"] = name
+        metadata = dict(place.group.metadata)
         if attempt > 1:
             metadata["attempt"] = str(attempt)
         opened: list[Session] = []
@@ -171,7 +186,7 @@ class Attempts:
                 group_id=place.group.group_id,
                 sample_index=place.index,
                 group_size=place.group.size,
-                sampling=self._settings.sampling,
+                sampling=place.group.sampling,
                 metadata=metadata,
                 export=self._settings.export,
             )
@@ -181,8 +196,7 @@ class Attempts:
             await shielded(opening(), self._limits.close_s)
         except asyncio.CancelledError:
             for session in opened:
-                closing = self._client.close_session(session, outcome="ABORTED")
-                await shielded(self._within(closing), self._limits.close_s)
+                await self._abort(session)
             raise
         return opened[0]
 
@@ -197,39 +211,53 @@ class Attempts:
         )
         await shielded(closing, self._limits.close_s)
 
-    async def _within(self, closing: Any) -> None:
+    async def _abort(self, session: Session) -> None:
         """Closes on the way out: late or refused is logged, and left to the gateway's idle time."""
-        try:
-            async with asyncio.timeout(self._limits.close_s):
-                await closing
-        except (TimeoutError, RollmeshError) as error:
-            _log.warning("session left open", extra=fields(error=type(error).__name__))
+
+        async def closing() -> None:
+            try:
+                async with asyncio.timeout(self._limits.close_s):
+                    await self._client.close_session(session, outcome="ABORTED")
+            except (TimeoutError, RollmeshError) as error:
+                _log.warning("session left open", extra=fields(error=type(error).__name__))
+
+        await shielded(closing(), self._limits.close_s)
 
 
-def _outcome(place: Place, ended: _Ended, attempt: int) -> SampleOutcome:
+def _outcome(
+    place: Place,
+    attempt: int,
+    outcome: Outcome,
+    *,
+    session: Session | None = None,
+    started_ms: int = 0,
+    result: Any = None,
+    error: Exception | None = None,
+) -> SampleOutcome:
+    """Returns what came of a place; without a session where none could be opened or closed."""
     return SampleOutcome(
         group_id=place.group.group_id,
         sample_index=place.index,
-        outcome=ended.outcome,
-        session_id=ended.session.session_id,
-        reward=ended.session.reward,
-        result=ended.result,
-        error=_text(ended.error) if ended.error else "",
-        error_type=type(ended.error).__name__ if ended.error else "",
+        outcome=outcome,
+        session_id=session.session_id if session else "",
+        reward=session.reward if session else None,
+        result=result,
         attempts=attempt,
-        seconds=(clock.monotonic_ms() - ended.started_ms) / 1000,
+        seconds=(clock.monotonic_ms() - started_ms) / 1000 if session else 0.0,
+        error=_text(error) if error else "",
+        error_type=type(error).__name__ if error else "",
     )
 
 
-def _lost(place: Place, error: Exception, attempt: int) -> SampleOutcome:
-    """Returns the outcome of a place whose session could not be opened or closed."""
-    return SampleOutcome(
-        group_id=place.group.group_id,
-        sample_index=place.index,
-        outcome="FAILED",
+def _where(
+    place: Place, attempt: int, error: Exception, session_id: str = ""
+) -> dict[str, dict[str, object]]:
+    return fields(
+        session=session_id,
+        group=place.group.group_id,
+        sample=place.index,
+        attempt=attempt,
         error=_text(error),
-        error_type=type(error).__name__,
-        attempts=attempt,
     )
 
 

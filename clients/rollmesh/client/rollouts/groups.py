@@ -1,14 +1,33 @@
-"""Groups while they run: which places have ended, and whether the group can still succeed."""
+"""Groups of a rollout: what is asked for, what has ended, and whether one can still succeed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from rollmesh.client.runners import AgentRunner
+from rollmesh.client.sessions.session import Outcome
 from rollmesh.runtime.errors import InvalidFieldError
 
-Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED"]
-"""How a session ended."""
 Needed: TypeAlias = Literal["all", "any"] | int
 """How many sessions of a group must complete for the group to succeed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A sample with settings of its own, which win over those of the rollout."""
+
+    sample: Any
+    """What the runner gets."""
+    group_id: str = ""
+    """Id of the group; empty leaves it to the rollout."""
+    n: int | None = None
+    """Sessions in the group."""
+    runner: str | AgentRunner | None = None
+    """Runs the agent, whatever the sample's `agent_name` says."""
+    sampling: Mapping[str, Any] | None = None
+    """Defaults of all turns, by the names of `SamplingParams`."""
+    metadata: Mapping[str, str] | None = None
+    """Carried to the trainer with the group's sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +87,9 @@ class GroupState:
     size: int
     needed: int
     """Number of sessions that must complete."""
+    runner: str | AgentRunner | None = None
+    sampling: Mapping[str, Any] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
     _ended: dict[int, SampleOutcome] = field(default_factory=dict)
 
     @property

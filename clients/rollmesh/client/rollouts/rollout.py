@@ -9,19 +9,22 @@ import asyncio
 import functools
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sized
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from rollmesh.client.client import Client
+from rollmesh.client.deliveries.arrivals import Arrivals
+from rollmesh.client.deliveries.subscription import Subscription
 from rollmesh.client.rollouts.attempts import Attempts, Place
-from rollmesh.client.rollouts.groups import GroupOutcome, GroupState, needed_of
+from rollmesh.client.rollouts.groups import Group, GroupOutcome, GroupState, needed_of
 from rollmesh.client.rollouts.progress import Show, showing
 from rollmesh.client.rollouts.settings import RolloutSettings
 from rollmesh.client.rollouts.summary import RolloutSummary
+from rollmesh.client.runners import agent_name
 from rollmesh.runtime.errors import InvalidFieldError
 
 Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
-"""What runners get, one group each; taken as places become free."""
+"""What runners get, or `Group`s, one group each; taken as places become free."""
 _Keywords = ParamSpec("_Keywords")
 _Result = TypeVar("_Result")
 
@@ -30,7 +33,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
     """A running rollout: iterates over its groups as they end. Made by `rollout_groups`."""
 
     def __init__(
-        self, client: Client, samples: Samples, settings: RolloutSettings, show: Show
+        self, attempts: Attempts, samples: Samples, settings: RolloutSettings, show: Show
     ) -> None:
         """Takes what to run; nothing has begun."""
         self.summary = RolloutSummary()
@@ -38,7 +41,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
         self._samples = samples
         self._settings = settings
         self._show = show
-        self._attempts = Attempts(client, settings)
+        self._attempts = attempts
         self._places = asyncio.Semaphore(settings.concurrency)
         self._running: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[GroupOutcome | None] = asyncio.Queue(settings.concurrency)
@@ -63,11 +66,9 @@ class Rollout(AsyncIterator[GroupOutcome]):
         try:
             async for sample in _each(self._samples):
                 group, stop = self._begin(sample), asyncio.get_running_loop().create_future()
-                metadata = self._settings.metadata
-                carried = dict(metadata(sample)) if metadata else {}
                 for index in range(group.size):
                     await self._places.acquire()
-                    place = Place(group, index, stop, carried)
+                    place = Place(group, index, stop)
                     task = tasks.create_task(self._run(place))
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
@@ -82,12 +83,33 @@ class Rollout(AsyncIterator[GroupOutcome]):
         for task in self._running:
             task.cancel()
 
-    def _begin(self, sample: Any) -> GroupState:
+    def _begin(self, given: Any) -> GroupState:
+        """Returns the group of a sample, with the settings that the sample leaves open."""
         settings = self._settings
-        group_id = settings.group_id(sample) if settings.group_id else uuid.uuid4().hex
+        group = given if isinstance(given, Group) else Group(sample=given)
+        sample, n = group.sample, settings.n if group.n is None else group.n
+        if n < 1:
+            raise InvalidFieldError("n", f"is {n}; give at least 1")
+        metadata = group.metadata
+        if metadata is None:
+            metadata = settings.metadata(sample) if settings.metadata else {}
+        if name := agent_name(sample):
+            metadata = {**metadata, "agent_name": name}
+        return GroupState(
+            group.group_id or self._group_id(sample),
+            sample,
+            n,
+            needed_of(settings.needed, n),
+            group.runner or name or settings.runner,
+            settings.sampling if group.sampling is None else group.sampling,
+            dict(metadata),
+        )
+
+    def _group_id(self, sample: Any) -> str:
+        group_id = self._settings.group_id(sample) if self._settings.group_id else uuid.uuid4().hex
         if not isinstance(group_id, str) or not group_id:  # it would be no group at all
             raise InvalidFieldError("group_id", f"gave {group_id!r:.200}; return an id as text")
-        return GroupState(group_id, sample, settings.n, needed_of(settings.needed, settings.n))
+        return group_id
 
     async def _run(self, place: Place) -> None:
         try:
@@ -168,23 +190,43 @@ async def rollout(client: Client, samples: Samples, settings: RolloutSettings) -
 async def _rolling(
     client: Client, samples: Samples, settings: RolloutSettings
 ) -> AsyncIterator[Rollout]:
-    total = len(samples) * settings.n if isinstance(samples, Sized) else None
     error: Exception | None = None
-    with showing(total, wanted=settings.progress) as show:
-        running = Rollout(client, samples, settings, show)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                feeding = tasks.create_task(running.feed(tasks))
-                try:
-                    yield running
-                except Exception as raised:  # noqa: BLE001 - raised below, not in a group
-                    error = raised
-                feeding.cancel()
-                running.cancel()
-        except ExceptionGroup as group:  # what `on_sample` raised; the block came first
-            error = error or group.exceptions[0]
+    with showing(_total(samples, settings.n), wanted=settings.progress) as show:
+        async with _deliveries(client, settings) as deliveries:
+            arrivals = None if deliveries is None else Arrivals(deliveries)
+            running = Rollout(Attempts(client, settings, arrivals), samples, settings, show)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    working = [tasks.create_task(running.feed(tasks))]
+                    if arrivals is not None:
+                        working.append(tasks.create_task(arrivals.serve()))
+                    try:
+                        yield running
+                    except Exception as raised:  # noqa: BLE001 - raised below, not in a group
+                        error = raised
+                    for task in working:
+                        task.cancel()
+                    running.cancel()
+            except ExceptionGroup as group:  # what `on_sample` raised; the block came first
+                error = error or group.exceptions[0]
     if error is not None:
         raise error
+
+
+def _deliveries(
+    client: Client, settings: RolloutSettings
+) -> AbstractAsyncContextManager[Subscription | None]:
+    """Returns the subscription that `on_session` needs."""
+    if settings.on_session is None:
+        return nullcontext()
+    return client.subscribe(settings.consumer, unit="session", credits=settings.concurrency)
+
+
+def _total(samples: Samples, n: int) -> int | None:
+    """Returns the number of places, for the progress bar; None if it is not known."""
+    if isinstance(samples, (list, tuple)):
+        return sum((isinstance(one, Group) and one.n) or n for one in samples)
+    return len(samples) * n if isinstance(samples, Sized) else None
 
 
 async def _each(samples: Samples) -> AsyncIterator[Any]:

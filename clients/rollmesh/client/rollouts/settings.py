@@ -1,6 +1,6 @@
 """How a rollout is run: what its keyword arguments mean."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from rollmesh.client.rollouts.groups import Needed, SampleOutcome, needed_of
 from rollmesh.client.rollouts.scoring import RewardFunction
 from rollmesh.client.rollouts.supervision import AgentStoppedError, AgentTimeLimitError
 from rollmesh.client.runners import AgentRunner, find_runner
+from rollmesh.client.sessions.trajectories import SessionResult
 from rollmesh.runtime.errors import InvalidFieldError
 
 
@@ -22,6 +23,8 @@ class Limits:
     """Opening or closing a session while the rollout is being cancelled."""
     reward_s: float = 60.0
     """One call of the reward function, its wait for a thread included."""
+    delivery_s: float = 600.0
+    """Waiting until the collector delivers a closed session to `on_session`."""
 
     def __post_init__(self) -> None:
         """Checks the limits.
@@ -76,7 +79,7 @@ class RolloutSettings:
     """Sessions per sample: the size of its group."""
     concurrency: int = 64
     """Most sessions at once."""
-    timeout_s: float = 600.0
+    timeout_s: float = 1800.0
     """Longest run of one agent, seconds."""
     limits: Limits = field(default_factory=Limits)
     retries: Retries = field(default_factory=Retries)
@@ -104,6 +107,15 @@ class RolloutSettings:
     tree, or for each turn; or the tree itself, as `SessionResult.tree`."""
     on_sample: Callable[[SampleOutcome], None] | None = None
     """Called with each outcome as it comes."""
+    on_session: Callable[[SampleOutcome, SessionResult], Awaitable[None]] | None = None
+    """Puts a completed session, as the collector delivers it, where the trainer has it.
+
+    The session is acknowledged when the call returns; its place is taken until then. An error makes
+    the outcome FAILED and is not retried. Other sessions of the consumer, such as those of failed
+    attempts, are acknowledged at once. None: the trainer subscribes itself.
+    """
+    consumer: str = ""
+    """Name at the collector for `on_session`; one for each trainer."""
     progress: bool | None = None
     """Whether to show progress on standard error; None: where that is a terminal."""
 
@@ -122,6 +134,8 @@ class RolloutSettings:
             raise InvalidFieldError(
                 "reward_timeout_ms", f"is {self.reward_timeout_ms}; give at least 1, or None"
             )
+        if (self.on_session is None) != (self.consumer == ""):
+            raise InvalidFieldError("consumer", "and on_session belong together; give both")
         needed_of(self.needed, self.n)
         export_mode(self.export)
         read_sampling(self.sampling)

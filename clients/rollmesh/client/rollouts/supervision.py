@@ -1,4 +1,4 @@
-"""Agents under a time limit, and work that a cancellation must not cut.
+"""Agents under a time limit.
 
 An agent that is to end is cancelled twice at most: the first time asks it to end, the second,
 after a grace, forces it. Runners that hold something outside (a process, a remote run) end it in
@@ -10,8 +10,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
-
-from rollmesh.runtime.telemetry.logs import fields
 
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
@@ -88,29 +86,3 @@ async def _end(task: asyncio.Task[Any], grace_s: float) -> None:
         _log.error("an agent does not end and is left behind; its session is closed")
     elif not task.cancelled():
         task.exception()  # seen: what it raises while it is being ended does not count
-
-
-async def shielded(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
-    """Runs work to its end; a cancellation waits for that, for `timeout_s` seconds at most.
-
-    Raises:
-        Exception: The work's own.
-        CancelledError: It was cancelled meanwhile; the work has ended one way or the other.
-    """
-    loop = asyncio.get_running_loop()
-    task, deadline = loop.create_task(work), None
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            left = None if deadline is None else max(deadline - loop.time(), 0)
-            await asyncio.wait({task}, timeout=left)
-        except asyncio.CancelledError as error:
-            cancelled, deadline = error, deadline or loop.time() + timeout_s
-        if deadline is not None and loop.time() >= deadline:
-            task.cancel()
-    if cancelled is None:
-        return task.result()
-    failure = None if task.cancelled() else task.exception()
-    if failure is not None:
-        _log.warning("cut short", extra=fields(error=type(failure).__name__))
-    raise cancelled

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx2
 
-from rollmesh.client.rollouts.supervision import shielded
 from rollmesh.client.sessions.session import Session
+from rollmesh.client.shielding import shielded
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import InvalidFieldError
 

@@ -8,6 +8,8 @@ from typing import Any
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
 
+REWARD_NAMES = frozenset({"reward", "trajectory_rewards", "turn_rewards"})
+"""What `read_rewards` reads from a mapping."""
 _ANSWER = "chatcmpl-"
 
 

@@ -2,8 +2,12 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from rollmesh.client.sessions.rewards import Rewards
+
+Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED"]
+"""How a session ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ import transfer_queue as tq
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from rollmesh.client import AgentRunner
-from rollmesh.integrations.verl.prompts import Prompt, PromptRollouts, Scorer, Settings
+from rollmesh.integrations.verl.rollouts import Prompt, PromptRollouts, RewardLoopScore
+from rollmesh.integrations.verl.settings import Settings
 from rollmesh.runtime.errors import InvalidFieldError
 
 _START_S = 60.0
@@ -39,14 +40,11 @@ class AgentLoopManager:
             InvalidFieldError: `config.rollmesh` lacks something.
         """
         self._config = config
-        self._settings = Settings.from_config(config.get("rollmesh"))
-        self._runners = {
-            name: load_runner(name, path) for name, path in self._settings.runners.items()
-        }
-        self._scorer: Scorer | None = None
-        if reward_loop_worker_handles:
-            self._scorer = _reward_loop(reward_loop_worker_handles)
-        self._ready: concurrent.futures.Future[PromptRollouts] = concurrent.futures.Future()
+        settings = Settings.from_config(config.get("rollmesh"))
+        self._runners = {name: load_runner(name, path) for name, path in settings.runners.items()}
+        workers = reward_loop_worker_handles
+        self._rollouts = PromptRollouts(settings, _reward_loop(workers) if workers else None)
+        self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="rollmesh-rollouts", daemon=True)
 
     @classmethod
@@ -76,21 +74,20 @@ class AgentLoopManager:
         rows = [
             self._prompt(row, validate=bool(row.pop("validate", False))) for row in _rows(prompts)
         ]
-        rollouts = self._ready.result()
         for prompt in rows:
-            rollouts.submit(prompt)
+            self._rollouts.submit(prompt)
 
     def close(self) -> None:
         """Ends the rollouts; prompts that have not ended are failures."""
-        self._ready.result().stop()
+        self._rollouts.stop()
         self._thread.join()
 
     def _run(self) -> None:
-        rollouts = PromptRollouts(self._settings)
         try:
-            asyncio.run(rollouts.serve(lambda: self._ready.set_result(rollouts)))
+            asyncio.run(self._rollouts.serve(lambda: self._ready.set_result(None)))
+        except asyncio.CancelledError:  # by `close`
+            return
         except Exception as error:  # noqa: BLE001 - the edge of the thread: the trainer gets it
-            rollouts.fail(error)
             if not self._ready.done():
                 self._ready.set_exception(error)
 
@@ -112,7 +109,6 @@ class AgentLoopManager:
             n,
             sampling_of(config, validate=validate, greedy=greedy),
             "val" if validate else "train",
-            self._scorer,
         )
 
 
@@ -130,10 +126,10 @@ def sampling_of(config: Any, *, validate: bool, greedy: bool) -> dict[str, Any]:
     return sampling
 
 
-def _reward_loop(workers: Any) -> Scorer:
+def _reward_loop(workers: Any) -> RewardLoopScore:
     """Returns verl's reward loop; verl itself is imported only where it gives us one."""
     module = importlib.import_module("rollmesh.integrations.verl.rewards")
-    return cast("Scorer", module.RewardLoop(list(workers)).score)
+    return cast("RewardLoopScore", module.RewardLoop(list(workers)).score)
 
 
 def load_runner(name: str, path: str) -> AgentRunner:

@@ -12,7 +12,6 @@ from verl.protocol import DataProto
 from rollmesh.batches import rows_of
 from rollmesh.client import SessionResult
 from rollmesh.integrations.verl.queue import main_last, token_columns
-from rollmesh.runtime.errors import InvalidFieldError
 
 _READ = ("prompts", "responses", "input_ids", "attention_mask", "position_ids")
 
@@ -29,15 +28,10 @@ class RewardLoop:
     ) -> tuple[float, dict[str, Any]]:
         """Returns the reward of a session, and what else the worker said.
 
-        verl scores the last trajectory of a session; the worker gets that one.
-
-        Raises:
-            InvalidFieldError: The session has nothing to train on.
+        verl scores the last trajectory of a session; the worker gets that one. The session must
+        have a trajectory to train on.
         """
-        rows = main_last(rows_of([replace(result, reward=0.0)]))
-        if not rows:
-            raise InvalidFieldError("session", f"{result.session_id} has nothing to train on")
-        columns = token_columns(rows[-1])
+        columns = token_columns(main_last(rows_of([replace(result, reward=0.0)]))[-1])
         tensors = {name: columns[name].unsqueeze(0) for name in _READ}
         said = {
             **prompt,

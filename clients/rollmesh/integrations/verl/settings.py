@@ -1,0 +1,65 @@
+"""The `rollmesh` part of verl's configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollmesh.client import Limits, MeshAddresses, Retries, RolloutSettings
+from rollmesh.integrations.verl.queue import PromptStatus, checked_status
+from rollmesh.runtime.errors import InvalidFieldError
+
+_ADDRESSES = ("router", "gateway", "collector", "sidecar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How prompts are rolled out; the settings without a text are those of `RolloutSettings`."""
+
+    addresses: MeshAddresses
+    runners: dict[str, str]
+    """Functions as `package.module:function`, by agent name."""
+    consumer: str = "verl"
+    """Name at the collector; one for each trainer."""
+    concurrency: int = RolloutSettings.concurrency
+    timeout_s: float = RolloutSettings.timeout_s
+    limits: Limits = field(default_factory=Limits)
+    retries: Retries = field(default_factory=Retries)
+    status: PromptStatus = "any_failed"
+    """When a prompt is a failure."""
+    flat_extra_fields: bool = False
+    """Whether each entry of `extra_fields` is a column as well."""
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            InvalidFieldError: Names the one that is wrong.
+        """
+        checked_status(self.status)
+        RolloutSettings(**self.rollout)
+
+    @property
+    def rollout(self) -> dict[str, Any]:
+        """Keyword arguments of a rollout."""
+        names = ("concurrency", "timeout_s", "limits", "retries")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | None) -> "Settings":
+        """Reads the settings.
+
+        Raises:
+            InvalidFieldError: One is missing, unknown or wrong.
+        """
+        found = {str(name): value for name, value in (config or {}).items()}
+        try:
+            addresses = MeshAddresses(**{name: str(found.pop(name)) for name in _ADDRESSES})
+            return cls(
+                addresses=addresses,
+                runners=dict(found.pop("runners")),
+                limits=Limits(**found.pop("limits", {})),
+                retries=Retries(**found.pop("retries", {})),
+                **found,
+            )
+        except (KeyError, TypeError) as error:
+            raise InvalidFieldError("rollmesh", f"{error}; see docs/trainers.md") from error
