@@ -31,8 +31,8 @@ async def collector(tmp_path: Path) -> AsyncIterator[str]:
 
 def test_the_sync_client_can_all_that_the_async_one_can() -> None:
     free = {"rollout", "rollout_groups"}  # functions that take the async client
-    able = {name for name in vars(Client) if not name.startswith("_")} | free
-    assert {name for name in vars(sync.Client) if not name.startswith("_")} == able
+    able = {name for name in dir(Client) if not name.startswith("_")} | free
+    assert {name for name in dir(sync.Client) if not name.startswith("_")} == able
 
 
 async def test_the_sync_client_reads_a_group_and_acknowledges_it(collector: str) -> None:

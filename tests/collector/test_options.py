@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from rollmesh.client.client import Client
+from rollmesh.client.connections import MeshAddresses
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
-from rollmesh.client.sessions.session import MeshAddresses
 from rollmesh.runtime.errors import (
     ConsumerMovedError,
     ConsumerUnknownError,

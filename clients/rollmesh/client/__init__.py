@@ -1,6 +1,7 @@
 """The SDK for trainers and agent runners."""
 
 from rollmesh.client.client import Client
+from rollmesh.client.connections import MeshAddresses
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
 from rollmesh.client.rollouts.groups import Group, GroupOutcome, SampleOutcome
 from rollmesh.client.rollouts.rollout import Rollout, rollout, rollout_groups
@@ -9,7 +10,7 @@ from rollmesh.client.rollouts.settings import Limits, Retries, RolloutSettings
 from rollmesh.client.rollouts.summary import RolloutSummary
 from rollmesh.client.runners import AgentRunner, register_runner
 from rollmesh.client.sessions.rewards import Rewards
-from rollmesh.client.sessions.session import MeshAddresses, Session
+from rollmesh.client.sessions.session import Session
 from rollmesh.client.sessions.trajectories import Delivery, SessionResult, Trajectory
 from rollmesh.client.sessions.transcripts import Transcript, TranscriptTurn
 from rollmesh.client.sessions.trees import TrajectoryTree

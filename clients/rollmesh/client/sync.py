@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from rollmesh.client import client as async_client
+from rollmesh.client.connections import MeshAddresses
 from rollmesh.client.deliveries.subscription import Subscription as AsyncSubscription
 from rollmesh.client.loop_thread import LoopThread
 from rollmesh.client.rollouts.groups import GroupOutcome
@@ -17,7 +18,7 @@ from rollmesh.client.rollouts.rollout import (
     rollout_groups,
 )
 from rollmesh.client.rollouts.summary import RolloutSummary
-from rollmesh.client.sessions.session import MeshAddresses, Session
+from rollmesh.client.sessions.session import Session
 from rollmesh.client.sessions.trajectories import Delivery, SessionResult
 from rollmesh.client.sessions.transcripts import Transcript
 from rollmesh.client.weights.push import Transfer

@@ -1,1 +1,4 @@
-"""Rollouts: prompts into samples, with attempts, supervision and scoring."""
+"""The rollout engine: samples become groups of sessions, with attempts, time limits and scoring.
+
+May import everything else in `rollmesh.client` except `sync`.
+"""

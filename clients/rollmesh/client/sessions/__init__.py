@@ -1,1 +1,4 @@
-"""Sessions, and what the mesh knows of them: trajectories, trees, tokens, transcripts."""
+"""Sessions, open and closed: opening and closing them, rewards, transcripts, trajectories, trees.
+
+May import `connections` and the modules below it.
+"""

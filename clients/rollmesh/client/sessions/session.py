@@ -1,6 +1,5 @@
-"""Where a mesh is reached, and an open session of it."""
+"""An open session."""
 
-import json
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -8,26 +7,6 @@ from rollmesh.client.sessions.rewards import Rewards
 
 Outcome: TypeAlias = Literal["COMPLETED", "FAILED", "ABORTED"]
 """How a session ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshAddresses:
-    """Where a mesh is reached; `rollmesh up` prints them."""
-
-    router: str
-    """host:port."""
-    gateway: str
-    """host:port."""
-    collector: str
-    """host:port."""
-    sidecar: str
-    """host:port of the OpenAI-compatible HTTP."""
-
-    @classmethod
-    def from_json(cls, text: str) -> "MeshAddresses":
-        """Reads the line that `rollmesh up` prints behind `UP`."""
-        found = json.loads(text)
-        return cls(**{name: found[name] for name in ("router", "gateway", "collector", "sidecar")})
 
 
 @dataclass(slots=True)

@@ -1,1 +1,4 @@
-"""Weights to the engines: pushes of tensors, files and transfers."""
+"""Weights for the engines: pushes of tensors, checkpoints and transfers through the router.
+
+May import `sessions`, `connections`, and the modules below them.
+"""

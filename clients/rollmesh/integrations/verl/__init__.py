@@ -1,1 +1,4 @@
-"""verl: an agent-loop manager, rewards, weights and the rows of its queue."""
+"""verl: its agent loop manager, reward loop and weights, and the rows of its TransferQueue.
+
+`manager` and `weights` are named in verl's configuration; `queue` works without verl.
+"""

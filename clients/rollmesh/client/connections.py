@@ -1,0 +1,95 @@
+"""Where a mesh is reached, and the channels to it."""
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from rollmesh.client.retries import retried
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, request_metadata
+from rollmesh.v1 import collector_pb2_grpc, gateway_pb2_grpc, router_pb2_grpc
+
+CALL_S = 60.0
+"""Time for one call, with its repetitions, seconds."""
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAddresses:
+    """Where a mesh is reached; `rollmesh up` prints them."""
+
+    router: str
+    """host:port."""
+    gateway: str
+    """host:port."""
+    collector: str
+    """host:port."""
+    sidecar: str
+    """host:port of the OpenAI-compatible HTTP."""
+
+    @classmethod
+    def from_json(cls, text: str) -> "MeshAddresses":
+        """Reads the line that `rollmesh up` prints behind `UP`."""
+        found = json.loads(text)
+        return cls(**{name: found[name] for name in ("router", "gateway", "collector", "sidecar")})
+
+
+class Connections:
+    """Connects to each service of a mesh when it is first used; a context."""
+
+    def __init__(self, addresses: MeshAddresses) -> None:
+        """Takes the addresses; connects when first used."""
+        self.addresses = addresses
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __aenter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes the channels."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    @staticmethod
+    async def _repeated(
+        method: Callable[..., Awaitable[_Result]], request: Any, *also: type[RollmeshError]
+    ) -> _Result:
+        """Makes a call that is safe to repeat, and repeats it while the service is away or full.
+
+        Args:
+            method: The stub's method.
+            request: Its request.
+            also: Errors that a repetition may cure, besides those of an absent or full service.
+        """
+        return await retried(
+            lambda timeout_s: method(
+                request, timeout=timeout_s, metadata=request_metadata(), wait_for_ready=True
+            ),
+            CALL_S,
+            *also,
+        )
+
+    def _router(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
+        return router_pb2_grpc.RouterServiceStub(self._channel(self.addresses.router))
+
+    def _collector(self) -> "collector_pb2_grpc.CollectorServiceAsyncStub":
+        return collector_pb2_grpc.CollectorServiceStub(self._channel(self.addresses.collector))
+
+    def _gateway(self) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
+        return gateway_pb2_grpc.GatewayServiceStub(self._channel(self.addresses.gateway))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]
