@@ -68,7 +68,7 @@ async def test_a_later_reward_that_is_no_number_is_named() -> None:
     wrong: Any = "high"
     with pytest.raises(InvalidFieldError) as caught:
         await client().set_rewards("5e55", reward=wrong)
-    assert caught.value.field == "reward"
+    assert caught.value.field == "rewards"
 
 
 @pytest.mark.parametrize(

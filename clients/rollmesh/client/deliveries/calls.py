@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Literal
 
-from rollmesh.client.arguments import filled
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
+from rollmesh.client.sessions.rewards import Rewards
 from rollmesh.client.sessions.trajectories import SessionResult
 from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors
-from rollmesh.v1 import collector_pb2, types_pb2
+from rollmesh.v1 import collector_pb2
 
 _PAGE = 1000
 
@@ -53,7 +53,7 @@ class DeliveryCalls(Connections):
         *,
         reward: float | None = None,
         trajectory_rewards: Mapping[str, float] | None = None,
-        turn_rewards: Mapping[int, float] | None = None,
+        turn_rewards: Mapping[str | int, float] | None = None,
         request_id: str = "",
     ) -> None:
         """Gives a closed session rewards; what is left out stays as it was.
@@ -61,22 +61,19 @@ class DeliveryCalls(Connections):
         Args:
             session_id: The session; waits for a while until the collector has it.
             reward: Of the whole session.
-            trajectory_rewards: By trajectory id; each wins over the session's.
-            turn_rewards: By the node id of the turn.
+            trajectory_rewards: By the ids of `Rewards`; each wins over the session's.
+            turn_rewards: By the ids of `Rewards`.
             request_id: Makes the call repeatable by another process too.
 
         Raises:
             InvalidFieldError: What is given is no reward.
             RollmeshError: The session stays unknown, or lacks the trajectory or turn.
         """
-        rewards = filled(
-            types_pb2.SessionRewards,
-            reward=reward,
-            trajectory_rewards=dict(trajectory_rewards or {}),
-            turn_rewards=dict(turn_rewards or {}),
-        )
+        rewards = Rewards(reward, dict(trajectory_rewards or {}), dict(turn_rewards or {}))
         request = collector_pb2.SetRewardsRequest(
-            session_id=session_id, rewards=rewards, request_id=request_id or uuid.uuid4().hex
+            session_id=session_id,
+            rewards=rewards.to_proto(session_id),
+            request_id=request_id or uuid.uuid4().hex,
         )
         await self._repeated(self._collector().SetRewards, request, SessionUnknownError)
 

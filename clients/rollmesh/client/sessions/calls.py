@@ -69,8 +69,8 @@ class SessionCalls(Connections):
         if not session.closed:
             await self.close_session(session, reward_timeout_ms=reward_timeout_ms)
 
+    @staticmethod
     def session_request(
-        self,
         *,
         group_id: str = "",
         sample_index: int = 0,

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.weights.push import (
     Transfer,
-    forget_weights,
     init_transfers,
     push_weights,
     weights_of,
@@ -56,7 +55,9 @@ class WeightCalls(Connections):
 
     async def forget_weights(self, model: str = "") -> router_pb2.ForgetWeightsResponse:
         """Makes the router forget what was pushed, so that the next push may have any version."""
-        return await forget_weights(self._router(), model)
+        request = router_pb2.ForgetWeightsRequest(model=model)
+        with typed_errors():
+            return await self._router().ForgetWeights(request, timeout=CALL_S)
 
     async def init_weight_transfer(
         self,

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,63 +60,32 @@ async def push_weights(
         pause_mode=chosen("mode", mode, _MODES),
         model=model,
     )
+    chunks: Iterator[bytes] = iter(())
     match weights:
         case Transfer():
-            results = await _push_transfer(stub, weights, header)
+            header.transfer.backend = weights.backend
+            header.transfer.update_json.extend(_json(one, "updates") for one in weights.updates)
         case Path():
-            results = await _push_checkpoint(stub, weights, header)
+            header.checkpoint_dir = str(weights.absolute())  # noqa: ASYNC240 - no disk access
         case Mapping():
-            results = await _push_tensors(stub, weights, header)
+            header.safetensors_bytes, chunks = file_of(weights)
         case _:
             kind = type(weights).__name__
             raise InvalidFieldError("weights", f"is a {kind}; give tensors, a Path or a Transfer")
+    with typed_errors():
+        response = await stub.PushWeights(_requests(header, chunks), timeout=_TIMEOUT_S)
+    results = list(response.results)
     return results if allow_partial else _checked(results)
 
 
-async def _push_tensors(
-    stub: "router_pb2_grpc.RouterServiceAsyncStub",
-    tensors: Mapping[str, Any],
-    header: engine_pb2.UpdateWeightsHeader,
-) -> list[router_pb2.EngineResult]:
-    """Streams tensors as one safetensors file; it is never in memory as a whole."""
-    header.safetensors_bytes, pieces = file_of(tensors)
-
-    async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
-        yield router_pb2.PushWeightsRequest(header=header)
-        # Copying from an accelerator takes its time: it must not hold up the event loop.
-        while piece := await asyncio.to_thread(next, pieces, b""):
-            yield router_pb2.PushWeightsRequest(safetensors_chunk=piece)
-
-    return await _push(stub, parts())
-
-
-async def _push_checkpoint(
-    stub: "router_pb2_grpc.RouterServiceAsyncStub",
-    directory: Path,
-    header: engine_pb2.UpdateWeightsHeader,
-) -> list[router_pb2.EngineResult]:
-    """Names a directory that every engine can read."""
-    header.checkpoint_dir = str(directory.absolute())  # noqa: ASYNC240 - no disk access
-
-    async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
-        yield router_pb2.PushWeightsRequest(header=header)
-
-    return await _push(stub, parts())
-
-
-async def _push_transfer(
-    stub: "router_pb2_grpc.RouterServiceAsyncStub",
-    transfer: Transfer,
-    header: engine_pb2.UpdateWeightsHeader,
-) -> list[router_pb2.EngineResult]:
-    """Tells every engine what the trainer sends; returns when all have it, or have failed."""
-    header.transfer.backend = transfer.backend
-    header.transfer.update_json.extend(_json(update, "updates") for update in transfer.updates)
-
-    async def parts() -> AsyncIterator[router_pb2.PushWeightsRequest]:
-        yield router_pb2.PushWeightsRequest(header=header)
-
-    return await _push(stub, parts())
+async def _requests(
+    header: engine_pb2.UpdateWeightsHeader, chunks: Iterator[bytes]
+) -> AsyncIterator[router_pb2.PushWeightsRequest]:
+    """Yields the header, then the file, of which only a chunk is in memory at a time."""
+    yield router_pb2.PushWeightsRequest(header=header)
+    # Copying from an accelerator takes time: a thread does it, not the event loop.
+    while chunk := await asyncio.to_thread(next, chunks, b""):
+        yield router_pb2.PushWeightsRequest(safetensors_chunk=chunk)
 
 
 async def init_transfers(
@@ -155,24 +124,6 @@ def _json(value: Any, field: str) -> str:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise InvalidFieldError(field, f"cannot be sent as JSON: {error}") from error
-
-
-async def _push(
-    stub: "router_pb2_grpc.RouterServiceAsyncStub",
-    parts: AsyncIterator[router_pb2.PushWeightsRequest],
-) -> list[router_pb2.EngineResult]:
-    with typed_errors():
-        response = await stub.PushWeights(parts, timeout=_TIMEOUT_S)
-    return list(response.results)
-
-
-async def forget_weights(
-    stub: "router_pb2_grpc.RouterServiceAsyncStub", model: str
-) -> router_pb2.ForgetWeightsResponse:
-    """Makes the router forget what was pushed; see `Client.forget_weights`."""
-    request = router_pb2.ForgetWeightsRequest(model=model)
-    with typed_errors():
-        return await stub.ForgetWeights(request, timeout=_TIMEOUT_S)
 
 
 def weights_of(response: router_pb2.ListReplicasResponse, model: str) -> router_pb2.ModelWeights:
