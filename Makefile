@@ -147,6 +147,8 @@ docs-generate: .venv/.ready ## Makes the generated pages again: settings, errors
 	.venv/bin/python -m scripts.pages.configuration > docs/configuration.md
 	.venv/bin/python -m scripts.pages.errors > docs/errors.md
 	.venv/bin/python -m scripts.curve
+	.venv/bin/python -m tests.chat.parsing.page > docs/parsers.md
+	.venv/bin/python -m tests.chat.families > docs/templates.md
 
 # --- checks ----------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ def page() -> str:
 def _row(reason: str, one: type[RollmeshError]) -> str:
     error = one.__new__(one)
     RollmeshError.__init__(error, "")
-    code, status = one.code.name, ""
+    code, status = one.code, ""
     if isinstance(error, RemoteError):
         code = "any"
     elif one.__module__.startswith(("rollmesh.runtime", "rollmesh.sidecar")):

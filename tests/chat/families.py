@@ -154,8 +154,8 @@ def _row(name: str, template: ModelTemplate, tokenizer: ModelTokenizer) -> str:
         return f"| {name} | refused | | {_cell(str(error))} |"
     findings = "; ".join(sorted(profile.findings))
     refused = "; ".join(f"no {order}" for order in sorted(profile.refused))
-    seen = f"{profile.verified} whole"
-    seen += f", {profile.kept} behind the last answer" if profile.kept else ""
+    seen = f"{profile.verified} complete"
+    seen += f", {profile.kept} after the last answer" if profile.kept else ""
     said = "; ".join(filter(None, (findings, refused)))
     return f"| {name} | {profile.kind} | {seen} | {_cell(said)} |"
 
@@ -175,60 +175,65 @@ def document() -> str:
 _HEAD = """\
 # Chat templates
 
-When a gateway starts it probes the model's chat template over some fifty conversations, with and
-without tools, and compares the pieces it would give the engine with the template's own render, as
-text and as token ids. What it found is in `GetGatewayInfo` and in the report of `rollmesh
-template check MODEL_DIR`.
+A gateway continues a session's tokens without tokenising the past again. For that it must know what
+the model's chat template does to earlier messages. When it starts, it probes the template with some
+fifty conversations, with and without tools, and compares its own pieces with the template's render,
+as text and as token ids. `GetGatewayInfo` and `rollmesh template check MODEL_DIR` show the result:
 
 - **append-only**: a longer conversation begins with the shorter one, in all orders of roles.
-- **append-only except**: the same, but for what the last column names.
-- **rewrites**: the template prints plain answers of earlier turns otherwise than they were
-  sampled behind its own generation prompt (most often because that prompt opens a `<think>` which
-  the history leaves out).
+- **append-only except**: the same, except for what the last column names.
+- **rewrites**: the template prints plain answers of earlier turns differently from how they were
+  sampled after its own generation prompt, usually because that prompt opens a `<think>` which the
+  history leaves out.
 
-In every case the session *keeps* what was sampled: earlier tokens stay as they are, and what a
-turn adds is exactly what the template prints behind the last answer. A turn carries
-`TEMPLATE_REWRITE` exactly where the ids of its prompt are not those of the template's own render:
-earlier reasoning is dropped, blanks are stripped, a call's arguments are spelt otherwise, or what
-was sampled is not how the tokenizer cuts the same text. That is compared turn by turn. Behind an
-append-only template each answer is looked at once; others are rendered in full for each turn, and
-only what is new, or differs, is tokenised. With `--history=rewrite` such a turn goes on from what
-the template prints instead, id for id, on a new branch. "Whole" counts the probes
-where that is the template's whole render; "behind the last answer" those where only the new part
-is. An order of roles in the last column ("no assistant, tool") is refused with a 400 when a
-request needs it; a template that cannot be continued at all is refused when the gateway starts.
-"No start, assistant" says that an agent may not greet first, "no first system, assistant" that it
-may not behind a system message. A conversation that ends with an assistant message gets another
-answer behind that one, where the template has it so: what stands there is ended, not gone on with
-(`continue_final_message` is refused with a 400).
+## What a session keeps
 
-"Strips earlier answers" is no rewriting of all: only an answer that was sampled with blanks at an
-end, which the template takes off, is concerned. Its tokens stay too, blanks included, and the turns
-behind it carry `TEMPLATE_REWRITE`, because the context is not what the template would print.
-Which blanks those are is probed. An echo without the blanks
-is a `LENIENT_ECHO` beside.
+Sampled tokens always stay as they are, and a turn adds exactly what the template prints after the
+last answer. A turn carries `TEMPLATE_REWRITE` if the ids of its prompt differ from the template's
+own render: earlier reasoning is dropped, whitespace is stripped, a call's arguments are spelt
+differently, or the tokenizer would cut the sampled text differently. With `--history=rewrite` such
+a turn continues from the template's render instead, id for id, on a new branch.
 
-Where answers have no end of their own (GLM), the model stops at the header of the next turn and so
-samples it. That token stays, trained as it was sampled, and what follows does not print it again.
-When another turn follows than the one whose header was sampled (a tool result behind `<|user|>`),
-both headers stand in the context, as the engine sees it, and the turn carries `TEMPLATE_REWRITE`.
+With an append-only template each answer is compared once. Other templates are rendered in full for
+each turn, and only what is new or different is tokenised.
 
-A model stops where its template ends an answer, which is not always where it ends a message.
-Harmony (gpt-oss) ends each message of an answer with `<|end|>`, and in the history the answer too;
-the model samples `<|return|>`, or `<|call|>` behind a call, and stops at these alone. A model whose
-`generation_config.json` stops it inside of its own answers is refused when the gateway starts.
-Gemma 4 ends a call with the `<|tool_response>` that begins the result; where the model sampled
-another end, or was cut, that token is added. Its template prints text beside a call behind the
-call's results: text that was sampled there stays where it was, and an agent's own message of that
-kind is refused with a 400. With `--history=rewrite` a session keeps such text too.
+**Strips earlier answers.** The template strips whitespace at the ends of answers. It matters only
+for an answer that was sampled with such whitespace: its tokens stay, and the turns after it carry
+`TEMPLATE_REWRITE`. An echo without the whitespace is also a `LENIENT_ECHO`.
 
-Ids of tool calls count where the template prints them: a message with another id is another
-message there, and a call has the id that the model sampled. Elsewhere they are ignored.
+**Answers without an end of their own** (GLM). The model stops at the header of the next turn and so
+samples it. That token stays and is trained; the next turn does not print it again. If a different
+turn follows than the one whose header was sampled (a tool result after `<|user|>`), both headers
+are in the context and the turn carries `TEMPLATE_REWRITE`.
 
-The table is made by `python -m tests.chat.families` from the {count} templates in the `trl`
-package, each with a byte-level tokenizer made for it; {refused} of them are refused. A test
-compares it with what the code finds, and all that are not refused with transformers' own rendering
-of other conversations.
+**Where an answer stops.** Harmony (gpt-oss) ends each message of an answer with `<|end|>`, and in
+the history the answer too, but the model samples `<|return|>`, or `<|call|>` after a call, and
+stops only there. A model whose `generation_config.json` stops it inside its own answers is refused
+at start. Gemma 4 ends a call with the `<|tool_response>` that begins the result; if the model
+sampled another end, or was cut, that token is added. Its template prints text beside a call after
+the call's results: sampled text stays where it was, also with `--history=rewrite`, and an agent's
+own message of that kind is refused with a 400.
+
+**Ids of tool calls** count where the template prints them: a message with another id is another
+message, and a call has the id that the model sampled. Elsewhere they are ignored.
+
+## What is refused
+
+A template that cannot be continued at all is refused when the gateway starts. An order of roles in
+the last column is refused with a 400 when a request needs it. "No assistant, tool" means that no
+tool result may follow an assistant message; "no start, assistant" that an agent may not greet
+first; "no first system, assistant" that it may not do so after a system message.
+
+A conversation that ends with an assistant message gets another answer after it, where the template
+allows that. Continuing the message itself (`continue_final_message`) is refused.
+
+## Templates
+
+These are the {count} templates of the `trl` package, each with a byte-level tokenizer made for it;
+{refused} of them are refused. "Complete" counts probes where the gateway's pieces are the
+template's complete render; "after the last answer" those where only the new part is. A test
+compares the table with the code, and the gateway's prompts with transformers' render of other
+conversations.
 
 | template | profile | verified | what it does, what is refused |
 |---|---|---|---|
@@ -237,21 +242,21 @@ of other conversations.
 _MISTRAL = """
 ## Models without a chat template
 
-Mistral's own files (`tekken.json`, `tokenizer.model.v*`) bring none: their conversations are
-encoded by the `mistral_common` package (`pip install 'rollmesh[gateway-mistral]'`). The gateway
-uses it for a model directory that has such a file and no chat template, as vLLM's
-`--tokenizer-mode mistral` does. What a message says is tokenised alone and can spell no control
-token; what stands behind the last answer is what the package gives.
+Mistral's own files (`tekken.json`, `tokenizer.model.v*`) contain no template. The gateway encodes
+their conversations with the `mistral_common` package (`pip install 'rollmesh[gateway-mistral]'`),
+for a model directory that has such a file and no chat template, as vLLM's `--tokenizer-mode
+mistral` does. The text of a message is tokenised alone and can spell no control token; the part
+after the last answer is what the package returns.
 
-- Up to v3 the first system message stands in the *last* user turn, up to v11 the tools stand in
-  front of it: both move when the conversation goes on. A session keeps those that were there when
-  an answer was sampled, and prints them again where the package does, in the new user turn.
-- Two user messages in a row are one to the package, so a second one is refused with a 400.
-- With `--history=rewrite` the gateway does not start where a turn moves or repeats what stood
-  before: the package would print all of it otherwise, not only the answers.
+- Up to v3 the first system message is in the *last* user turn, and up to v11 the tools are in front
+  of it: both move as the conversation continues. A session keeps those that were there when an
+  answer was sampled, and prints them again in the new user turn, as the package does.
+- The package merges two consecutive user messages, so a second one is refused with a 400.
+- With `--history=rewrite` the gateway does not start if a turn moves or repeats earlier parts: the
+  package would print the complete history differently, not only the answers.
 
-The table is made from all files of the package, and for v11 and v13, of which it has none, from
-files made for it. The test's reference is the package's own `encode_chat_completion`.
+The table has all files of the package, and files made for v11 and v13, which the package lacks. The
+reference is the package's own `encode_chat_completion`.
 
 | tokenizer | profile | verified | what it does, what is refused |
 |---|---|---|---|

@@ -6,6 +6,7 @@ from rollmesh.runtime.config import describe
 from rollmesh.runtime.errors import RollmeshError
 from scripts.curve import CURVE, TABLE, draw, measured
 from scripts.pages import configuration, errors
+from tests.chat.parsing import page as parsers
 from tests.paths import ROOT
 
 AGAIN = "run `make docs-generate`"
@@ -23,6 +24,10 @@ def test_every_setting_says_what_it_is() -> None:
     for service, config in configuration.CONFIGS.items():
         for setting in describe(config, service):
             assert setting.doc, setting.variable
+
+
+def test_the_page_of_parsers_is_current() -> None:
+    assert (ROOT / "docs" / "parsers.md").read_text("utf-8") == parsers.document(), AGAIN
 
 
 def test_every_reason_says_what_to_do() -> None:

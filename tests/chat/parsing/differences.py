@@ -278,109 +278,115 @@ def _first_list(pair: Pair) -> bool:
 
 
 CLASSES: dict[str, tuple[Callable[[Pair], bool], str]] = {
-    "not all a list": (
+    "part of a list": (
         _not_all_a_list,
-        "vLLM reads a list of Python calls only where it is the whole answer, marks left out, and "
-        "every part of it is right; else all is text, without some of the marks. For us each call "
-        "that is whole, of a list at the beginning or behind its mark, is one; the rest is text, "
-        "flagged where it stands in the list.",
+        "vLLM reads a list of Python calls only if it is the complete answer and every "
+        "element is valid; otherwise everything is text, without some of the delimiters. Here"
+        " each complete call of a list at the beginning, or after its delimiter, is a call; "
+        "the rest is text, flagged if it stands in the list.",
     ),
     "text around calls": (
         _text_around,
-        "The calls are the same; vLLM drops text in front of, between or behind them. It was "
-        "sampled, may have been streamed, and the next prompt contains it: it stays.",
+        "The calls are equal, but vLLM drops text before, between or after them. The text was"
+        " sampled, may have been streamed, and is part of the next prompt, so it stays.",
     ),
-    "cut inside a mark": (
+    "cut inside a delimiter": (
         _mark_cut,
-        "The answer ends with a part of a mark, which vLLM drops. Nobody can know what it was.",
+        "The answer ends with a part of a delimiter, which vLLM drops. It cannot be known "
+        "what it would have become, so it stays text.",
     ),
-    "marks around calls": (
+    "delimiters around calls": (
         _marks_around,
-        "No call is whole. vLLM gives the whole answer; we leave the section's marks out, which "
-        "had to be taken for such before it was known that no call is whole.",
+        "No call is complete. vLLM returns the complete answer; these parsers omit the "
+        "delimiters of the section, which had to be recognised before it was known that no "
+        "call is complete.",
     ),
     "text lost with the calls": (
         _lead_lost,
-        "No call is whole, and the answer is text for both, but vLLM leaves out what stands in "
-        "front of the call, its mark or its body; we give it all, and flag it.",
+        "No call is complete and the answer is text for both, but vLLM omits the text before "
+        "the call, its delimiter, or its body. Here all of it is returned and flagged.",
     ),
     "spelling of values": (
         _spelling,
-        "Tagged values that are no JSON (`+5`, `007`), or do not fit the schema (`4.0` for an "
-        "array or a boolean): vLLM converts as Python does, and to types that the schema does not "
-        "allow. What does not fit as JSON stays the text that was sampled; of Python's words we "
-        "read `True`, `False`, `None` where the schema allows their values.",
+        "Tagged values that are not JSON (`+5`, `007`) or do not fit the schema (`4.0` for an"
+        " array or a boolean): vLLM converts them as Python does, also to types that the "
+        "schema does not allow. Here a value that does not fit stays the sampled text; of "
+        "Python's words, `True`, `False` and `None` are read where the schema allows their "
+        "values.",
     ),
     "line break between texts": (
         _line_break,
-        "vLLM puts a line break between the text in front of the calls and the text behind them. "
-        "Ours is what was sampled.",
+        "vLLM puts a line break between the text before the calls and the text after them. "
+        "Here the text is what was sampled.",
     ),
     "cut inside a header": (
         _header_cut,
-        "The answer ends within the header of a message, which vLLM gives as text.",
+        "The answer ends within the header of a message, which vLLM returns as text.",
     ),
     "second list": (
         _first_list,
-        "vLLM reads the first of two marked lists of LFM2, and drops what stands between them.",
+        "vLLM reads the first of two delimited lists of LFM2 and drops the text between them.",
     ),
-    "mark inside a string": (
+    "delimiter inside a string": (
         _mark_in_string,
-        "An argument contains text that looks like a mark. vLLM's regular expressions end the call "
-        "there; we know what is a string.",
+        "An argument contains text that looks like a delimiter. vLLM's regular expressions "
+        "end the call there; these parsers know where strings end.",
     ),
-    "mark inside a name": (
+    "delimiter inside a name": (
         _mark_in_name,
-        "An opening mark was sampled twice, or a closing one is missing. vLLM makes it part of the "
-        "tool's name; for us it is text, flagged, and the call behind it counts.",
+        "An opening delimiter was sampled twice, or a closing one is missing. vLLM makes it "
+        "part of the tool's name. Here it is text, flagged, and the call after it counts.",
     ),
     "no key for arguments": (
         _no_key,
-        'A call like `{"name": "g"}`, for a tool without parameters, is one, with `{}`.',
+        'A call like `{"name": "g"}`, for a tool without parameters, is a call with `{}`.',
     ),
     "no section around calls": (
         _no_section,
-        "The mark that begins the section of calls is missing or spoiled; each call has marks of "
-        "its own, all there.",
+        "The delimiter that begins the section of calls is missing or broken, but each call "
+        "has its own delimiters.",
     ),
-    "blanks between marks": (
+    "whitespace between delimiters": (
         _lines,
-        "vLLM's expressions for DeepSeek do not match arguments over several lines, other blanks "
-        "than the template's, or CRLF: the call is lost, from the text too.",
+        "vLLM's expressions for DeepSeek do not match arguments over several lines, "
+        "whitespace that differs from the template's, or CRLF. The call is lost, from the "
+        "text too.",
     ),
     "broken call dropped": (
         _dropped,
-        "What is no whole call is in neither vLLM's calls nor its text. We keep it as text: the "
-        "agent sees what the model did.",
+        "An incomplete call is neither in vLLM's calls nor in its text. Here it stays text, "
+        "so the agent sees what the model did.",
     ),
     "unknown or missing name": (
         _names,
-        "vLLM passes on calls of tools that were not offered, or have no name. They stay text and "
-        "are flagged, so that agents meet only tools that they have.",
+        "vLLM passes on calls of tools that were not offered or have no name. Here they stay "
+        "text and are flagged, so agents receive only calls of tools they have.",
     ),
     "next call swallowed": (
         _swallowed,
-        "A call lacks its closing mark. vLLM takes the next one into its arguments, which are then "
-        "no JSON, or drops it; we end it where the next begins, and flag it.",
+        "A call lacks its closing delimiter. vLLM takes the next call into its arguments, "
+        "which are then not JSON, or drops it. Here it ends where the next begins, and is "
+        "flagged.",
     ),
-    "arguments that are no object": (
+    "arguments that are not an object": (
         _no_object,
-        "The API wants an object. vLLM passes on null, numbers, lists, or text that is no JSON at "
-        "all; for us it is text, flagged.",
+        "The API requires an object. vLLM passes on null, numbers, lists, or text that is not"
+        " JSON. Here it is text, flagged.",
     ),
     "broken inside the arguments": (
         _broken_off,
-        "The call had begun to leave when it broke: it stays a call with what was sampled, and is "
-        "flagged.",
+        "The call had begun to stream when it broke, so it stays a call with what was "
+        "sampled, and is flagged.",
     ),
-    "one spoils all": (
+    "one call spoils all": (
         _all_or_nothing,
-        "One call is not whole and vLLM gives all as text. The others are whole: they are calls.",
+        "One call is incomplete and vLLM returns everything as text. The others are complete,"
+        " so here they are calls.",
     ),
-    "mark missing or doubled": (
+    "delimiter missing or doubled": (
         _unclosed,
-        "A call is whole but for a closing mark that is missing, or an opening one too many, and "
-        "vLLM loses it, from the text too. Ours is a call, flagged.",
+        "A call is complete except for a missing closing delimiter or a surplus opening one, "
+        "and vLLM loses it, from the text too. Here it is a call, flagged.",
     ),
     "second array": (
         _first_array,
@@ -388,18 +394,20 @@ CLASSES: dict[str, tuple[Callable[[Pair], bool], str]] = {
     ),
     "JSON in prose": (
         _in_prose,
-        "A Llama answer that begins with prose. vLLM takes any JSON in it for calls, but only when "
-        "it does not stream; streaming it does as we do: calls stand at the beginning, or behind "
-        "`<|python_tag|>`. Other JSON is part of the prose, and has been streamed as such.",
+        "A Llama answer that begins with prose. vLLM takes any JSON in it for calls, but only"
+        " without streaming; when it streams it does as these parsers do: calls stand at the "
+        "beginning or after `<|python_tag|>`. Other JSON is part of the prose, and has been "
+        "streamed as such.",
     ),
     "completed": (
         _completed,
-        "A call breaks off or is spoiled, and vLLM passes on what it found of its arguments, often "
-        "`{}`: the agent would run another call than the model wrote. It is text, flagged.",
+        "A call breaks off and vLLM passes on the arguments it found, often `{}`, so the "
+        "agent would run a call that the model did not write. Here it is text, flagged.",
     ),
     "arguments of two calls": (
         _merged,
-        "A call lacks its end and vLLM puts the next one's arguments into it. Ours is text, "
-        "flagged, and the next one counts.",
+        "A call lacks its end and vLLM puts the next call's arguments into it. Here it is "
+        "text, flagged, and the next one counts.",
     ),
 }
+"""Differences in the order in which they are looked for: the predicate, and what happens."""
