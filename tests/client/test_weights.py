@@ -17,20 +17,23 @@ from rollmesh.client import Client, Transfer, WeightsPushError
 from rollmesh.client.weights.tensors import CHUNK_BYTES, file_of
 from rollmesh.runtime.errors import (
     InvalidFieldError,
+    InvalidWeightsError,
     RemoteError,
     RollmeshError,
     StaleVersionError,
 )
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
+from rollmesh.runtime.rpc.statuses import to_status
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.client.conftest import addresses_of
+from tests.router.engines import reason_of
 
 
 class PushRouter(router_pb2_grpc.RouterServiceServicer):
     """Takes pushes and answers as a test says."""
 
     def __init__(self) -> None:
-        self.header = engine_pb2.UpdateWeightsHeader()
+        self.header = router_pb2.PushWeightsHeader()
         self.chunks: list[bytes] = []
         self.init = router_pb2.InitWeightTransfersRequest()
         self.results = [router_pb2.EngineResult(engine_id="e1")]
@@ -150,22 +153,22 @@ async def test_torch_tensors_keep_their_type() -> None:
 async def test_an_engine_that_failed_raises_unless_partial_is_allowed() -> None:
     router = push_router()
     router.results.append(
-        router_pb2.EngineResult(engine_id="e2", error_reason="INVALID_WEIGHTS", error_message="no")
+        router_pb2.EngineResult(engine_id="e2", status=to_status(InvalidWeightsError("w", "no")))
     )
     tensors = {"w": np.zeros(1, np.float32)}
     async with pushing(router) as client:
-        with pytest.raises(WeightsPushError, match="e2: no") as caught:
+        with pytest.raises(WeightsPushError, match="e2: w: no") as caught:
             await client.push_weights(tensors, 1)
         assert [result.engine_id for result in caught.value.results] == ["e1", "e2"]
         results = await client.push_weights(tensors, 1, allow_partial=True)
-        assert [result.error_reason for result in results] == ["", "INVALID_WEIGHTS"]
+        assert [reason_of(result) for result in results] == ["", "INVALID_WEIGHTS"]
 
 
 async def test_a_checkpoint_is_named_and_not_sent() -> None:
     router = push_router()
     async with pushing(router) as client:
         await client.push_weights(Path("/models/step-5"), 5, mode="wait")
-    assert router.header == engine_pb2.UpdateWeightsHeader(
+    assert router.header == router_pb2.PushWeightsHeader(
         policy_version=5, pause_mode=engine_pb2.PAUSE_MODE_WAIT, checkpoint_dir="/models/step-5"
     )
     assert router.chunks == []
@@ -175,7 +178,7 @@ async def test_a_transfer_is_described_and_not_sent() -> None:
     router = push_router()
     async with pushing(router) as client:
         await client.push_weights(Transfer("nccl", [{"names": ["a"]}, [{}, {}]]), 6, mode="abort")
-    assert router.header == engine_pb2.UpdateWeightsHeader(
+    assert router.header == router_pb2.PushWeightsHeader(
         policy_version=6,
         pause_mode=engine_pb2.PAUSE_MODE_ABORT,
         transfer=engine_pb2.WeightTransfer(
@@ -189,8 +192,8 @@ async def test_an_engine_is_told_all_of_the_init_with_what_is_its_own_instead() 
     router, info = push_router(), {"master_port": 7, "rank_offset": 1}
     async with pushing(router) as client:
         await client.init_weight_transfer("nccl", info, {"e2": {"rank_offset": 5}})
-    assert router.init.request.backend == "nccl"
-    assert json.loads(router.init.request.init_json) == info
+    assert router.init.backend == "nccl"
+    assert json.loads(router.init.init_json) == info
     (own,) = router.init.engines
     assert own.engine_id == "e2"
     assert json.loads(own.init_json) == {"master_port": 7, "rank_offset": 5}

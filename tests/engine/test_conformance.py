@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from rollmesh.gateway.turns.engines import SampledTokens
 from rollmesh.runtime.errors import (
     InvalidConstraintError,
     InvalidFieldError,
     InvalidWeightsError,
+    ModelMismatchError,
     RequestIdInUseError,
     StaleVersionError,
 )
@@ -44,7 +46,7 @@ class Result:
     def spans(self) -> list[tuple[int, int, int]]:
         return [(s.policy_version, s.start, s.end) for s in self.finish.version_spans]
 
-    def take(self, response: engine_pb2.GenerateResponse) -> None:
+    def take(self, response: SampledTokens) -> None:
         self.messages += 1
         ids = np.frombuffer(response.token_ids_u32le, "<u4").tolist()
         if response.top_ids_u32le:
@@ -67,27 +69,33 @@ class Engine:
         self.weights = weights
         self._next = 0
 
-    def request(self, count: int, chunk: int, **fields: Any) -> engine_pb2.GenerateRequest:
+    def request(self, count: int, chunk: int, **fields: Any) -> engine_pb2.StreamGenerateRequest:
+        """Asks for so many tokens, in messages of at most `chunk`; 0 asks for one answer."""
         self._next += 1
         sampling = fields.pop("sampling", {})
         given: dict[str, Any] = {
             "request_id": f"r{self._next}",
             "token_ids_u32le": PROMPT.tobytes(),
-            "max_chunk_tokens": chunk,
             **fields,
         }
         limits = types_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
-        return engine_pb2.GenerateRequest(**given, sampling=limits)
+        return engine_pb2.StreamGenerateRequest(
+            generate=engine_pb2.GenerateRequest(**given, sampling=limits), max_chunk_tokens=chunk
+        )
 
-    async def generate(self, request: engine_pb2.GenerateRequest) -> Result:
+    async def generate(self, request: engine_pb2.StreamGenerateRequest) -> Result:
         result = Result()
+        if not request.max_chunk_tokens:
+            with typed_errors():
+                result.take(await self.stub.Generate(request.generate, timeout=120))
+            return result
         async with asyncio.timeout(120), aclosing(self.stream(request)) as responses:
             async for response in responses:
                 result.take(response)
         return result
 
-    def stream(self, request: engine_pb2.GenerateRequest) -> Any:
-        return read_stream(self.stub.Generate(request))
+    def stream(self, request: engine_pb2.StreamGenerateRequest) -> Any:
+        return read_stream(self.stub.StreamGenerate(request))
 
     async def info(self) -> engine_pb2.GetInfoResponse:
         info: engine_pb2.GetInfoResponse = await self.stub.GetInfo(engine_pb2.GetInfoRequest())
@@ -239,9 +247,11 @@ async def test_abort_gives_what_there_is(engine: Engine) -> None:
         async for response in responses:
             result.take(response)
             if result.messages == 3:
-                abort = engine_pb2.AbortRequest(request_ids=[request.request_id, "unknown"])
+                abort = engine_pb2.AbortRequest(
+                    request_ids=[request.generate.request_id, "unknown"]
+                )
                 aborted = await engine.stub.Abort(abort)
-                assert list(aborted.request_ids) == [request.request_id]
+                assert list(aborted.request_ids) == [request.generate.request_id]
     assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
     assert 3 <= len(result.ids) == len(result.logprobs) < LONG
     assert result.spans[-1][2] == len(result.ids)
@@ -273,6 +283,7 @@ async def test_a_running_id_is_refused(engine: Engine) -> None:
             "token_ids_u32le",
         ),
         ({"request_id": ""}, "INVALID_FIELD", "request_id"),
+        ({"model": "another"}, "MODEL_MISMATCH", "model"),
         ({"sampling": {"temperature": -1.0}}, "INVALID_SAMPLING", "sampling.temperature"),
         ({"sampling": {"top_p": float("nan")}}, "INVALID_SAMPLING", "sampling.top_p"),
         ({"sampling": {"stop_token_ids": [9999]}}, "INVALID_SAMPLING", "sampling.stop_token_ids"),
@@ -330,6 +341,23 @@ async def test_the_context_limit_is_a_length(engine: Engine) -> None:
     result = await engine.generate(engine.request(100, 0, token_ids_u32le=prompt))
     assert len(result.ids) == 4
     assert result.finish.reason == types_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_pause_that_is_repeated_after_a_resume_pauses_nothing(engine: Engine) -> None:
+    pause = engine_pb2.PauseRequest(mode=KEEP, request_id="pause")
+    await engine.stub.Pause(pause)
+    await engine.stub.Resume(engine_pb2.ResumeRequest())
+    await engine.stub.Pause(pause)
+    assert not (await engine.info()).paused
+
+
+@pytest.mark.parametrize(
+    "method", ["Abort", "Pause", "Resume", "Sleep", "WakeUp", "ResetPrefixCache"]
+)
+async def test_a_call_that_means_another_model_is_refused(engine: Engine, method: str) -> None:
+    request = getattr(engine_pb2, f"{method}Request")(model="another")
+    with pytest.raises(ModelMismatchError), typed_errors():
+        await getattr(engine.stub, method)(request)
 
 
 async def test_paused_requests_wait_and_go_on(engine: Engine) -> None:

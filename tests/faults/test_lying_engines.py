@@ -33,11 +33,6 @@ async def nan(request: engine_pb2.GenerateRequest) -> Answers:
     yield answer(request, float("nan"))
 
 
-async def twice(request: engine_pb2.GenerateRequest) -> Answers:
-    yield answer(request, -0.5)
-    yield answer(request, -0.5)
-
-
 async def nothing(request: engine_pb2.GenerateRequest) -> Answers:
     await asyncio.Event().wait()
     yield answer(request, -0.5)
@@ -85,7 +80,6 @@ async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
         (nan, True, "NaN"),
         (nothing, True, "says nothing"),
         (nothing, False, "says nothing"),
-        (twice, False, "says nothing"),
     ]
     async with lying_mesh(tmp_path, tokenizer_dir) as mesh:
         for lie, stream, why in lies:

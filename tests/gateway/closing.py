@@ -36,6 +36,7 @@ def write_closed(
     close = Close(
         spec.session_id,
         COMPLETED.SerializeToString(),
+        b"",
         1,
         record_bytes(session) if size is None else size,
         trajectory_ends(session),

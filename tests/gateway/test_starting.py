@@ -25,6 +25,6 @@ async def test_a_call_before_the_sessions_are_rebuilt_is_told_to_come_again() ->
                 await stub.CreateSession(gateway_pb2.CreateSessionRequest())
             assert refused.value.retry_delay_ms
             with pytest.raises(StartingError), typed_errors():
-                await stub.Chat(gateway_pb2.ChatRequest(session_id="s", messages=[ASK])).read()
+                await stub.Chat(gateway_pb2.ChatRequest(session_id="s", messages=[ASK]))
     finally:
         await server.stop(0)

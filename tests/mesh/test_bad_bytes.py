@@ -35,6 +35,12 @@ _HEADER = engine_pb2.UpdateWeightsHeader(
     safetensors_bytes=8,
     model="policy",
 )
+_PUSH = router_pb2.PushWeightsHeader(
+    policy_version=7,
+    pause_mode=engine_pb2.PAUSE_MODE_KEEP,
+    safetensors_bytes=8,
+    model="policy",
+)
 FIRST: dict[str, Message] = {
     "Register": router_pb2.RegisterRequest(
         hello=router_pb2.ReplicaHello(
@@ -45,7 +51,7 @@ FIRST: dict[str, Message] = {
         )
     ),
     "Dispatch": router_pb2.DispatchRequest(hello=router_pb2.DispatchHello(gateway_id="stranger")),
-    "PushWeights": router_pb2.PushWeightsRequest(header=_HEADER),
+    "PushWeights": router_pb2.PushWeightsRequest(header=_PUSH),
     "UpdateWeights": engine_pb2.UpdateWeightsRequest(header=_HEADER),
     "Subscribe": collector_pb2.SubscribeRequest(
         hello=collector_pb2.SubscribeHello(

@@ -24,8 +24,7 @@ async def chat(stub: "Stub", session_id: str, key: str) -> None:
     ask = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="plain")
     request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ask])
     with typed_errors():
-        async for _ in stub.Chat(request, timeout=30):
-            pass
+        await stub.Chat(request, timeout=30)
 
 
 async def close(stub: "Stub", session_id: str, key: str) -> None:

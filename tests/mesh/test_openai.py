@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, SessionResult
+from rollmesh.v1 import server_pb2
 from tests.meshes import Mesh, scripted_mesh
 
 TOOLS: list[Any] = [
@@ -63,6 +64,17 @@ async def ask(agent: AsyncOpenAI, *messages: Any, **fields: Any) -> Any:
 async def streamed(agent: AsyncOpenAI, *messages: Any, **fields: Any) -> list[Any]:
     stream = await ask(agent, *messages, stream=True, **fields)
     return [chunk async for chunk in stream]
+
+
+async def test_the_sdk_reads_what_the_servers_are(mesh: Mesh) -> None:
+    async with mesh.client() as client:
+        infos = await client.server_infos()
+    assert {name: info.service for name, info in infos.items()} == {
+        "router": "rollmesh.v1.RouterService",
+        "gateway": "rollmesh.v1.GatewayService",
+        "collector": "rollmesh.v1.CollectorService",
+    }
+    assert server_pb2.CAPABILITY_TOOL_CALLS in infos["gateway"].capabilities
 
 
 async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(mesh: Mesh) -> None:

@@ -10,9 +10,15 @@ import grpc
 from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.errors import InvalidWeightsError
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
+from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 Answers: TypeAlias = AsyncIterator[engine_pb2.GenerateResponse]
+
+
+def reason_of(result: router_pb2.EngineResult) -> str:
+    """The reason of an engine's error; empty where it did what was asked."""
+    return from_status(result.status).reason if result.status.code else ""
 
 
 class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
@@ -34,10 +40,14 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         """Set while it answers; cleared, updates get no answer."""
         self.hangs.set()
 
-    async def Generate(self, request: Any, context: Any) -> Answers:
+    async def Generate(self, request: Any, context: Any) -> Any:
         assert self.answers is not None
-        async for answer in self.answers(request):
-            yield answer
+        return await anext(self.answers(request))
+
+    async def StreamGenerate(self, request: Any, context: Any) -> Any:
+        assert self.answers is not None
+        async for answer in self.answers(request.generate):
+            yield engine_pb2.StreamGenerateResponse.FromString(answer.SerializeToString())
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
         return engine_pb2.GetInfoResponse()

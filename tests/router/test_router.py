@@ -24,6 +24,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
+from tests.router.engines import reason_of
 
 TENSORS = {"layer.weight": np.zeros((2, 2), np.float32)}
 
@@ -190,7 +191,7 @@ async def test_a_late_engine_gets_the_last_weights_before_it_is_leased(tmp_path:
         async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
             assert grant.policy_version == 0
         results = await client.push_weights(TENSORS, 3)
-        assert [(result.engine_id, result.error_reason) for result in results] == [("early", "")]
+        assert [(result.engine_id, reason_of(result)) for result in results] == [("early", "")]
         await stack.enter_async_context(running("engine", tmp_path, engine_id="late", **flags))
         async with leases.lease(session_id="t", excluded=["early"], deadline_ms=20_000) as grant:
             assert (grant.engine_id, grant.policy_version) == ("late", 3)
@@ -214,7 +215,7 @@ async def test_bad_pushes_change_nothing(tmp_path: Path, router: ServiceProcess)
         (broken / "model.safetensors").write_bytes(whole[:-3])
         with pytest.raises(WeightsPushError) as caught:
             await client.push_weights(broken, 3)
-        assert [result.error_reason for result in caught.value.results] == ["INVALID_WEIGHTS"]
+        assert [reason_of(result) for result in caught.value.results] == ["INVALID_WEIGHTS"]
         async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
             assert grant.policy_version == 2  # not fenced, and as before
         with pytest.raises(RollmeshError):

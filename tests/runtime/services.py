@@ -16,6 +16,7 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.listening import Bound, ServerConfig
 from rollmesh.runtime.rpc.server import serve
+from rollmesh.v1 import server_pb2
 from tests.paths import ROOT
 from tests.processes import ServiceProcess
 
@@ -52,6 +53,10 @@ class ScriptedService:
     """Where it is reached, set as soon as the server listens."""
     failure: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     """What is put here ends the service."""
+
+    @property
+    def capabilities(self) -> tuple[server_pb2.Capability.ValueType, ...]:
+        return (server_pb2.CAPABILITY_SCORING,)
 
     def register(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {

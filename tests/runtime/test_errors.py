@@ -1,5 +1,6 @@
 """Typed errors over a real connection."""
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -19,7 +20,9 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.rpc.interceptors import Context
-from rollmesh.runtime.rpc.statuses import DOMAIN, to_status
+from rollmesh.runtime.rpc.statuses import DOMAIN, from_status, to_status
+from rollmesh.v1 import errors_pb2
+from tests.paths import ROOT
 from tests.runtime.services import KINDS, Script, ScriptedService, ask, begin, failing, served
 
 
@@ -85,7 +88,20 @@ async def test_what_a_stream_gave_before_its_error_arrives() -> None:
                 await anext(stream)
 
 
-async def test_on_the_wire_an_error_is_one_error_info_and_one_retry_info() -> None:
+def test_the_contract_has_every_reason_and_no_other() -> None:
+    names = {f"ERROR_REASON_{cls.reason}" for cls in RUNTIME_ERRORS} | {"ERROR_REASON_UNSPECIFIED"}
+    assert names == set(errors_pb2.ErrorReason.keys())
+
+
+def test_the_comment_of_every_reason_begins_with_its_code() -> None:
+    text = (ROOT / "protos/rollmesh/v1/errors.proto").read_text()
+    found = re.findall(r"((?:  // .*\n)+)  ERROR_REASON_(\w+) = [1-9]", text)
+    codes = {reason: comment.removeprefix("  // ").split(".")[0] for comment, reason in found}
+    expected = {cls.reason: cls.code for cls in RUNTIME_ERRORS if cls is not RemoteError}
+    assert codes == expected | {RemoteError.reason: "Any code"}
+
+
+async def test_on_the_wire_an_error_has_its_reason_its_details_and_its_delay() -> None:
     error = EnginesBusyError("all places are taken", retry_delay_ms=1250, engines=4)
     async with served(ScriptedService(failing(error))) as (channel, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -93,8 +109,11 @@ async def test_on_the_wire_an_error_is_one_error_info_and_one_retry_info() -> No
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     details = dict(caught.value.trailing_metadata() or ())["grpc-status-details-bin"]
     assert isinstance(details, bytes)
-    first, second = status_pb2.Status.FromString(details).details
+    first, typed, second = status_pb2.Status.FromString(details).details
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    facts = errors_pb2.ErrorDetails()
+    assert typed.Unpack(facts)
+    assert facts == errors_pb2.ErrorDetails(reason=errors_pb2.ERROR_REASON_ENGINES_BUSY)
     assert first.Unpack(info)
     assert (info.domain, info.reason, dict(info.metadata)) == (
         "rollmesh",
@@ -106,8 +125,41 @@ async def test_on_the_wire_an_error_is_one_error_info_and_one_retry_info() -> No
 
 
 def test_without_a_delay_there_is_no_retry_info() -> None:
-    (only,) = to_status(StoreFullError("full")).details
-    assert only.type_url.endswith("google.rpc.ErrorInfo")
+    info, typed = to_status(StoreFullError("full")).details
+    assert info.type_url.endswith("google.rpc.ErrorInfo")
+    assert typed.type_url.endswith("rollmesh.v1.ErrorDetails")
+
+
+def test_the_facts_of_an_error_are_typed() -> None:
+    error = InvalidFieldError(
+        "rewards", "is bad", session_id="s", trajectory_id="s/4", node_id=4, policy_version=7
+    )
+    details = errors_pb2.ErrorDetails()
+    assert to_status(error).details[1].Unpack(details)
+    assert details == errors_pb2.ErrorDetails(
+        reason=errors_pb2.ERROR_REASON_INVALID_FIELD,
+        field="rewards",
+        session_id="s",
+        trajectory_id="s/4",
+        node_id=4,
+        policy_version=7,
+    )
+
+
+def test_facts_that_are_no_numbers_are_left_to_the_metadata() -> None:
+    details = errors_pb2.ErrorDetails()
+    status = to_status(RollmeshError("odd", node_id=2**40, policy_version="new"))
+    assert status.details[1].Unpack(details)
+    assert details == errors_pb2.ErrorDetails(reason=errors_pb2.ERROR_REASON_INTERNAL)
+    assert from_status(status).metadata == {"node_id": str(2**40), "policy_version": "new"}
+
+
+@pytest.mark.parametrize("cls", RUNTIME_ERRORS, ids=lambda cls: cls.__name__)
+def test_an_error_inside_a_response_comes_back_as_itself(cls: type[RollmeshError]) -> None:
+    sent = sample(cls)
+    got = from_status(to_status(sent))
+    assert (type(got), got.message, got.metadata) == (cls, sent.message, sent.metadata)
+    assert (got.retry_delay_ms, got.code) == (sent.retry_delay_ms, sent.code)
 
 
 @pytest.mark.parametrize("kind", KINDS)

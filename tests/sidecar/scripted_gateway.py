@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.server import HttpServer
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 
-Events: TypeAlias = AsyncIterator[gateway_pb2.ChatResponse]
+Events: TypeAlias = AsyncIterator[gateway_pb2.StreamChatResponse]
 Script: TypeAlias = Callable[[gateway_pb2.ChatRequest], Events]
 
 SESSION = "5e551011"
@@ -34,15 +34,15 @@ def done(
     reasoning: str | None = None,
     finish: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_STOP,
     answer_id: str = "chatcmpl-answer-1",
-) -> gateway_pb2.ChatResponse:
+) -> gateway_pb2.StreamChatResponse:
     message = types_pb2.ChatMessage(
         role=types_pb2.ROLE_ASSISTANT,
         content=content,
         tool_calls=calls,
         reasoning_content=reasoning,
     )
-    return gateway_pb2.ChatResponse(
-        done=gateway_pb2.ChatDone(
+    return gateway_pb2.StreamChatResponse(
+        done=gateway_pb2.ChatAnswer(
             message=message,
             finish_reason=finish,
             prompt_tokens=11,
@@ -54,31 +54,30 @@ def done(
     )
 
 
-def begun(answer_id: str) -> gateway_pb2.ChatResponse:
-    return gateway_pb2.ChatResponse(begun=gateway_pb2.ChatBegun(answer_id=answer_id))
+def begun(answer_id: str) -> gateway_pb2.StreamChatResponse:
+    return gateway_pb2.StreamChatResponse(begun=gateway_pb2.ChatBegun(answer_id=answer_id))
 
 
-def text(content: str) -> gateway_pb2.ChatResponse:
-    return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(content=content))
+def text(content: str) -> gateway_pb2.StreamChatResponse:
+    return gateway_pb2.StreamChatResponse(delta=gateway_pb2.ChatDelta(content=content))
 
 
 def call_piece(
     index: int, arguments: str, call_id: str = "", name: str = ""
-) -> gateway_pb2.ChatResponse:
+) -> gateway_pb2.StreamChatResponse:
     piece = gateway_pb2.ToolCallDelta(index=index, id=call_id, name=name, arguments_json=arguments)
-    return gateway_pb2.ChatResponse(delta=gateway_pb2.ChatDelta(tool_calls=[piece]))
+    return gateway_pb2.StreamChatResponse(delta=gateway_pb2.ChatDelta(tool_calls=[piece]))
 
 
-def answering(*events: gateway_pb2.ChatResponse) -> Script:
+def answering(*events: gateway_pb2.StreamChatResponse) -> Script:
     async def script(request: gateway_pb2.ChatRequest) -> Events:
         for event in events:
-            if request.stream or event.HasField("done"):
-                yield event
+            yield event
 
     return script
 
 
-def failing(error: Exception, *before: gateway_pb2.ChatResponse) -> Script:
+def failing(error: Exception, *before: gateway_pb2.StreamChatResponse) -> Script:
     async def script(request: gateway_pb2.ChatRequest) -> Events:
         for event in before:
             yield event
@@ -89,8 +88,8 @@ def failing(error: Exception, *before: gateway_pb2.ChatResponse) -> Script:
 
 def waiting(
     until: Callable[[], Awaitable[object]],
-    before: Iterable[gateway_pb2.ChatResponse],
-    after: Iterable[gateway_pb2.ChatResponse],
+    before: Iterable[gateway_pb2.StreamChatResponse],
+    after: Iterable[gateway_pb2.StreamChatResponse],
 ) -> Script:
     """Sends `before`, waits, sends `after`."""
 
@@ -117,14 +116,32 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.closed: list[gateway_pb2.CloseSessionRequest] = []
         self.failures: list[Exception] = []
 
-    async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> Events:
+    async def Chat(
+        self, request: gateway_pb2.ChatRequest, context: Context
+    ) -> gateway_pb2.ChatResponse:
+        """Answers with what the script says last of each choice."""
+        found: dict[int, gateway_pb2.ChatAnswer] = {}
+        async with aclosing(self._events(request, context)) as events:
+            async for event in events:
+                if event.HasField("done"):
+                    found[event.choice_index] = event.done
+        return gateway_pb2.ChatResponse(answers=[found[at] for at in sorted(found)])
+
+    async def StreamChat(self, request: gateway_pb2.StreamChatRequest, context: Context) -> Events:
+        for at in reversed(range(request.chat.choices)):
+            response = begun(f"chatcmpl-answer-{at + 1}")
+            response.choice_index = at
+            yield response
+        async with aclosing(self._events(request.chat, context)) as events:
+            async for event in events:
+                yield event
+
+    async def _events(
+        self, request: gateway_pb2.ChatRequest, context: Context
+    ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
         self.requests.append(request)
         self.request_ids.append(str(dict(context.invocation_metadata() or ())["x-request-id"]))
         try:
-            for at in reversed(range(request.choices if request.stream else 0)):
-                response = begun(f"chatcmpl-answer-{at + 1}")
-                response.choice_index = at
-                yield response
             async with aclosing(self.script(request)) as events:  # type: ignore[type-var]
                 async for event in events:
                     yield event

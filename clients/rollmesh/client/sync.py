@@ -145,6 +145,7 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     filtered = _waiting(AsyncClient.filtered)
     stored_session = _waiting(AsyncClient.stored_session)
     stats = _waiting(AsyncClient.stats)
+    server_infos = _waiting(AsyncClient.server_infos)
 
     push_weights = _waiting(AsyncClient.push_weights)
     init_weight_transfer = _waiting(AsyncClient.init_weight_transfer)

@@ -5,6 +5,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
+from typing import TypedDict
 
 import grpc
 from starlette.applications import Starlette
@@ -18,7 +19,7 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.memory import FreedMemory
-from rollmesh.runtime.rpc.channels import read_stream, typed_errors, whole_call
+from rollmesh.runtime.rpc.channels import read_stream, typed_errors
 from rollmesh.runtime.telemetry.logs import fields, set_request_id
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import ModelUnknownError, PathUnknownError, to_http
@@ -29,6 +30,7 @@ from rollmesh.sidecar.openai_chat.requests import (
     read_model,
     read_request,
     read_shown,
+    wants_stream,
     wants_usage,
 )
 from rollmesh.sidecar.openai_chat.responses import ChunkWriter, whole_answer
@@ -45,6 +47,11 @@ _LAST_WORD_S = 5.0
 """What a stream gets beyond its turn's time, to say why it ends."""
 
 
+class _CallOptions(TypedDict):
+    timeout: float
+    metadata: tuple[tuple[str, str], ...]
+
+
 class Sidecar:
     """Turns HTTP requests into calls to one gateway."""
 
@@ -52,12 +59,6 @@ class Sidecar:
         """Takes an open channel to the gateway."""
         self._config = config
         self._stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        self._whole_chat = whole_call(
-            channel,
-            "rollmesh.v1.GatewayService/Chat",
-            gateway_pb2.ChatRequest,
-            gateway_pb2.ChatResponse,
-        )
         self._model = ""
         self.freed_memory = FreedMemory()
 
@@ -72,36 +73,31 @@ class Sidecar:
             ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _refuse_path})
 
-    async def whole_chat(
-        self, request: gateway_pb2.ChatRequest, request_id: str
-    ) -> list[gateway_pb2.ChatDone]:
-        """Returns a gateway's answers that are not streamed, one for each choice."""
-        if request.choices > 1:
-            async with aclosing(self.chat(request, request_id)) as responses:
-                found = {one.choice_index: one.done async for one in responses}
-            return _in_order(found, request.choices)
-        with typed_errors():
-            response = await self._whole_chat(
-                request,
-                timeout=self._config.turn_timeout_ms / 1000,
-                metadata=(("x-request-id", request_id),),
-            )
-        if not response.HasField("done"):
-            raise RollmeshError("the gateway ended its answer without an end")
-        return [response.done]
-
     async def chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
-    ) -> AsyncGenerator[gateway_pb2.ChatResponse, None]:
-        """Yields a gateway's answers; closing the iterator cancels the call."""
-        call = self._stub.Chat(
-            request,
-            timeout=self._config.turn_timeout_ms / 1000,
-            metadata=(("x-request-id", request_id),),
+    ) -> gateway_pb2.ChatResponse:
+        """Returns a gateway's answers, one for each choice."""
+        with typed_errors():
+            response = await self._stub.Chat(request, **self._call_options(request_id))
+        if len(response.answers) != request.choices:
+            raise RollmeshError("the gateway did not answer every choice")
+        return response
+
+    async def stream_chat(
+        self, request: gateway_pb2.ChatRequest, request_id: str
+    ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
+        """Yields a gateway's answers piece by piece; closing the iterator cancels the call."""
+        call = self._stub.StreamChat(
+            gateway_pb2.StreamChatRequest(chat=request), **self._call_options(request_id)
         )
         async with aclosing(read_stream(call)) as responses:
             async for response in responses:
                 yield response
+
+    def _call_options(self, request_id: str) -> _CallOptions:
+        return _CallOptions(
+            timeout=self._config.turn_timeout_ms / 1000, metadata=(("x-request-id", request_id),)
+        )
 
     async def model(self) -> str:
         """Returns the model's name; asked of the gateway once."""
@@ -172,7 +168,7 @@ class ChatEndpoint:
             named = read_model(body)
             _mark(chat, scope)
             shown = read_shown(body)
-            include_usage = wants_usage(body)
+            streams, include_usage = wants_stream(body), wants_usage(body)
             await self._sidecar.check_model(named)
         except ClientDisconnect:
             return
@@ -184,7 +180,7 @@ class ChatEndpoint:
             self._in_time(
                 self._stream(chat, request_id, name, shown, send, include_usage=include_usage)
             )
-            if chat.stream
+            if streams
             else self._whole(chat, request_id, name, shown, scope, receive, send)
         )
         async with asyncio.TaskGroup() as group:
@@ -215,9 +211,9 @@ class ChatEndpoint:
         send: Send,
     ) -> None:
         try:
-            answers = await self._sidecar.whole_chat(chat, request_id)
+            response = await self._sidecar.chat(chat, request_id)
             await faults.reach("sidecar-before-answer")
-            body = whole_answer(answers, model, shown, named=_named(chat))
+            body = whole_answer(response, model, shown, named=_named(chat))
         except RollmeshError as error:
             await _error_response(_typed(error), request_id)(scope, receive, send)
             return
@@ -266,11 +262,11 @@ class ChatEndpoint:
 
     async def _relay(
         self, chat: gateway_pb2.ChatRequest, request_id: str, reply: StreamReply
-    ) -> list[gateway_pb2.ChatDone]:
+    ) -> list[gateway_pb2.ChatAnswer]:
         """Sends every event of every choice as soon as the gateway does."""
-        found: dict[int, gateway_pb2.ChatDone] = {}
-        early: list[gateway_pb2.ChatResponse] = []
-        async with aclosing(self._sidecar.chat(chat, request_id)) as responses:
+        found: dict[int, gateway_pb2.ChatAnswer] = {}
+        early: list[gateway_pb2.StreamChatResponse] = []
+        async with aclosing(self._sidecar.stream_chat(chat, request_id)) as responses:
             async for response in responses:  # to its end: a call cut short looks like one not read
                 early.append(response)
                 if response.HasField("begun"):
@@ -287,7 +283,7 @@ class ChatEndpoint:
         return _in_order(found, chat.choices)
 
 
-async def _pass_on(response: gateway_pb2.ChatResponse, reply: StreamReply) -> None:
+async def _pass_on(response: gateway_pb2.StreamChatResponse, reply: StreamReply) -> None:
     index = response.choice_index
     match response.WhichOneof("event"):
         case "done":
@@ -312,7 +308,9 @@ def _mark(request: gateway_pb2.ChatRequest, scope: Scope) -> None:
     request.retry_count = int(retries) if retries.isdecimal() and len(retries) < 9 else 0
 
 
-def _in_order(found: dict[int, gateway_pb2.ChatDone], choices: int) -> list[gateway_pb2.ChatDone]:
+def _in_order(
+    found: dict[int, gateway_pb2.ChatAnswer], choices: int
+) -> list[gateway_pb2.ChatAnswer]:
     """Returns the ends of all choices.
 
     Raises:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollmesh.collector.storage.store import Store
-from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
+from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError, SessionUnknownError
 from rollmesh.v1 import types_pb2
 from tests.collector.collectors import GROUP
 from tests.collector.records import record, trajectory
@@ -60,6 +60,14 @@ async def test_rewards_set_twice_by_one_request_are_set_once(store: Store) -> No
         rewards = types_pb2.SessionRewards(reward=reward)
         assert await store.set_rewards("a", rewards, request_id, 0) == repeat
     assert (await store.session("a", arrays=False)).reward == 2.0
+
+
+async def test_other_rewards_under_the_id_of_a_request_are_refused(store: Store) -> None:
+    await fill(store, [record("a")])
+    await store.set_rewards("a", types_pb2.SessionRewards(reward=1.0), "r1", 0)
+    with pytest.raises(RepeatConflictError):
+        await store.set_rewards("a", types_pb2.SessionRewards(reward=2.0), "r1", 0)
+    assert (await store.session("a", arrays=False)).reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,12 @@ def tag(schema: object, **fields: Any) -> str:
 
 def request(
     engine: Engine, text: str, count: int = 400, chunk: int = 0, **sampling: Any
-) -> engine_pb2.GenerateRequest:
+) -> engine_pb2.StreamGenerateRequest:
     strict = sampling.pop("strict", False)
     made = engine.request(
         count, chunk, constraint=engine_pb2.Constraint(structural_tag=text, strict=strict)
     )
-    made.sampling.CopyFrom(types_pb2.SamplingParams(max_tokens=count, **sampling))
+    made.generate.sampling.CopyFrom(types_pb2.SamplingParams(max_tokens=count, **sampling))
     return made
 
 
@@ -122,7 +122,9 @@ async def test_an_update_and_an_abort_take_effect_in_the_middle(engine: Engine) 
             result.take(response)
             if result.messages == 3:
                 await engine.update(1, engine.weights)
-                await engine.stub.Abort(engine_pb2.AbortRequest(request_ids=[made.request_id]))
+                await engine.stub.Abort(
+                    engine_pb2.AbortRequest(request_ids=[made.generate.request_id])
+                )
     assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
     assert result.spans[0][0] == 0
     assert len(result.ids) == len(result.logprobs) == result.spans[-1][2]

@@ -43,10 +43,10 @@ class Agent:
     dice: random.Random
     session_id: str
     session_key: str
-    histories: list[tuple[list[types_pb2.ChatMessage], bytes]] = field(
+    histories: list[tuple[list[types_pb2.ChatMessage], str]] = field(
         default_factory=lambda: [([], "")]
     )
-    answered: dict[str, gateway_pb2.ChatDone] = field(default_factory=dict)
+    answered: dict[str, gateway_pb2.ChatAnswer] = field(default_factory=dict)
     asked: list[tuple[gateway_pb2.ChatRequest, str]] = field(default_factory=list)
     unanswered: int = 0
     """Calls that ended without an answer."""
@@ -75,7 +75,6 @@ class Agent:
             tools_json=tools,
             sampling=types_pb2.SamplingParams(max_tokens=max_tokens),
             stop=[dice.choice("aeinst")] if dice.random() < 0.3 else [],
-            stream=dice.random() < 0.5,
             idempotency_key=f"{dice.random()}" if dice.random() < 0.4 else "",
             disconnect_policy=dice.choice(POLICIES),
         )
@@ -107,7 +106,6 @@ class Agent:
         request = gateway_pb2.ChatRequest()
         request.CopyFrom(first)
         request.retry_count = self.dice.randrange(2)
-        request.stream = self.dice.random() < 0.5
         done = await self.call(request)
         if done is not None and request.idempotency_key:
             assert done.answer_id == answer_id
@@ -121,10 +119,31 @@ class Agent:
 
     async def call(
         self, request: gateway_pb2.ChatRequest, leave_after: int | None = None
-    ) -> gateway_pb2.ChatDone | None:
+    ) -> gateway_pb2.ChatAnswer | None:
         """Returns the answer; None where there was none, or the agent left before it."""
-        call = self.mesh.stub.Chat(request, timeout=TIMEOUT_S, wait_for_ready=True)
-        pieces: list[gateway_pb2.ChatDelta] = []
+        streams = leave_after is not None or self.dice.random() < 0.5
+        try:
+            answer = await (self.streamed(request, leave_after) if streams else self.whole(request))
+        except grpc.aio.AioRpcError as error:
+            if from_rpc_error(error).reason not in PASSING:
+                raise
+            answer = None
+        self.unanswered += answer is None
+        return answer
+
+    async def whole(self, request: gateway_pb2.ChatRequest) -> gateway_pb2.ChatAnswer:
+        response = await self.mesh.stub.Chat(request, timeout=TIMEOUT_S, wait_for_ready=True)
+        (answer,) = response.answers
+        self.check(answer, request)
+        return answer
+
+    async def streamed(
+        self, request: gateway_pb2.ChatRequest, leave_after: int | None
+    ) -> gateway_pb2.ChatAnswer | None:
+        call = self.mesh.stub.StreamChat(
+            gateway_pb2.StreamChatRequest(chat=request), timeout=TIMEOUT_S, wait_for_ready=True
+        )
+        pieces: list[str] = []
         begun = ""
         try:
             async for response in call:
@@ -132,30 +151,22 @@ class Agent:
                     begun = response.begun.answer_id
                     continue
                 if response.HasField("done"):
-                    assert begun == (response.done.answer_id if request.stream else "")
-                    self.check(response.done, pieces, request)
+                    assert begun == response.done.answer_id
+                    assert "".join(pieces) == response.done.message.content
+                    self.check(response.done, request)
                     return response.done
-                pieces.append(response.delta)
+                pieces.append(response.delta.content)
                 if leave_after is not None and len(pieces) >= leave_after:
                     break
-        except grpc.aio.AioRpcError as error:
-            if from_rpc_error(error).reason not in PASSING:
-                raise
         finally:
             call.cancel()
-        self.unanswered += 1
         return None
 
     def check(
         self,
-        done: gateway_pb2.ChatDone,
-        pieces: list[gateway_pb2.ChatDelta],
+        done: gateway_pb2.ChatAnswer,
         request: gateway_pb2.ChatRequest,
     ) -> None:
-        if request.stream:
-            assert "".join(piece.content for piece in pieces) == done.message.content
-        else:
-            assert not pieces
         said = types_pb2.FIDELITY_REASON_RETRY_REPLAY
         kept = [reason for reason in done.reasons if reason != said]
         del done.reasons[:]

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import grpc
@@ -11,10 +11,15 @@ import pytest
 from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.protocol.wire import read_choices
 from rollmesh.gateway.sessions.registry import Gateway
-from rollmesh.gateway.sessions.session import Answered
 from rollmesh.gateway.storage import journal
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import RollmeshError, SessionClosedError, StoreFullError
+from rollmesh.runtime.errors import (
+    RepeatConflictError,
+    RollmeshError,
+    SessionClosedError,
+    StoreFullError,
+)
+from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
@@ -46,9 +51,9 @@ async def chat(gateway: Gateway, session_id: str, retry_count: int = 0) -> int:
     session = gateway.session(session_id)
     asked = chat_request(session_id)
     asked.retry_count = retry_count
-    (request,) = read_choices(asked, session, 1)
-    (answered,) = [event async for event in gateway.chat(session, request)]
-    assert isinstance(answered, Answered)
+    (request,) = read_choices(asked, session, 1, stream=False)
+    turn, answered = await gateway.replies.chat(session, request)
+    gateway.replies.replied(turn, left=True)
     return answered.node.node_id
 
 
@@ -78,9 +83,9 @@ async def test_a_chat_whose_session_is_closed_while_it_is_read_begins_no_turn(
     session = gateway.session(session_id)  # a large request is then read in a thread
     async with asyncio.timeout(TIMEOUT_S):
         await gateway.close(close_request(session_id))
-        (request,) = read_choices(chat_request(session_id), session, 1)
+        (request,) = read_choices(chat_request(session_id), session, 1, stream=False)
         with pytest.raises(SessionClosedError):
-            await anext(gateway.chat(session, request))
+            await gateway.replies.chat(session, request)
     assert not session.in_flight
 
 
@@ -114,6 +119,31 @@ async def test_an_answer_is_replayed_though_the_journal_cannot_note_the_replay(
     assert Fidelity.RETRY_REPLAY in node.reasons
 
 
+async def test_a_repeat_of_a_close_gets_its_ids_and_another_close_is_refused(
+    mesh: LiveMesh,
+) -> None:
+    session_id = await opened(mesh)
+    key = mesh.gateway.keys.key(session_id)
+    request = close_request(session_id, key)
+    request.rewards.reward = 1.0
+    other = close_request(session_id, key)
+    other.rewards.reward = 0.5
+    async with asyncio.timeout(TIMEOUT_S):
+        await mesh.stub.Chat(chat_request(session_id, key))
+        first = mesh.stub.CloseSession(request)  # the others may come while it is on its way
+        plain = close_request(session_id, key)
+        refused = [mesh.stub.CloseSession(request) for request in (other, plain)]
+        ids = (await first).trajectory_ids
+        for call in refused:
+            with pytest.raises(RepeatConflictError), typed_errors():
+                await call
+        await mesh.start_gateway()
+        again = await mesh.stub.CloseSession(request, wait_for_ready=True)
+        assert list(again.trajectory_ids) == list(ids) != []
+        with pytest.raises(RepeatConflictError, match="SetRewards"), typed_errors():
+            await mesh.stub.CloseSession(other)
+
+
 async def test_chats_that_race_with_the_close_all_end(mesh: LiveMesh) -> None:
     async def race() -> None:
         session_id = await opened(mesh)
@@ -128,11 +158,10 @@ async def test_chats_that_race_with_the_close_all_end(mesh: LiveMesh) -> None:
         await asyncio.gather(*(race() for _ in range(20)))
 
 
-async def answers_of(call: AsyncIterable[gateway_pb2.ChatResponse]) -> str:
+async def answers_of(call: Awaitable[gateway_pb2.ChatResponse]) -> str:
     """What became of a chat."""
     try:
-        async for _ in call:
-            pass
+        await call
     except grpc.aio.AioRpcError as error:
         reason = from_rpc_error(error).reason
         assert reason == "SESSION_CLOSED"

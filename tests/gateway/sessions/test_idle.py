@@ -33,8 +33,7 @@ async def answered(mesh: LiveMesh) -> gateway_pb2.CreateSessionResponse:
         session_key=session.session_key,
         messages=[types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="x")],
     )
-    async for _ in mesh.stub.Chat(request, timeout=TIMEOUT_S):
-        pass
+    await mesh.stub.Chat(request, timeout=TIMEOUT_S)
     return session
 
 

@@ -43,12 +43,12 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
         yield running
 
 
-async def answered(mesh: LiveMesh, session_id: str, retry_count: int = 0) -> gateway_pb2.ChatDone:
+async def answered(mesh: LiveMesh, session_id: str, retry_count: int = 0) -> gateway_pb2.ChatAnswer:
     key = mesh.gateway.keys.key(session_id)
     request = gateway_pb2.ChatRequest(
         session_id=session_id, session_key=key, messages=[ASK], retry_count=retry_count
     )
-    return [response async for response in mesh.stub.Chat(request, timeout=60)][-1].done
+    return (await mesh.stub.Chat(request, timeout=60)).answers[0]
 
 
 async def test_a_session_whose_opening_was_cut_off_is_there_for_the_repeat(
@@ -98,10 +98,11 @@ async def call_of(call: Any) -> Any:
 async def test_a_call_that_is_cut_off_with_its_answer_in_hand_is_no_orphan(mesh: LiveMesh) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     session = mesh.gateway.session(opened.session_id)
-    request = gateway_pb2.ChatRequest(session_id=opened.session_id, messages=[ASK], stream=True)
+    request = gateway_pb2.ChatRequest(session_id=opened.session_id, messages=[ASK])
+    (choice,) = read_choices(request, session, 1, stream=True)
     async with (
         asyncio.timeout(60),
-        aclosing(mesh.gateway.chat(session, read_choices(request, session, 1)[0])) as events,
+        aclosing(mesh.gateway.replies.stream_chat(session, choice)) as events,
     ):
         handed = [event async for event in until_answered(events)]
     assert not session.in_flight

@@ -23,11 +23,11 @@ CONTEXT = 8_192
 LONG = 2_000  # words that do not fit the context and are tokenised all the same, for they might
 
 
-async def answer(mesh: LiveMesh, session_id: str, text: str) -> gateway_pb2.ChatDone:
+async def answer(mesh: LiveMesh, session_id: str, text: str) -> gateway_pb2.ChatAnswer:
     message = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=text)
     key = mesh.gateway.keys.key(session_id)
     request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[message])
-    return [response async for response in mesh.stub.Chat(request, timeout=60)][-1].done
+    return (await mesh.stub.Chat(request, timeout=60)).answers[0]
 
 
 async def test_a_short_request_is_answered_while_long_ones_are_tokenised(

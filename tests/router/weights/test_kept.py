@@ -20,7 +20,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
-from tests.router.engines import noting_engine
+from tests.router.engines import noting_engine, reason_of
 
 FIRST, SECOND, THIRD = b"first" * 100, b"second" * 100, b"third" * 100
 SILENCE_MS = 500
@@ -41,7 +41,7 @@ def sdk(router: ServiceProcess) -> Client:
 def messages(
     version: int, data: bytes, *, mode: engine_pb2.PauseMode.ValueType, size: int | None = None
 ) -> list[router_pb2.PushWeightsRequest]:
-    header = engine_pb2.UpdateWeightsHeader(
+    header = router_pb2.PushWeightsHeader(
         policy_version=version,
         pause_mode=mode,
         safetensors_bytes=len(data) if size is None else size,
@@ -88,7 +88,7 @@ async def test_after_a_refused_push_a_late_engine_gets_what_the_others_have(
         await push(router.address, 1, FIRST)
         early.refuses = True
         answer = await push(router.address, 2, SECOND)
-        assert [result.error_reason for result in answer.results] == ["INVALID_WEIGHTS"]
+        assert [reason_of(result) for result in answer.results] == ["INVALID_WEIGHTS"]
         with pytest.raises(InvalidFieldError) as caught:
             await push(router.address, 2, SECOND, mode=engine_pb2.PAUSE_MODE_UNSPECIFIED)
         assert caught.value.field == "header.pause_mode"
@@ -208,11 +208,11 @@ async def test_an_engine_that_hangs_holds_up_neither_leases_nor_pushes_nor_late_
                 assert (grant.engine_id == "hung", grant.policy_version) == (False, 1)
         second = asyncio.create_task(push(router.address, 2, SECOND))
         await asyncio.gather(well.until_taken(2), late.until_taken(2))
-        results = {one.engine_id: one.error_reason for one in (await first).results}
+        results = {one.engine_id: reason_of(one) for one in (await first).results}
         assert results == {"well": "", "hung": "SUPERSEDED"}
         hung.hangs.set()
         answer = await second
-        assert {one.error_reason for one in answer.results} == {""}
+        assert {reason_of(one) for one in answer.results} == {""}
         assert answer.policy_version == 2
         assert hung.taken[-1] == (2, SECOND)
 

@@ -17,6 +17,7 @@ from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 from tests.processes import ServiceProcess, running
+from tests.router.engines import reason_of
 
 UPDATE = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
 NCCL = Transfer("nccl", [UPDATE])
@@ -61,7 +62,7 @@ async def replicas(client: Client, count: int) -> dict[str, router_pb2.Replica]:
 
 
 def said(results: list[router_pb2.EngineResult]) -> dict[str, str]:
-    return {result.engine_id: result.error_reason for result in results}
+    return {result.engine_id: reason_of(result) for result in results}
 
 
 async def test_each_engine_is_sent_what_is_its_own(mesh: Mesh) -> None:

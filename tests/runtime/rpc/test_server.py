@@ -20,6 +20,7 @@ from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.listening import PortInUseError, ServerConfig
 from rollmesh.runtime.rpc.server import serve
+from rollmesh.v1 import server_pb2, server_pb2_grpc
 from tests.processes import ServiceProcess
 from tests.runtime.services import NAME, ScriptedService, ask, begin, served, started
 
@@ -316,3 +317,12 @@ async def test_a_request_that_is_too_large_is_refused_and_the_service_goes_on() 
             await ask(channel, b"x" * 1001)
         assert caught.value.code == "RESOURCE_EXHAUSTED"
         assert await ask(channel, b"x" * 1000)
+
+
+async def test_a_server_says_what_it_is_while_its_service_still_starts() -> None:
+    async with listening(ScriptedService()) as (channel, _):
+        stub: Any = server_pb2_grpc.ServerServiceStub(channel)
+        info = await stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=60)
+    assert info.service == NAME
+    assert info.api_revision >= 1
+    assert list(info.capabilities) == [server_pb2.CAPABILITY_SCORING]

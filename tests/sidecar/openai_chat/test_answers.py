@@ -186,9 +186,8 @@ async def test_n_choices_are_asked_for_at_once_and_keep_their_index(
     async def script(request: gateway_pb2.ChatRequest) -> Events:
         for at in reversed(range(request.choices)):  # in any order
             for event in (text(f"choice {at}"), done(f"choice {at}")):
-                if request.stream or event.HasField("done"):
-                    event.choice_index = at
-                    yield event
+                event.choice_index = at
+                yield event
 
     gateway.script = script
     async with asyncio.timeout(60):

@@ -7,7 +7,13 @@ import pytest
 from prometheus_client import REGISTRY
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.sidecar.openai_chat.requests import parse_body, read_request, read_shown, wants_usage
+from rollmesh.sidecar.openai_chat.requests import (
+    parse_body,
+    read_request,
+    read_shown,
+    wants_stream,
+    wants_usage,
+)
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -22,6 +28,7 @@ CALL: dict[str, Any] = {
 def read(**more: Any) -> gateway_pb2.ChatRequest:
     body = parse_body(orjson.dumps(ASK | more))
     read_shown(body)
+    wants_stream(body)
     wants_usage(body)
     return read_request(body)
 
@@ -178,7 +185,7 @@ def test_a_bare_request_leaves_sampling_to_the_session() -> None:
     request = read()
     assert request.sampling == types_pb2.SamplingParams()
     assert request.tool_choice == gateway_pb2.TOOL_CHOICE_UNSPECIFIED
-    assert not request.stream
+    assert not wants_stream(ASK)
     assert (request.choices, wants_usage(ASK)) == (1, False)
     assert not request.HasField("returns")
 

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from rollmesh.client.arguments import ExportForm, export_mode, filled, outcome_of, read_sampling
@@ -10,6 +10,7 @@ from rollmesh.client.connections import Connections
 from rollmesh.client.sessions.session import Outcome, Session
 from rollmesh.client.sessions.transcripts import Transcript
 from rollmesh.client.shielding import shielded
+from rollmesh.runtime.errors import RepeatConflictError
 from rollmesh.v1 import gateway_pb2
 
 _LEAVE_S = 10.0
@@ -64,7 +65,8 @@ class SessionCalls(Connections):
         except BaseException as error:
             if not session.closed:
                 outcome: Outcome = "FAILED" if isinstance(error, Exception) else "ABORTED"
-                await shielded(self.close_session(session, outcome=outcome), _LEAVE_S)
+                with suppress(RepeatConflictError):  # an earlier close, which stands
+                    await shielded(self.close_session(session, outcome=outcome), _LEAVE_S)
             raise
         if not session.closed:
             await self.close_session(session, reward_timeout_ms=reward_timeout_ms)

@@ -29,8 +29,8 @@ class WeightsPushError(RollmeshError):
 
     def __init__(self, results: list[router_pb2.EngineResult]) -> None:
         """Names the engines and what each said."""
-        bad = [result for result in results if result.error_reason]
-        super().__init__("; ".join(f"{bad_.engine_id}: {bad_.error_message}" for bad_ in bad))
+        failed = [result for result in results if result.status.code]
+        super().__init__("; ".join(f"{one.engine_id}: {one.status.message}" for one in failed))
         self.results = results
 
 
@@ -55,7 +55,7 @@ async def push_weights(
 ) -> list[router_pb2.EngineResult]:
     """Pushes weights the way that their kind asks for; see `Client.push_weights`."""
     header = filled(
-        engine_pb2.UpdateWeightsHeader,
+        router_pb2.PushWeightsHeader,
         policy_version=policy_version,
         pause_mode=chosen("mode", mode, _MODES),
         model=model,
@@ -79,7 +79,7 @@ async def push_weights(
 
 
 async def _requests(
-    header: engine_pb2.UpdateWeightsHeader, chunks: Iterator[bytes]
+    header: router_pb2.PushWeightsHeader, chunks: Iterator[bytes]
 ) -> AsyncIterator[router_pb2.PushWeightsRequest]:
     """Yields the header, then the file, of which only a chunk is in memory at a time."""
     yield router_pb2.PushWeightsRequest(header=header)
@@ -97,9 +97,8 @@ async def init_transfers(
 ) -> list[router_pb2.EngineResult]:
     """Makes every engine join the trainer; see `Client.init_weight_transfer`."""
     request = router_pb2.InitWeightTransfersRequest(
-        request=engine_pb2.InitWeightTransferRequest(
-            backend=backend, init_json=_json(dict(init_info), "init_info")
-        ),
+        backend=backend,
+        init_json=_json(dict(init_info), "init_info"),
         engines=[
             router_pb2.EngineTransferInit(
                 engine_id=engine_id, init_json=_json({**init_info, **own}, "by_engine")
@@ -114,7 +113,7 @@ async def init_transfers(
 
 
 def _checked(results: list[router_pb2.EngineResult]) -> list[router_pb2.EngineResult]:
-    if any(result.error_reason for result in results):
+    if any(result.status.code for result in results):
         raise WeightsPushError(results)
     return results
 

@@ -56,7 +56,6 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
         json_format=read_response_format(body.get("response_format")),
         sampling=read_sampling(body),
         stop=_stop(body.get("stop")),
-        stream=flag(body, "stream"),
         template_options_json=read_template_options(body),
         bad_words=_bad_words(body.get("bad_words") or []),
         include_stop=flag(body, "include_stop_str_in_output"),
@@ -120,6 +119,15 @@ def read_shown(body: dict[str, Any]) -> Shown:
         logprobs=flag(body, "logprobs"),
         as_ids=flag(body, "return_tokens_as_token_ids"),
     )
+
+
+def wants_stream(body: dict[str, Any]) -> bool:
+    """Says whether the answer is to come as a stream.
+
+    Raises:
+        InvalidFieldError: The parameter is neither true nor false.
+    """
+    return flag(body, "stream")
 
 
 def wants_usage(body: dict[str, Any]) -> bool:

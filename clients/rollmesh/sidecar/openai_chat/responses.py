@@ -1,5 +1,6 @@
 """Answers in OpenAI's form: whole, and as the chunks of a stream."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -17,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def finish_reason(done: gateway_pb2.ChatDone, *, named: bool) -> str:
+def finish_reason(done: gateway_pb2.ChatAnswer, *, named: bool) -> str:
     """Returns why an answer ended: calls that were cut by a limit are still `length`.
 
     A call of the tool that the request names ends with `stop`, as in OpenAI's API.
@@ -35,9 +36,10 @@ def finish_reason(done: gateway_pb2.ChatDone, *, named: bool) -> str:
 
 
 def whole_answer(
-    answers: list[gateway_pb2.ChatDone], model: str, shown: Shown, *, named: bool
+    response: gateway_pb2.ChatResponse, model: str, shown: Shown, *, named: bool
 ) -> bytes:
-    """Returns the body of an answer that is not streamed; one choice per `ChatDone`."""
+    """Returns the body of an answer that is not streamed."""
+    answers = response.answers
     return orjson.dumps(
         {
             "id": answers[0].answer_id,
@@ -55,12 +57,12 @@ def whole_answer(
                 for at, done in enumerate(answers)
             ],
             "usage": usage(answers),
-            **prompt_fields(answers[0].prompt_token_ids_u32le),
+            **prompt_fields(response.prompt_token_ids_u32le),
         }
     )
 
 
-def usage(answers: list[gateway_pb2.ChatDone]) -> dict[str, Any]:
+def usage(answers: Sequence[gateway_pb2.ChatAnswer]) -> dict[str, Any]:
     """Returns the token counts: the prompt once, all choices together."""
     prompt = answers[0].prompt_tokens
     completion = sum(done.completion_tokens for done in answers)
@@ -137,7 +139,7 @@ class ChunkWriter:
             self._begun.add(index)
         return role + self._choice(index, fields, tokens=delta.tokens)
 
-    def finish(self, index: int, done: gateway_pb2.ChatDone) -> bytes:
+    def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
         """Returns the last chunk of a choice, after the message where no piece of it was sent."""
         message = b""
         if index not in self._begun:  # a replay, or an answer that parsing held back whole
@@ -152,7 +154,7 @@ class ChunkWriter:
         reason = finish_reason(done, named=self._named)
         return message + self._choice(index, {}, reason, answer_id=done.answer_id)
 
-    def usage(self, answers: list[gateway_pb2.ChatDone]) -> bytes:
+    def usage(self, answers: list[gateway_pb2.ChatAnswer]) -> bytes:
         """Returns the chunk with the token counts."""
         return _event({**self._common, "choices": [], "usage": usage(answers)})
 

@@ -42,11 +42,11 @@ class StreamReply:
         """Sends the ids of the prompt."""
         await self._write(self._writer.prompt(prompt.token_ids_u32le))
 
-    async def finish(self, index: int, done: gateway_pb2.ChatDone) -> None:
+    async def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> None:
         """Sends the end of one choice."""
         await self._write(self._writer.finish(index, done))
 
-    async def end(self, answers: list[gateway_pb2.ChatDone], *, include_usage: bool) -> None:
+    async def end(self, answers: list[gateway_pb2.ChatAnswer], *, include_usage: bool) -> None:
         """Sends the end of the stream."""
         usage = self._writer.usage(answers) if include_usage else b""
         await self._send({"type": "http.response.body", "body": usage + DONE, "more_body": False})

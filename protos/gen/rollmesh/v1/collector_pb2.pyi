@@ -801,7 +801,9 @@ class SetRewardsRequest(_message.Message):
     session_id: _builtins.str
     """Id of the session."""
     request_id: _builtins.str
-    """Makes the call repeatable, 1 to 128 characters: a second call with it changes nothing."""
+    """Makes the call repeatable, for as long as the session is stored; 1 to 128 characters, unique
+    within the session.
+    """
     @_builtins.property
     def rewards(self) -> _types_pb2.SessionRewards:
         """The rewards; finite numbers. What is absent stays as it was."""
@@ -851,21 +853,28 @@ class SeekRequest(_message.Message):
 
     CONSUMER_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Its name."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     @_builtins.property
     def position(self) -> Global___Position:
-        """Where to."""
+        """The first unit that is delivered."""
 
     def __init__(
         self,
         *,
         consumer: _builtins.str = ...,
         position: Global___Position | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "position", b"position", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -904,16 +913,23 @@ class DropConsumerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONSUMER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Its name."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
         *,
         consumer: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

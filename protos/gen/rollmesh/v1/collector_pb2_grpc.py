@@ -87,7 +87,9 @@ class CollectorServiceServicer(object):
     """
 
     def Ingest(self, request, context):
-        """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
+        """Stores closed sessions. Durable before the answer. A session's id makes the call repeatable: the
+        record that came first stands, and a repeat, whatever its body, changes nothing and is answered
+        as a duplicate. An error is about
         one of them; any of the others may be stored or not, and may be sent again without it.
         Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
         size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
@@ -114,8 +116,9 @@ class CollectorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetRewards(self, request, context):
-        """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
-        the same request_id changes nothing. What was acknowledged does not come again because of it.
+        """Gives a stored session its rewards, or further ones. Durable before the answer. A repeat with the
+        same request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+        (REPEAT_CONFLICT). What was acknowledged is not delivered again because of it.
         Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
         DATA_LOSS (SESSION_DAMAGED).
         """

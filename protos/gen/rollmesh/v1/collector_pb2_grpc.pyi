@@ -34,7 +34,9 @@ class CollectorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CollectorServiceAsyncStub: ...
     Ingest: _grpc.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]
-    """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
+    """Stores closed sessions. Durable before the answer. A session's id makes the call repeatable: the
+    record that came first stands, and a repeat, whatever its body, changes nothing and is answered
+    as a duplicate. An error is about
     one of them; any of the others may be stored or not, and may be sent again without it.
     Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
     size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
@@ -48,8 +50,9 @@ class CollectorServiceStub:
     GetStats: _grpc.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]
     """Counts what is stored and where each consumer stands."""
     SetRewards: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]
-    """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
-    the same request_id changes nothing. What was acknowledged does not come again because of it.
+    """Gives a stored session its rewards, or further ones. Durable before the answer. A repeat with the
+    same request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+    (REPEAT_CONFLICT). What was acknowledged is not delivered again because of it.
     Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
     DATA_LOSS (SESSION_DAMAGED).
     """
@@ -79,7 +82,9 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Ingest: _aio.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]  # type: ignore[assignment]
-    """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
+    """Stores closed sessions. Durable before the answer. A session's id makes the call repeatable: the
+    record that came first stands, and a repeat, whatever its body, changes nothing and is answered
+    as a duplicate. An error is about
     one of them; any of the others may be stored or not, and may be sent again without it.
     Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
     size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
@@ -93,8 +98,9 @@ class CollectorServiceAsyncStub(CollectorServiceStub):
     GetStats: _aio.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts what is stored and where each consumer stands."""
     SetRewards: _aio.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]  # type: ignore[assignment]
-    """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
-    the same request_id changes nothing. What was acknowledged does not come again because of it.
+    """Gives a stored session its rewards, or further ones. Durable before the answer. A repeat with the
+    same request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+    (REPEAT_CONFLICT). What was acknowledged is not delivered again because of it.
     Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
     DATA_LOSS (SESSION_DAMAGED).
     """
@@ -127,7 +133,9 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.IngestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.IngestResponse, _abc.Awaitable[_collector_pb2.IngestResponse]]:
-        """Stores closed sessions. Durable before the answer; a repeat changes nothing. An error is about
+        """Stores closed sessions. Durable before the answer. A session's id makes the call repeatable: the
+        record that came first stands, and a repeat, whatever its body, changes nothing and is answered
+        as a duplicate. An error is about
         one of them; any of the others may be stored or not, and may be sent again without it.
         Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
         size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
@@ -159,8 +167,9 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.SetRewardsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.SetRewardsResponse, _abc.Awaitable[_collector_pb2.SetRewardsResponse]]:
-        """Gives a stored session its rewards, or further ones. Durable before the answer; a repeat with
-        the same request_id changes nothing. What was acknowledged does not come again because of it.
+        """Gives a stored session its rewards, or further ones. Durable before the answer. A repeat with the
+        same request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+        (REPEAT_CONFLICT). What was acknowledged is not delivered again because of it.
         Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
         DATA_LOSS (SESSION_DAMAGED).
         """

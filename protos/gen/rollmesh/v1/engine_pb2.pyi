@@ -58,20 +58,22 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
-    MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this attempt, 1 to 128 characters, unique among the engine's running requests."""
     session_id: _builtins.str
     """Id of the session, for logs; may be empty."""
     token_ids_u32le: _builtins.bytes
     """The prompt: unsigned 32-bit little-endian ids, at least one."""
-    max_chunk_tokens: _builtins.int
-    """Most tokens a streamed message may hold. 0 means one final message with all tokens."""
     top_logprobs: _builtins.int
     """How many of the most likely ids are wanted for each sampled one, with their log-probabilities:
     K, up to 20. 0 is none.
+    """
+    model: _builtins.str
+    """Name of the model that is meant; INVALID_ARGUMENT (MODEL_MISMATCH) where the engine serves
+    another. Empty means the engine's own.
     """
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
@@ -88,19 +90,47 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         token_ids_u32le: _builtins.bytes = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
-        max_chunk_tokens: _builtins.int = ...,
         constraint: Global___Constraint | None = ...,
         top_logprobs: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "max_chunk_tokens", b"max_chunk_tokens", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__constraint) -> _WhichOneofReturnType__constraint | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class StreamGenerateRequest(_message.Message):
+    """Asks for a continuation, token by token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATE_FIELD_NUMBER: _builtins.int
+    MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    max_chunk_tokens: _builtins.int
+    """Most tokens that one message may hold, at least 1."""
+    @_builtins.property
+    def generate(self) -> Global___GenerateRequest:
+        """What is to be sampled."""
+
+    def __init__(
+        self,
+        *,
+        generate: Global___GenerateRequest | None = ...,
+        max_chunk_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generate", b"generate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generate", b"generate", "max_chunk_tokens", b"max_chunk_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamGenerateRequest: _TypeAlias = StreamGenerateRequest  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
@@ -134,7 +164,47 @@ Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A delta of the generation, the last with `finish`."""
+    """A continuation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
+    TOP_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    token_ids_u32le: _builtins.bytes
+    """Ids sampled, unsigned 32-bit little-endian."""
+    logprobs_f32le: _builtins.bytes
+    """Log-probability of each id, float 32 little-endian, as many as ids."""
+    top_ids_u32le: _builtins.bytes
+    """The K most likely ids for each id, the most likely first: K times as many, row by row."""
+    top_logprobs_f32le: _builtins.bytes
+    """Their log-probabilities, of the same distribution as `logprobs_f32le`."""
+    @_builtins.property
+    def finish(self) -> Global___GenerateFinish:
+        """How the generation ended."""
+
+    def __init__(
+        self,
+        *,
+        token_ids_u32le: _builtins.bytes = ...,
+        logprobs_f32le: _builtins.bytes = ...,
+        finish: Global___GenerateFinish | None = ...,
+        top_ids_u32le: _builtins.bytes = ...,
+        top_logprobs_f32le: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class StreamGenerateResponse(_message.Message):
+    """The tokens sampled since the last message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -172,7 +242,7 @@ class GenerateResponse(_message.Message):
     _WhichOneofArgType__finish: _TypeAlias = _typing.Literal["_finish", b"_finish"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish) -> _WhichOneofReturnType__finish | None: ...
 
-Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+Global___StreamGenerateResponse: _TypeAlias = StreamGenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerateFinish(_message.Message):
@@ -228,8 +298,19 @@ class AbortRequest(_message.Message):
 
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
     """Whether to end all running requests instead."""
+    model: _builtins.str
+    """Name of the model that is meant; INVALID_ARGUMENT (MODEL_MISMATCH) where the engine serves
+    another. Empty means the engine's own.
+    """
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Request ids. Unknown ones are ignored: they may just have ended."""
@@ -239,10 +320,12 @@ class AbortRequest(_message.Message):
         *,
         request_ids: _abc.Iterable[_builtins.str] | None = ...,
         all: _builtins.bool = ...,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "request_ids", b"request_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "model", b"model", "request_id", b"request_id", "request_ids", b"request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,16 +441,29 @@ class PauseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     mode: Global___PauseMode.ValueType
     """What happens to running requests."""
+    model: _builtins.str
+    """Name of the model that is meant; INVALID_ARGUMENT (MODEL_MISMATCH) where the engine serves
+    another. Empty means the engine's own.
+    """
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
         *,
         mode: Global___PauseMode.ValueType = ...,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,12 +492,26 @@ class ResumeRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model that is meant; INVALID_ARGUMENT (MODEL_MISMATCH) where the engine serves
+    another. Empty means the engine's own.
+    """
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -478,10 +588,12 @@ class UpdateWeightsHeader(_message.Message):
     safetensors_bytes: _builtins.int
     """The size of the safetensors file that follows in chunks."""
     model: _builtins.str
-    """Name of the model. Empty at an engine means its own; empty at a router means its only one."""
+    """Name of the model that is meant; INVALID_ARGUMENT (MODEL_MISMATCH) where the engine serves
+    another. Empty means the engine's own.
+    """
     push_id: _builtins.str
-    """Id of the push, which tells two pushes of one version apart. The router sets it; what a client
-    gives is not looked at.
+    """Id of the push, which tells two pushes of one version apart; routers set it. A push that the
+    engine holds already, by id and version, is answered at once.
     """
     @_builtins.property
     def transfer(self) -> Global___WeightTransfer:
@@ -544,19 +656,32 @@ class InitWeightTransferRequest(_message.Message):
 
     BACKEND_FIELD_NUMBER: _builtins.int
     INIT_JSON_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Name of the backend, as GetInfo says it."""
     init_json: _builtins.str
     """What vLLM's init_weight_transfer_engine takes as init_info: a JSON object."""
+    model: _builtins.str
+    """Name of the model that is meant; INVALID_ARGUMENT (MODEL_MISMATCH) where the engine serves
+    another. Empty means the engine's own.
+    """
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
         *,
         backend: _builtins.str = ...,
         init_json: _builtins.str = ...,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "init_json", b"init_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "init_json", b"init_json", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -612,16 +737,29 @@ class SleepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     level: _builtins.int
     """1 keeps the weights in host memory, 2 drops them. Default 1."""
+    model: _builtins.str
+    """Name of the model that is meant; INVALID_ARGUMENT (MODEL_MISMATCH) where the engine serves
+    another. Empty means the engine's own.
+    """
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
         *,
         level: _builtins.int | None = ...,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
     _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
@@ -652,12 +790,26 @@ class WakeUpRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model that is meant; INVALID_ARGUMENT (MODEL_MISMATCH) where the engine serves
+    another. Empty means the engine's own.
+    """
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -686,12 +838,26 @@ class ResetPrefixCacheRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model that is meant; INVALID_ARGUMENT (MODEL_MISMATCH) where the engine serves
+    another. Empty means the engine's own.
+    """
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,10 +35,15 @@ class EngineServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
+        self.Generate = channel.unary_unary(
                 '/rollmesh.v1.EngineService/Generate',
                 request_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.StreamGenerate = channel.unary_stream(
+                '/rollmesh.v1.EngineService/StreamGenerate',
+                request_serializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/rollmesh.v1.EngineService/Abort',
@@ -92,11 +97,19 @@ class EngineServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Samples a continuation of the prompt ids. Streams deltas, or one final message, as the request
-        says. Cancelling the call aborts the request in the engine at once.
+        """Samples a continuation of the prompt ids and returns it when it is complete. Cancelling the call
+        aborts the request in the engine at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-        INVALID_SAMPLING, INVALID_CONSTRAINT) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE);
-        UNAVAILABLE (ENGINE_DEAD).
+        INVALID_SAMPLING, INVALID_CONSTRAINT, MODEL_MISMATCH) names the field; ALREADY_EXISTS
+        (REQUEST_ID_IN_USE); UNAVAILABLE (ENGINE_DEAD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamGenerate(self, request, context):
+        """Samples as Generate does, and sends the tokens while they are sampled. The last message has
+        `finish`, and repeats no token. The errors are those of Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,10 +189,15 @@ class EngineServiceServicer(object):
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
+            'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=rollmesh_dot_v1_dot_engine__pb2.GenerateRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_engine__pb2.GenerateResponse.SerializeToString,
+            ),
+            'StreamGenerate': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamGenerate,
+                    request_deserializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_engine__pb2.StreamGenerateResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -249,12 +267,39 @@ class EngineService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/rollmesh.v1.EngineService/Generate',
             rollmesh_dot_v1_dot_engine__pb2.GenerateRequest.SerializeToString,
             rollmesh_dot_v1_dot_engine__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamGenerate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmesh.v1.EngineService/StreamGenerate',
+            rollmesh_dot_v1_dot_engine__pb2.StreamGenerateRequest.SerializeToString,
+            rollmesh_dot_v1_dot_engine__pb2.StreamGenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,12 +33,16 @@ class EngineServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineServiceAsyncStub: ...
-    Generate: _grpc.UnaryStreamMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]
-    """Samples a continuation of the prompt ids. Streams deltas, or one final message, as the request
-    says. Cancelling the call aborts the request in the engine at once.
+    Generate: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]
+    """Samples a continuation of the prompt ids and returns it when it is complete. Cancelling the call
+    aborts the request in the engine at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-    INVALID_SAMPLING, INVALID_CONSTRAINT) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE);
-    UNAVAILABLE (ENGINE_DEAD).
+    INVALID_SAMPLING, INVALID_CONSTRAINT, MODEL_MISMATCH) names the field; ALREADY_EXISTS
+    (REQUEST_ID_IN_USE); UNAVAILABLE (ENGINE_DEAD).
+    """
+    StreamGenerate: _grpc.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]
+    """Samples as Generate does, and sends the tokens while they are sampled. The last message has
+    `finish`, and repeats no token. The errors are those of Generate.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
     """Ends running requests. Each ends its own stream with the tokens it has and FINISH_REASON_ABORT."""
@@ -74,12 +78,16 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Generates tokens with one replica of the policy and takes new weights while it runs."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Generate: _aio.UnaryStreamMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Samples a continuation of the prompt ids. Streams deltas, or one final message, as the request
-    says. Cancelling the call aborts the request in the engine at once.
+    Generate: _aio.UnaryUnaryMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Samples a continuation of the prompt ids and returns it when it is complete. Cancelling the call
+    aborts the request in the engine at once.
     Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-    INVALID_SAMPLING, INVALID_CONSTRAINT) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE);
-    UNAVAILABLE (ENGINE_DEAD).
+    INVALID_SAMPLING, INVALID_CONSTRAINT, MODEL_MISMATCH) names the field; ALREADY_EXISTS
+    (REQUEST_ID_IN_USE); UNAVAILABLE (ENGINE_DEAD).
+    """
+    StreamGenerate: _aio.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]  # type: ignore[assignment]
+    """Samples as Generate does, and sends the tokens while they are sampled. The last message has
+    `finish`, and repeats no token. The errors are those of Generate.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends running requests. Each ends its own stream with the tokens it has and FINISH_REASON_ABORT."""
@@ -118,12 +126,22 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _engine_pb2.GenerateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_engine_pb2.GenerateResponse], _abc.AsyncIterator[_engine_pb2.GenerateResponse]]:
-        """Samples a continuation of the prompt ids. Streams deltas, or one final message, as the request
-        says. Cancelling the call aborts the request in the engine at once.
+    ) -> _typing.Union[_engine_pb2.GenerateResponse, _abc.Awaitable[_engine_pb2.GenerateResponse]]:
+        """Samples a continuation of the prompt ids and returns it when it is complete. Cancelling the call
+        aborts the request in the engine at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
-        INVALID_SAMPLING, INVALID_CONSTRAINT) names the field; ALREADY_EXISTS (REQUEST_ID_IN_USE);
-        UNAVAILABLE (ENGINE_DEAD).
+        INVALID_SAMPLING, INVALID_CONSTRAINT, MODEL_MISMATCH) names the field; ALREADY_EXISTS
+        (REQUEST_ID_IN_USE); UNAVAILABLE (ENGINE_DEAD).
+        """
+
+    @_abc_1.abstractmethod
+    def StreamGenerate(
+        self,
+        request: _engine_pb2.StreamGenerateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.StreamGenerateResponse], _abc.AsyncIterator[_engine_pb2.StreamGenerateResponse]]:
+        """Samples as Generate does, and sends the tokens while they are sampled. The last message has
+        `finish`, and repeats no token. The errors are those of Generate.
         """
 
     @_abc_1.abstractmethod

@@ -247,7 +247,6 @@ class ChatRequest(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
-    STREAM_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     RETRY_COUNT_FIELD_NUMBER: _builtins.int
     TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _builtins.int
@@ -271,8 +270,6 @@ class ChatRequest(_message.Message):
     """How the model may use them. Default: AUTO with tools, NONE without. The choice is no part of the
     conversation: another one begins no new root.
     """
-    stream: _builtins.bool
-    """Whether deltas are wanted."""
     idempotency_key: _builtins.str
     """Names the samples within the session: a repeat with the same key and body gives the same
     answers, another body is refused (IDEMPOTENCY_KEY_REUSED). At most 256 characters; may be empty.
@@ -343,7 +340,6 @@ class ChatRequest(_message.Message):
         tool_choice: Global___ToolChoice.ValueType = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
-        stream: _builtins.bool = ...,
         idempotency_key: _builtins.str = ...,
         retry_count: _builtins.int = ...,
         template_options_json: _builtins.str = ...,
@@ -360,7 +356,7 @@ class ChatRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "json_format", b"json_format", "parallel_tool_calls", b"parallel_tool_calls", "returns", b"returns", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "choices", b"choices", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "stream", b"stream", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_json_format", b"_json_format", "_parallel_tool_calls", b"_parallel_tool_calls", "bad_words", b"bad_words", "choices", b"choices", "disconnect_policy", b"disconnect_policy", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "json_format", b"json_format", "lineage", b"lineage", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "retry_count", b"retry_count", "returns", b"returns", "sampling", b"sampling", "session_id", b"session_id", "session_key", b"session_key", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "template_options_json", b"template_options_json", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__json_format: _TypeAlias = _typing.Literal["json_format"]  # noqa: Y015
     _WhichOneofArgType__json_format: _TypeAlias = _typing.Literal["_json_format", b"_json_format"]  # noqa: Y015
@@ -404,8 +400,62 @@ class ReturnOptions(_message.Message):
 Global___ReturnOptions: _TypeAlias = ReturnOptions  # noqa: Y015
 
 @_typing.final
+class StreamChatRequest(_message.Message):
+    """Asks for answers piece by piece."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chat(self) -> Global___ChatRequest:
+        """The chat request."""
+
+    def __init__(
+        self,
+        *,
+        chat: Global___ChatRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamChatRequest: _TypeAlias = StreamChatRequest  # noqa: Y015
+
+@_typing.final
 class ChatResponse(_message.Message):
-    """A piece of the answer, or the end of it."""
+    """The answers to one chat request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
+    prompt_token_ids_u32le: _builtins.bytes
+    """Ids that the engine was given, where they are wanted, unsigned 32-bit little-endian. They are the
+    same for all choices.
+    """
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatAnswer]:
+        """One answer for each choice, in their order."""
+
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___ChatAnswer] | None = ...,
+        prompt_token_ids_u32le: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "prompt_token_ids_u32le", b"prompt_token_ids_u32le"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
+
+@_typing.final
+class StreamChatResponse(_message.Message):
+    """A piece of an answer, or its end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -421,22 +471,22 @@ class ChatResponse(_message.Message):
         """A piece of a streamed answer."""
 
     @_builtins.property
-    def done(self) -> Global___ChatDone:
-        """The end, once, with the whole message."""
+    def done(self) -> Global___ChatAnswer:
+        """The end, once, with the complete message."""
 
     @_builtins.property
     def begun(self) -> Global___ChatBegun:
-        """The beginning of a streamed answer, once, before anything of it is known."""
+        """The beginning, once, before anything of the answer is known."""
 
     @_builtins.property
     def prompt(self) -> Global___ChatPrompt:
-        """The prompt, once and before any piece. Only in a streamed answer that is to bring ids along."""
+        """The prompt, once and before any piece. Only where its ids are wanted."""
 
     def __init__(
         self,
         *,
         delta: Global___ChatDelta | None = ...,
-        done: Global___ChatDone | None = ...,
+        done: Global___ChatAnswer | None = ...,
         begun: Global___ChatBegun | None = ...,
         prompt: Global___ChatPrompt | None = ...,
         choice_index: _builtins.int = ...,
@@ -449,7 +499,7 @@ class ChatResponse(_message.Message):
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
-Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
+Global___StreamChatResponse: _TypeAlias = StreamChatResponse  # noqa: Y015
 
 @_typing.final
 class ChatPrompt(_message.Message):
@@ -616,8 +666,8 @@ class ToolCallDelta(_message.Message):
 Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
-class ChatDone(_message.Message):
-    """The end of an answer."""
+class ChatAnswer(_message.Message):
+    """One complete answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -631,7 +681,6 @@ class ChatDone(_message.Message):
     ANSWER_ID_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKEN_IDS_U32LE_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why the generation ended."""
     prompt_tokens: _builtins.int
@@ -646,8 +695,6 @@ class ChatDone(_message.Message):
     """Stable id of the answer: the same for every replay of it. Its last number is `node_id`."""
     created_unix_ms: _builtins.int
     """When the turn was committed, milliseconds since 1970 UTC."""
-    prompt_token_ids_u32le: _builtins.bytes
-    """Ids the engine was given, where they are wanted and the answer was not streamed; in choice 0."""
     @_builtins.property
     def message(self) -> _types_pb2.ChatMessage:
         """The whole message."""
@@ -658,7 +705,7 @@ class ChatDone(_message.Message):
 
     @_builtins.property
     def tokens(self) -> Global___SampledTokens:
-        """All sampled tokens, where they are wanted and the answer was not streamed."""
+        """All sampled tokens, where they are wanted. Not set in a streamed answer, whose deltas have them."""
 
     def __init__(
         self,
@@ -673,15 +720,14 @@ class ChatDone(_message.Message):
         answer_id: _builtins.str = ...,
         created_unix_ms: _builtins.int = ...,
         tokens: Global___SampledTokens | None = ...,
-        prompt_token_ids_u32le: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "message", b"message", "node_id", b"node_id", "prompt_token_ids_u32le", b"prompt_token_ids_u32le", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "message", b"message", "node_id", b"node_id", "prompt_tokens", b"prompt_tokens", "reasons", b"reasons", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChatDone: _TypeAlias = ChatDone  # noqa: Y015
+Global___ChatAnswer: _TypeAlias = ChatAnswer  # noqa: Y015
 
 @_typing.final
 class CloseSessionRequest(_message.Message):
@@ -1134,16 +1180,23 @@ class RetryDeadLetterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1173,16 +1226,23 @@ class DropDeadLetterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

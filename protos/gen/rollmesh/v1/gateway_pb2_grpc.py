@@ -40,10 +40,15 @@ class GatewayServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.CreateSessionRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.CreateSessionResponse.FromString,
                 _registered_method=True)
-        self.Chat = channel.unary_stream(
+        self.Chat = channel.unary_unary(
                 '/rollmesh.v1.GatewayService/Chat',
                 request_serializer=rollmesh_dot_v1_dot_gateway__pb2.ChatRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.ChatResponse.FromString,
+                _registered_method=True)
+        self.StreamChat = channel.unary_stream(
+                '/rollmesh.v1.GatewayService/StreamChat',
+                request_serializer=rollmesh_dot_v1_dot_gateway__pb2.StreamChatRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_gateway__pb2.StreamChatResponse.FromString,
                 _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/rollmesh.v1.GatewayService/CloseSession',
@@ -93,12 +98,20 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers one chat request with one turn for each of its choices. A streamed choice sends `begun`,
-        deltas and then `done`, a whole one only `done`. The turn is durable before `done` is sent. Where
-        one choice fails the call fails.
+        """Answers one chat request with one turn for each of its choices. The turns are durable before the
+        answer is sent. Where one choice fails the call fails.
         Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
         (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
-        INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+        INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY)
+        with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamChat(self, request, context):
+        """Answers as Chat does, and sends the answers while they are sampled: for each choice `begun`,
+        deltas, and then `done`. The turn is durable before `done` is sent. The errors are those of Chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +119,9 @@ class GatewayServiceServicer(object):
 
     def CloseSession(self, request, context):
         """Ends a session with its rewards and hands its trajectories to the collector. The close is
-        durable before the answer. A repeat gives the first answer.
+        durable before the answer. The session's id makes the call repeatable: a repeat gets the first
+        answer, as long as the close is remembered, and ALREADY_EXISTS (REPEAT_CONFLICT) with another
+        body; what the first one said stands.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT
         names the field, also where a reward is of a turn or trajectory that the session does not have:
         it stays open as it was.
@@ -166,10 +181,15 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.CreateSessionRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_gateway__pb2.CreateSessionResponse.SerializeToString,
             ),
-            'Chat': grpc.unary_stream_rpc_method_handler(
+            'Chat': grpc.unary_unary_rpc_method_handler(
                     servicer.Chat,
                     request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.ChatRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_gateway__pb2.ChatResponse.SerializeToString,
+            ),
+            'StreamChat': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamChat,
+                    request_deserializer=rollmesh_dot_v1_dot_gateway__pb2.StreamChatRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_gateway__pb2.StreamChatResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -251,12 +271,39 @@ class GatewayService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/rollmesh.v1.GatewayService/Chat',
             rollmesh_dot_v1_dot_gateway__pb2.ChatRequest.SerializeToString,
             rollmesh_dot_v1_dot_gateway__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamChat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmesh.v1.GatewayService/StreamChat',
+            rollmesh_dot_v1_dot_gateway__pb2.StreamChatRequest.SerializeToString,
+            rollmesh_dot_v1_dot_gateway__pb2.StreamChatResponse.FromString,
             options,
             channel_credentials,
             insecure,

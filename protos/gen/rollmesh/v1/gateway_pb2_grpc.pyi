@@ -40,17 +40,23 @@ class GatewayServiceStub:
     Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
     the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
-    Chat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
-    """Answers one chat request with one turn for each of its choices. A streamed choice sends `begun`,
-    deltas and then `done`, a whole one only `done`. The turn is durable before `done` is sent. Where
-    one choice fails the call fails.
+    Chat: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
+    """Answers one chat request with one turn for each of its choices. The turns are durable before the
+    answer is sent. Where one choice fails the call fails.
     Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
     (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
-    INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+    INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY)
+    with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+    """
+    StreamChat: _grpc.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]
+    """Answers as Chat does, and sends the answers while they are sampled: for each choice `begun`,
+    deltas, and then `done`. The turn is durable before `done` is sent. The errors are those of Chat.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]
     """Ends a session with its rewards and hands its trajectories to the collector. The close is
-    durable before the answer. A repeat gives the first answer.
+    durable before the answer. The session's id makes the call repeatable: a repeat gets the first
+    answer, as long as the close is remembered, and ALREADY_EXISTS (REPEAT_CONFLICT) with another
+    body; what the first one said stands.
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT
     names the field, also where a reward is of a turn or trajectory that the session does not have:
     it stays open as it was.
@@ -90,17 +96,23 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
     the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
-    Chat: _aio.UnaryStreamMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
-    """Answers one chat request with one turn for each of its choices. A streamed choice sends `begun`,
-    deltas and then `done`, a whole one only `done`. The turn is durable before `done` is sent. Where
-    one choice fails the call fails.
+    Chat: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
+    """Answers one chat request with one turn for each of its choices. The turns are durable before the
+    answer is sent. Where one choice fails the call fails.
     Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
     (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
-    INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+    INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY)
+    with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+    """
+    StreamChat: _aio.UnaryStreamMultiCallable[_gateway_pb2.StreamChatRequest, _gateway_pb2.StreamChatResponse]  # type: ignore[assignment]
+    """Answers as Chat does, and sends the answers while they are sampled: for each choice `begun`,
+    deltas, and then `done`. The turn is durable before `done` is sent. The errors are those of Chat.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CloseSessionRequest, _gateway_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session with its rewards and hands its trajectories to the collector. The close is
-    durable before the answer. A repeat gives the first answer.
+    durable before the answer. The session's id makes the call repeatable: a repeat gets the first
+    answer, as long as the close is remembered, and ALREADY_EXISTS (REPEAT_CONFLICT) with another
+    body; what the first one said stands.
     Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT
     names the field, also where a reward is of a turn or trajectory that the session does not have:
     it stays open as it was.
@@ -149,13 +161,23 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _gateway_pb2.ChatRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_gateway_pb2.ChatResponse], _abc.AsyncIterator[_gateway_pb2.ChatResponse]]:
-        """Answers one chat request with one turn for each of its choices. A streamed choice sends `begun`,
-        deltas and then `done`, a whole one only `done`. The turn is durable before `done` is sent. Where
-        one choice fails the call fails.
+    ) -> _typing.Union[_gateway_pb2.ChatResponse, _abc.Awaitable[_gateway_pb2.ChatResponse]]:
+        """Answers one chat request with one turn for each of its choices. The turns are durable before the
+        answer is sent. Where one choice fails the call fails.
         Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
         (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
-        INVALID_CONSTRAINT, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY) with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+        INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY)
+        with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+        """
+
+    @_abc_1.abstractmethod
+    def StreamChat(
+        self,
+        request: _gateway_pb2.StreamChatRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_gateway_pb2.StreamChatResponse], _abc.AsyncIterator[_gateway_pb2.StreamChatResponse]]:
+        """Answers as Chat does, and sends the answers while they are sampled: for each choice `begun`,
+        deltas, and then `done`. The turn is durable before `done` is sent. The errors are those of Chat.
         """
 
     @_abc_1.abstractmethod
@@ -165,7 +187,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CloseSessionResponse, _abc.Awaitable[_gateway_pb2.CloseSessionResponse]]:
         """Ends a session with its rewards and hands its trajectories to the collector. The close is
-        durable before the answer. A repeat gives the first answer.
+        durable before the answer. The session's id makes the call repeatable: a repeat gets the first
+        answer, as long as the close is remembered, and ALREADY_EXISTS (REPEAT_CONFLICT) with another
+        body; what the first one said stands.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT
         names the field, also where a reward is of a turn or trajectory that the session does not have:
         it stays open as it was.

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.rpc import status_pb2 as _status_pb2
 from rollmesh.v1 import engine_pb2 as _engine_pb2
 import builtins as _builtins
 import sys
@@ -384,15 +385,15 @@ class DispatchResponse(_message.Message):
         """The place that was booked."""
 
     @_builtins.property
-    def refusal(self) -> Global___LeaseRefusal:
-        """Why there is none."""
+    def refusal(self) -> _status_pb2.Status:
+        """Why there is none: NO_ENGINE or ENGINES_BUSY with a delay, or INVALID_LEASE."""
 
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         grant: Global___LeaseGrant | None = ...,
-        refusal: Global___LeaseRefusal | None = ...,
+        refusal: _status_pb2.Status | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "refusal", b"refusal", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -433,36 +434,6 @@ class LeaseGrant(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseGrant: _TypeAlias = LeaseGrant  # noqa: Y015
-
-@_typing.final
-class LeaseRefusal(_message.Message):
-    """No place could be booked."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REASON_FIELD_NUMBER: _builtins.int
-    RETRY_DELAY_MS_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
-    """NO_ENGINE, ENGINES_BUSY, or INVALID_LEASE."""
-    retry_delay_ms: _builtins.int
-    """When to ask again, milliseconds from now."""
-    message: _builtins.str
-    """What is wrong, for people."""
-    def __init__(
-        self,
-        *,
-        reason: _builtins.str = ...,
-        retry_delay_ms: _builtins.int = ...,
-        message: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "retry_delay_ms", b"retry_delay_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LeaseRefusal: _TypeAlias = LeaseRefusal  # noqa: Y015
 
 @_typing.final
 class ListReplicasRequest(_message.Message):
@@ -590,24 +561,22 @@ class EngineResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
-    ERROR_REASON_FIELD_NUMBER: _builtins.int
-    ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine."""
-    error_reason: _builtins.str
-    """Reason of the error, empty when it went well."""
-    error_message: _builtins.str
-    """The error in words, empty when it went well."""
+    @_builtins.property
+    def status(self) -> _status_pb2.Status:
+        """The engine's answer: code 0 where it did what was asked, else the error with its details."""
+
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
-        error_reason: _builtins.str = ...,
-        error_message: _builtins.str = ...,
+        status: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "error_message", b"error_message", "error_reason", b"error_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -621,19 +590,26 @@ class PauseEnginesRequest(_message.Message):
 
     MODE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     mode: _engine_pb2.PauseMode.ValueType
     """What happens to running requests."""
     model: _builtins.str
-    """Name of the model; empty means the only one."""
+    """Name of the model; empty means the only one of the mesh."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
         *,
         mode: _engine_pb2.PauseMode.ValueType = ...,
         model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -670,16 +646,23 @@ class ResumeEnginesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of the model; empty means the only one."""
+    """Name of the model; empty means the only one of the mesh."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -720,13 +703,13 @@ class PushWeightsRequest(_message.Message):
     safetensors_chunk: _builtins.bytes
     """A piece of the safetensors file, in order, at most 1 MiB."""
     @_builtins.property
-    def header(self) -> _engine_pb2.UpdateWeightsHeader:
+    def header(self) -> Global___PushWeightsHeader:
         """First message, once."""
 
     def __init__(
         self,
         *,
-        header: _engine_pb2.UpdateWeightsHeader | None = ...,
+        header: Global___PushWeightsHeader | None = ...,
         safetensors_chunk: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "safetensors_chunk", b"safetensors_chunk"]  # noqa: Y015
@@ -738,6 +721,59 @@ class PushWeightsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
 Global___PushWeightsRequest: _TypeAlias = PushWeightsRequest  # noqa: Y015
+
+@_typing.final
+class PushWeightsHeader(_message.Message):
+    """Says what is pushed, and how the engines are to take it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    PAUSE_MODE_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DIR_FIELD_NUMBER: _builtins.int
+    SAFETENSORS_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model; empty means the only one of the mesh."""
+    policy_version: _builtins.int
+    """Version of the new weights, above the last one that was offered to the model's engines."""
+    pause_mode: _engine_pb2.PauseMode.ValueType
+    """What happens to running requests: KEEP goes on with the new weights."""
+    checkpoint_dir: _builtins.str
+    """A directory of safetensors files that every engine can read."""
+    safetensors_bytes: _builtins.int
+    """The size of the safetensors file that follows in chunks."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another header. Empty means
+    each call is its own.
+    """
+    @_builtins.property
+    def transfer(self) -> _engine_pb2.WeightTransfer:
+        """What the trainer sends by a weight transfer backend, beside this call."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        pause_mode: _engine_pb2.PauseMode.ValueType = ...,
+        checkpoint_dir: _builtins.str = ...,
+        safetensors_bytes: _builtins.int = ...,
+        transfer: _engine_pb2.WeightTransfer | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_dir", b"checkpoint_dir", "model", b"model", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "request_id", b"request_id", "safetensors_bytes", b"safetensors_bytes", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint_dir", "safetensors_bytes", "transfer"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___PushWeightsHeader: _TypeAlias = PushWeightsHeader  # noqa: Y015
 
 @_typing.final
 class PushWeightsResponse(_message.Message):
@@ -774,16 +810,23 @@ class ForgetWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of the model; empty means the only one."""
+    """Name of the model; empty means the only one of the mesh."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -821,15 +864,22 @@ class InitWeightTransfersRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    INIT_JSON_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    """Name of the backend, as GetInfo of the engines says it."""
+    init_json: _builtins.str
+    """What vLLM's init_weight_transfer_engine takes as init_info: a JSON object."""
     model: _builtins.str
-    """Name of the model; empty means the only one."""
-    @_builtins.property
-    def request(self) -> _engine_pb2.InitWeightTransferRequest:
-        """What each engine is sent."""
-
+    """Name of the model; empty means the only one of the mesh."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTransferInit]:
         """Engines that are sent something else, such as their own offset of ranks. All must be known."""
@@ -837,13 +887,15 @@ class InitWeightTransfersRequest(_message.Message):
     def __init__(
         self,
         *,
-        request: _engine_pb2.InitWeightTransferRequest | None = ...,
+        backend: _builtins.str = ...,
+        init_json: _builtins.str = ...,
         engines: _abc.Iterable[Global___EngineTransferInit] | None = ...,
         model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "model", b"model", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "engines", b"engines", "init_json", b"init_json", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -860,7 +912,7 @@ class EngineTransferInit(_message.Message):
     engine_id: _builtins.str
     """Id of the engine."""
     init_json: _builtins.str
-    """As in InitWeightTransferRequest."""
+    """What this engine is sent in place of the request's own `init_json`."""
     def __init__(
         self,
         *,

@@ -16,7 +16,7 @@ from rollmesh.collector.storage.store import Store
 from rollmesh.collector.streams.maintenance import maintain
 from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime.config import ConfigError
-from rollmesh.v1 import collector_pb2_grpc
+from rollmesh.v1 import collector_pb2_grpc, server_pb2
 
 
 class CollectorService:
@@ -29,6 +29,15 @@ class CollectorService:
         self._config = config
         self._servicer = CollectorServicer()
         self._store: Store | None = None
+
+    @property
+    def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
+        """Whether it scores, and whether its store is shared."""
+        found = {
+            server_pb2.CAPABILITY_SCORING: bool(self._config.scorer),
+            server_pb2.CAPABILITY_SHARED_STORE: self._config.store != "sqlite",
+        }
+        return frozenset(one for one, is_there in found.items() if is_there)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""

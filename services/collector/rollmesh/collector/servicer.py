@@ -30,6 +30,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 
 _READ_PAGE = 100
@@ -45,6 +46,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         self.scoring: Scoring | None = None
         self.score_hold_ms = 0
         self._duplicates = 0
+        self._repeats = Repeats()
 
     @property
     def subscriptions(self) -> Subscriptions:
@@ -93,15 +95,25 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
 
     async def Seek(self, request: pb.SeekRequest, context: Context) -> pb.SeekResponse:
         check_position("position", request.position)
-        work = self.subscriptions.seek(request.consumer, request.position)
-        sought = await self.subscriptions.finish(work)
-        return pb.SeekResponse(again=sought.again, skipped=sought.skipped)
+        subscriptions = self.subscriptions
+
+        async def seek() -> pb.SeekResponse:
+            work = subscriptions.seek(request.consumer, request.position)
+            sought = await subscriptions.finish(work)
+            return pb.SeekResponse(again=sought.again, skipped=sought.skipped)
+
+        return await self._repeats.once(request, seek)
 
     async def DropConsumer(
         self, request: pb.DropConsumerRequest, context: Context
     ) -> pb.DropConsumerResponse:
-        known = await self.subscriptions.finish(self.subscriptions.drop(request.consumer))
-        return pb.DropConsumerResponse(known=known)
+        subscriptions = self.subscriptions
+
+        async def drop() -> pb.DropConsumerResponse:
+            known = await subscriptions.finish(subscriptions.drop(request.consumer))
+            return pb.DropConsumerResponse(known=known)
+
+        return await self._repeats.once(request, drop)
 
     async def ListFiltered(
         self, request: pb.ListFilteredRequest, context: Context

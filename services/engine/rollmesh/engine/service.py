@@ -15,7 +15,7 @@ from rollmesh.engine.scripted import ScriptedBackend, ScriptedConfig
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
-from rollmesh.v1 import engine_pb2_grpc, router_pb2
+from rollmesh.v1 import engine_pb2_grpc, router_pb2, server_pb2
 
 
 class EngineService:
@@ -30,6 +30,12 @@ class EngineService:
         self._servicer = EngineServicer(self._backend, config.engine_id, config.model)
         self._membership: Membership | None = None
         self._tokenizer_sha256 = ""
+
+    @property
+    def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
+        """Whether weights may come by a transfer backend."""
+        found = {server_pb2.CAPABILITY_WEIGHT_TRANSFER} if self._backend.weight_transfer else set()
+        return frozenset(found)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""

@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 import zlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,12 +28,14 @@ from rollmesh.runtime.errors import (
     EngineDeadError,
     InvalidFieldError,
     InvalidWeightsError,
+    ModelMismatchError,
     RequestIdInUseError,
     StaleVersionError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 _MAX_ID_CHARS = 128
@@ -51,6 +53,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._model = model
         self._running: set[str] = set()
         self._updating = asyncio.Lock()
+        self._repeats = Repeats()
         metrics.watch(backend)
         self.push_id = ""
         """Id of the push that brought the weights in use; empty for those of the start."""
@@ -59,8 +62,43 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     async def Generate(
         self, request: engine_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
-        generate = self._read_request(request)
+    ) -> engine_pb2.GenerateResponse:
+        response = engine_pb2.GenerateResponse()
+        async with aclosing(self._run(request, 0)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Finish):
+                    response.finish.CopyFrom(_write_finish(output, request))
+                else:
+                    response.token_ids_u32le += pack_ids(output.token_ids)
+                    response.logprobs_f32le += pack_logprobs(output.logprobs)
+                    response.top_ids_u32le += pack_ids(output.top_ids)
+                    response.top_logprobs_f32le += pack_logprobs(output.top_logprobs)
+        return response
+
+    async def StreamGenerate(
+        self, request: engine_pb2.StreamGenerateRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.StreamGenerateResponse]:
+        if not request.max_chunk_tokens:
+            raise InvalidFieldError("max_chunk_tokens", "is 0; give at least 1, or call Generate")
+        async with aclosing(self._run(request.generate, request.max_chunk_tokens)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Finish):
+                    finish = _write_finish(output, request.generate)
+                    yield engine_pb2.StreamGenerateResponse(finish=finish)
+                    continue
+                yield engine_pb2.StreamGenerateResponse(
+                    token_ids_u32le=pack_ids(output.token_ids),
+                    logprobs_f32le=pack_logprobs(output.logprobs),
+                    top_ids_u32le=pack_ids(output.top_ids),
+                    top_logprobs_f32le=pack_logprobs(output.top_logprobs),
+                )
+                await faults.reach("engine-mid-stream")
+
+    async def _run(
+        self, request: engine_pb2.GenerateRequest, max_chunk_tokens: int
+    ) -> AsyncGenerator[Chunk | Finish, None]:
+        """Yields what the backend samples for a request, its finish last."""
+        generate = self._read_request(request, max_chunk_tokens)
         if self._backend.died.is_set():
             raise EngineDeadError("the model's process died; the engine is about to restart")
         if request.request_id in self._running:
@@ -71,18 +109,26 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         try:
             await faults.reach("engine-before-first-token")
             async with aclosing(self._backend.generate(generate)) as outputs:
-                async for response in self._responses(outputs, request):
-                    yield response
+                async for output in outputs:
+                    if isinstance(output, Finish):
+                        await faults.reach("engine-after-last-token")
+                        metrics.finished(output, len(request.token_ids_u32le) // 4)
+                    yield output
         finally:
             self._running.discard(request.request_id)
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context
     ) -> engine_pb2.AbortResponse:
-        wanted = set(self._running) if request.all else set(request.request_ids)
-        found = sorted(wanted & self._running)
-        await self._backend.abort(found)
-        return engine_pb2.AbortResponse(request_ids=found)
+        self._check_model(request.model)
+
+        async def abort() -> engine_pb2.AbortResponse:
+            wanted = set(self._running) if request.all else set(request.request_ids)
+            found = sorted(wanted & self._running)
+            await self._backend.abort(found)
+            return engine_pb2.AbortResponse(request_ids=found)
+
+        return await self._repeats.once(request, abort)
 
     async def GetInfo(
         self, request: engine_pb2.GetInfoRequest, context: Context
@@ -105,14 +151,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Pause(
         self, request: engine_pb2.PauseRequest, context: Context
     ) -> engine_pb2.PauseResponse:
+        self._check_model(request.model)
         _check_pause_mode(request.mode, "mode")
-        await self._backend.pause(request.mode)
+        await self._repeats.once(request, lambda: self._backend.pause(request.mode))
         return engine_pb2.PauseResponse()
 
     async def Resume(
         self, request: engine_pb2.ResumeRequest, context: Context
     ) -> engine_pb2.ResumeResponse:
-        await self._backend.resume()
+        self._check_model(request.model)
+        await self._repeats.once(request, self._backend.resume)
         return engine_pb2.ResumeResponse()
 
     async def UpdateWeights(
@@ -127,9 +175,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def InitWeightTransfer(
         self, request: engine_pb2.InitWeightTransferRequest, context: Context
     ) -> engine_pb2.InitWeightTransferResponse:
+        self._check_model(request.model)
         init_info = read_init(request, self._backend.weight_transfer)
-        async with self._updating:
-            await _to_the_end(self._backend.init_weight_transfer(init_info))
+
+        async def init() -> None:
+            async with self._updating:
+                await _to_the_end(self._backend.init_weight_transfer(init_info))
+
+        await self._repeats.once(request, init)
         return engine_pb2.InitWeightTransferResponse()
 
     async def _update_once(
@@ -138,8 +191,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         request_iterator: AsyncIterator[engine_pb2.UpdateWeightsRequest],
     ) -> engine_pb2.UpdateWeightsResponse:
         _check_pause_mode(header.pause_mode, "header.pause_mode")
-        if header.model not in {"", self._model}:
-            raise InvalidFieldError("header.model", f"is {header.model!r}, not {self._model!r}")
+        self._check_model(header.model, "header.model")
         async with self._updating:
             if self._has(header):
                 return engine_pb2.UpdateWeightsResponse(policy_version=header.policy_version)
@@ -171,25 +223,31 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Sleep(
         self, request: engine_pb2.SleepRequest, context: Context
     ) -> engine_pb2.SleepResponse:
+        self._check_model(request.model)
         level = request.level if request.HasField("level") else 1
         if level not in {1, 2}:
             raise InvalidFieldError("level", f"is {level}; give 1 or 2")
-        await self._backend.sleep(level)
+        await self._repeats.once(request, lambda: self._backend.sleep(level))
         return engine_pb2.SleepResponse()
 
     async def WakeUp(
         self, request: engine_pb2.WakeUpRequest, context: Context
     ) -> engine_pb2.WakeUpResponse:
-        await self._backend.wake_up()
+        self._check_model(request.model)
+        await self._repeats.once(request, self._backend.wake_up)
         return engine_pb2.WakeUpResponse()
 
     async def ResetPrefixCache(
         self, request: engine_pb2.ResetPrefixCacheRequest, context: Context
     ) -> engine_pb2.ResetPrefixCacheResponse:
-        reset = await self._backend.reset_prefix_cache()
+        self._check_model(request.model)
+        reset = await self._repeats.once(request, self._backend.reset_prefix_cache)
         return engine_pb2.ResetPrefixCacheResponse(reset=reset)
 
-    def _read_request(self, request: engine_pb2.GenerateRequest) -> GenerateInput:
+    def _read_request(
+        self, request: engine_pb2.GenerateRequest, max_chunk_tokens: int
+    ) -> GenerateInput:
+        self._check_model(request.model)
         if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
             raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
         limits = self._backend.limits
@@ -204,37 +262,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             request.request_id,
             token_ids,
             sampling,
-            request.max_chunk_tokens,
+            max_chunk_tokens,
             read_constraint(request, sampling),
             request.top_logprobs,
         )
         check_prompt(result, limits)
         return result
 
-    async def _responses(
-        self, outputs: AsyncIterator[Chunk | Finish], request: engine_pb2.GenerateRequest
-    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
-        """Yields messages; an answer that is not streamed is one message, finish included."""
-        whole = engine_pb2.GenerateResponse()
-        async for output in outputs:
-            if isinstance(output, Finish):
-                await faults.reach("engine-after-last-token")
-                metrics.finished(output, len(request.token_ids_u32le) // 4)
-                whole.finish.CopyFrom(_write_finish(output, request))
-                yield whole
-            elif request.max_chunk_tokens:
-                yield engine_pb2.GenerateResponse(
-                    token_ids_u32le=pack_ids(output.token_ids),
-                    logprobs_f32le=pack_logprobs(output.logprobs),
-                    top_ids_u32le=pack_ids(output.top_ids),
-                    top_logprobs_f32le=pack_logprobs(output.top_logprobs),
-                )
-                await faults.reach("engine-mid-stream")
-            else:
-                whole.token_ids_u32le += pack_ids(output.token_ids)
-                whole.logprobs_f32le += pack_logprobs(output.logprobs)
-                whole.top_ids_u32le += pack_ids(output.top_ids)
-                whole.top_logprobs_f32le += pack_logprobs(output.top_logprobs)
+    def _check_model(self, model: str, field: str = "model") -> None:
+        if model not in {"", self._model}:
+            raise ModelMismatchError(field, f"is {model!r}; this engine serves {self._model!r}")
 
     async def _update(
         self,

@@ -38,7 +38,7 @@ from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import StoreError
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, server_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +87,15 @@ class GatewayService:
         )
         self._membership: Membership | None = None
         self._database: Database | None = None
+
+    @property
+    def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
+        """Whether tool calls and reasoning are read from answers."""
+        found = {
+            server_pb2.CAPABILITY_TOOL_CALLS: self._format.tools not in {UNKNOWN, "none"},
+            server_pb2.CAPABILITY_REASONING: self._format.reasoning,
+        }
+        return frozenset(one for one, is_there in found.items() if is_there)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""
@@ -162,6 +171,7 @@ class GatewayService:
             leases=leases,
             engines=engines,
             database=database,
+            model=config.model,
             workers=Workers(executor, FairExecutor(long_executor, config.workers)),
             max_context_tokens=self._max_context_tokens,
             special_text=SpecialText(self._tokenizer, config.special_text),

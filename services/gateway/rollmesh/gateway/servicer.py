@@ -4,14 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
-from rollmesh.gateway.protocol.wire import read_choices, write_event, write_nodes
+from rollmesh.gateway.protocol.wire import read_choices, write_answers, write_event, write_nodes
 from rollmesh.gateway.sessions.registry import Gateway
-from rollmesh.gateway.sessions.session import PromptIds, Session, TurnRequest
+from rollmesh.gateway.sessions.session import Answered, PromptIds, Session, Turn, TurnRequest
 from rollmesh.gateway.storage.dead_letters import DeadLetters
-from rollmesh.gateway.turns.choices import merged
+from rollmesh.gateway.turns.choices import gathered, merged
 from rollmesh.runtime.errors import InvalidFieldError, StartingError
 from rollmesh.runtime.process.memory import FreedMemory
 from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 
 _MAX_METADATA_BYTES = 64 * 1024
@@ -30,6 +31,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._max_choices = max_choices
         self._gateway: Gateway | None = None
         self._freed_memory = FreedMemory()
+        self._repeats = Repeats()
         self._dead_letters: DeadLetters | None = None
 
     @property
@@ -80,12 +82,37 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: Context
-    ) -> AsyncIterator[gateway_pb2.ChatResponse]:
-        self.gateway.keys.check(request.session_id, request.session_key)
-        session = self.gateway.session(request.session_id)
+    ) -> gateway_pb2.ChatResponse:
+        session = self._session(request)
+        turns: list[Turn] = []
+        is_complete = False
+
+        def replied(_: Context) -> None:
+            for turn in turns:
+                self.gateway.replies.replied(turn, left=is_complete and not context.cancelled())
+
+        context.add_done_callback(replied)  # type: ignore[arg-type]  # a wrong stub
+
+        async def answer(choice: TurnRequest) -> Answered:
+            turn, answered = await self.gateway.replies.chat(session, choice)
+            turns.append(turn)
+            return answered
+
         try:
-            choices = await self._read(request, session)
-            answers = [self.gateway.chat(session, choice) for choice in choices]
+            choices = await self._read(request, session, stream=False)
+            answers = await gathered([answer(choice) for choice in choices])
+            is_complete = True
+            return write_answers(answers)
+        finally:
+            self._freed_memory.served(request.ByteSize())
+
+    async def StreamChat(
+        self, request: gateway_pb2.StreamChatRequest, context: Context
+    ) -> AsyncIterator[gateway_pb2.StreamChatResponse]:
+        session = self._session(request.chat)
+        try:
+            choices = await self._read(request.chat, session, stream=True)
+            answers = [self.gateway.replies.stream_chat(session, choice) for choice in choices]
             is_told = False
             async with aclosing(merged(answers)) as events:
                 async for index, event in events:
@@ -96,11 +123,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         finally:
             self._freed_memory.served(request.ByteSize())
 
-    async def _read(self, request: gateway_pb2.ChatRequest, session: Session) -> list[TurnRequest]:
+    def _session(self, request: gateway_pb2.ChatRequest) -> Session:
+        self.gateway.keys.check(request.session_id, request.session_key)
+        return self.gateway.session(request.session_id)
+
+    async def _read(
+        self, request: gateway_pb2.ChatRequest, session: Session, *, stream: bool
+    ) -> list[TurnRequest]:
         """Reads a request; what takes longer than others may wait is read in a thread."""
-        if request.ByteSize() < _LARGE_BYTES:
-            return read_choices(request, session, self._max_choices)
-        return await asyncio.to_thread(read_choices, request, session, self._max_choices)
+
+        def read() -> list[TurnRequest]:
+            return read_choices(request, session, self._max_choices, stream=stream)
+
+        return read() if request.ByteSize() < _LARGE_BYTES else await asyncio.to_thread(read)
 
     async def CloseSession(
         self, request: gateway_pb2.CloseSessionRequest, context: Context
@@ -151,13 +186,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def RetryDeadLetter(
         self, request: gateway_pb2.RetryDeadLetterRequest, context: Context
     ) -> gateway_pb2.RetryDeadLetterResponse:
-        await self.dead_letters.retry(request.session_id)
+        letters = self.dead_letters
+        await self._repeats.once(request, lambda: letters.retry(request.session_id))
         return gateway_pb2.RetryDeadLetterResponse()
 
     async def DropDeadLetter(
         self, request: gateway_pb2.DropDeadLetterRequest, context: Context
     ) -> gateway_pb2.DropDeadLetterResponse:
-        await self.dead_letters.drop(request.session_id)
+        letters = self.dead_letters
+        await self._repeats.once(request, lambda: letters.drop(request.session_id))
         return gateway_pb2.DropDeadLetterResponse()
 
 

@@ -19,15 +19,18 @@ from rollmesh.runtime.errors import (
     InvalidFieldError,
     StaleVersionError,
     StartingError,
+    WeightTransferError,
 )
 from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.runtime.tasks import begun, finish
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 200
-_REFUSALS = {"INVALID_FIELD", "INVALID_WEIGHTS", "WEIGHT_TRANSFER_FAILED"}
+_REFUSALS = (InvalidFieldError, WeightTransferError)
+"""What an engine answers that will never take a push."""
 
 
 class Control:
@@ -101,12 +104,12 @@ class Control:
         self, mode: engine_pb2.PauseMode.ValueType, model: str
     ) -> list[router_pb2.EngineResult]:
         """Pauses the engines of a model; one result each."""
-        request = engine_pb2.PauseRequest(mode=mode)
+        request = engine_pb2.PauseRequest(mode=mode, model=self._named(model))
         return await self._fan_out(model, lambda stub: stub.Pause(request, timeout=self._timeout_s))
 
     async def resume(self, model: str) -> list[router_pb2.EngineResult]:
         """Resumes the engines of a model; one result each."""
-        request = engine_pb2.ResumeRequest()
+        request = engine_pb2.ResumeRequest(model=self._named(model))
         return await self._fan_out(
             model, lambda stub: stub.Resume(request, timeout=self._timeout_s)
         )
@@ -115,14 +118,14 @@ class Control:
         self,
         request: engine_pb2.InitWeightTransferRequest,
         by_engine: Mapping[str, str],
-        model: str,
     ) -> list[router_pb2.EngineResult]:
         """Makes the engines of a model join the trainer; one result each.
 
         Raises:
             InvalidFieldError: An engine that is to be sent something of its own is not there.
         """
-        engines = self._engines(self._named(model))
+        model = self._named(request.model)
+        engines = self._engines(model)
         if missing := by_engine.keys() - {engine.engine_id for engine in engines}:
             raise InvalidFieldError(
                 "engines.engine_id", f"{', '.join(sorted(missing))}: not there; list the replicas"
@@ -131,7 +134,7 @@ class Control:
         async def init(engine: Engine) -> router_pb2.EngineResult:
             own_json = by_engine.get(engine.engine_id)
             sent = engine_pb2.InitWeightTransferRequest(
-                backend=request.backend, init_json=own_json or request.init_json
+                backend=request.backend, init_json=own_json or request.init_json, model=model
             )
             return await call_engine(
                 engine, lambda stub: stub.InitWeightTransfer(sent, timeout=self._timeout_s)
@@ -277,7 +280,7 @@ class Control:
         if not engines:
             await self._accept(None, kept)
         results = await asyncio.gather(*(self._updates.offer(one, header) for one in engines))
-        if results and all(result.error_reason in _REFUSALS for result in results):
+        if results and all(_refused(result) for result in results):
             async with self._locks[kept.model]:
                 if kept.offered is header:
                     await asyncio.to_thread(kept.withdraw)
@@ -347,6 +350,10 @@ class Control:
     ) -> list[router_pb2.EngineResult]:
         engines = self._engines(self._named(model))
         return await asyncio.gather(*(call_engine(engine, call) for engine in engines))
+
+
+def _refused(result: router_pb2.EngineResult) -> bool:
+    return result.status.code != 0 and isinstance(from_status(result.status), _REFUSALS)
 
 
 def _holds(engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> bool:

@@ -12,7 +12,7 @@ from rollmesh.router.control import Control
 from rollmesh.router.leases import LeaseTable
 from rollmesh.router.members import Members
 from rollmesh.router.servicer import RouterServicer
-from rollmesh.v1 import router_pb2_grpc
+from rollmesh.v1 import router_pb2_grpc, server_pb2
 
 
 class RouterService:
@@ -27,6 +27,11 @@ class RouterService:
         members = Members(config.replica_silence_ms)
         self._control = Control(self.table, members, config)
         self._servicer = RouterServicer(self.table, members, self._control)
+
+    @property
+    def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
+        """None: every router can do the same."""
+        return frozenset()
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""

@@ -6,12 +6,20 @@ from collections.abc import AsyncIterator
 
 from rollmesh.router import metrics
 from rollmesh.router.control import Control
-from rollmesh.router.leases import Booker, Engine, Grant, LeaseTable, Refusal
+from rollmesh.router.leases import Booker, Engine, Grant, LeaseTable, Refusal, RefusalReason
 from rollmesh.router.members import Members
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import (
+    EnginesBusyError,
+    InvalidFieldError,
+    InvalidLeaseError,
+    NoEngineError,
+    RollmeshError,
+)
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
+from rollmesh.runtime.rpc.repeats import Repeats
+from rollmesh.runtime.rpc.statuses import to_status
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
@@ -29,6 +37,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._members = members
         self._control = control
         self._router_id = uuid.uuid4().hex
+        self._repeats = Repeats()
 
     async def Register(
         self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
@@ -103,14 +112,21 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.PauseEnginesResponse:
         if request.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
             raise InvalidFieldError("mode", "is not set; say what happens to running requests")
-        results = await self._control.pause(request.mode, request.model)
-        return router_pb2.PauseEnginesResponse(results=results)
+
+        async def pause() -> router_pb2.PauseEnginesResponse:
+            results = await self._control.pause(request.mode, request.model)
+            return router_pb2.PauseEnginesResponse(results=results)
+
+        return await self._repeats.once(request, pause)
 
     async def ResumeEngines(
         self, request: router_pb2.ResumeEnginesRequest, context: Context
     ) -> router_pb2.ResumeEnginesResponse:
-        results = await self._control.resume(request.model)
-        return router_pb2.ResumeEnginesResponse(results=results)
+        async def resume() -> router_pb2.ResumeEnginesResponse:
+            results = await self._control.resume(request.model)
+            return router_pb2.ResumeEnginesResponse(results=results)
+
+        return await self._repeats.once(request, resume)
 
     async def PushWeights(
         self, request_iterator: AsyncIterator[router_pb2.PushWeightsRequest], context: Context
@@ -119,21 +135,36 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             first = await anext(request_iterator, None)
             if first is None or not first.HasField("header"):
                 raise InvalidFieldError("header", "is missing; send it in the first message")
-            version, results = await self._control.push(first.header, _chunks(request_iterator))
-        return router_pb2.PushWeightsResponse(policy_version=version, results=results)
+
+            async def push() -> router_pb2.PushWeightsResponse:
+                header = _update_header(first.header)
+                version, results = await self._control.push(header, _chunks(request_iterator))
+                return router_pb2.PushWeightsResponse(policy_version=version, results=results)
+
+            return await self._repeats.once(first.header, push)
 
     async def ForgetWeights(
         self, request: router_pb2.ForgetWeightsRequest, context: Context
     ) -> router_pb2.ForgetWeightsResponse:
-        model, version = await self._control.forget(request.model)
-        return router_pb2.ForgetWeightsResponse(model=model, policy_version=version)
+        async def forget() -> router_pb2.ForgetWeightsResponse:
+            model, version = await self._control.forget(request.model)
+            return router_pb2.ForgetWeightsResponse(model=model, policy_version=version)
+
+        return await self._repeats.once(request, forget)
 
     async def InitWeightTransfers(
         self, request: router_pb2.InitWeightTransfersRequest, context: Context
     ) -> router_pb2.InitWeightTransfersResponse:
         by_engine = {engine.engine_id: engine.init_json for engine in request.engines}
-        results = await self._control.init_transfers(request.request, by_engine, request.model)
-        return router_pb2.InitWeightTransfersResponse(results=results)
+        init = engine_pb2.InitWeightTransferRequest(
+            backend=request.backend, init_json=request.init_json, model=request.model
+        )
+
+        async def join() -> router_pb2.InitWeightTransfersResponse:
+            results = await self._control.init_transfers(init, by_engine)
+            return router_pb2.InitWeightTransfersResponse(results=results)
+
+        return await self._repeats.once(request, join)
 
     def _acquire(
         self, stream_id: str, acquire: router_pb2.AcquireLease
@@ -154,9 +185,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 response.grant.policy_version = policy_version
             case Refusal(reason, message, retry_delay_ms):
                 metrics.LEASE_REQUESTS.labels(reason.lower()).inc()
-                response.refusal.reason = reason
-                response.refusal.message = message
-                response.refusal.retry_delay_ms = retry_delay_ms
+                response.refusal.CopyFrom(to_status(_typed(reason, message, retry_delay_ms)))
         return response
 
     def _release(self, stream_id: str, release: router_pb2.ReleaseLease) -> None:
@@ -191,6 +220,34 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._warn_of_misfits()
         self._control.heed(engine)
         return engine
+
+
+def _typed(reason: RefusalReason, message: str, retry_delay_ms: int) -> RollmeshError:
+    """Returns the error that a refusal is on the wire."""
+    match reason:
+        case "NO_ENGINE":
+            return NoEngineError(message, retry_delay_ms=retry_delay_ms)
+        case "ENGINES_BUSY":
+            return EnginesBusyError(message, retry_delay_ms=retry_delay_ms)
+        case "INVALID_LEASE":
+            return InvalidLeaseError("acquire", message)
+
+
+def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWeightsHeader:
+    """Returns what engines are told of a push."""
+    update = engine_pb2.UpdateWeightsHeader(
+        policy_version=header.policy_version, pause_mode=header.pause_mode, model=header.model
+    )
+    match header.WhichOneof("source"):
+        case "checkpoint_dir":
+            update.checkpoint_dir = header.checkpoint_dir
+        case "safetensors_bytes":
+            update.safetensors_bytes = header.safetensors_bytes
+        case "transfer":
+            update.transfer.CopyFrom(header.transfer)
+        case _:
+            pass
+    return update
 
 
 def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:

@@ -16,11 +16,11 @@ from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     EngineFaultError,
     EnginesBusyError,
-    InvalidFieldError,
     NoEngineError,
     RollmeshError,
 )
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -150,7 +150,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         An `EngineFaultError` of the block takes the engine out of service.
 
         Raises:
-            InvalidFieldError: The mesh has several models, and none was named.
+            InvalidLeaseError: The mesh has several models, and none was named.
             EnginesBusyError: Every engine was full until the deadline.
             NoEngineError: There was no engine, or no router, until the deadline.
         """
@@ -177,7 +177,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
     ) -> tuple[str, _Line, router_pb2.LeaseGrant]:
         """Asks until a place is granted; an engine that was excluded in vain is allowed again."""
         deadline = clock.monotonic_ms() + deadline_ms
-        refusal = router_pb2.LeaseRefusal(reason="NO_ENGINE", message="no router answered")
+        refusal: RollmeshError = NoEngineError("no router answered")
         while (left_ms := deadline - clock.monotonic_ms()) > 0:
             try:
                 async with asyncio.timeout(left_ms / 1000):
@@ -185,20 +185,19 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
                     lease_id, line, answer = await self._ask(request)
                     if answer.HasField("grant"):
                         return lease_id, line, answer.grant
-                    refusal = answer.refusal
-                    if refusal.reason == "INVALID_LEASE":
-                        raise InvalidFieldError("lease", refusal.message)
-                    if refusal.reason == "NO_ENGINE":
+                    refusal = from_status(answer.refusal)
+                    if not isinstance(refusal, (EnginesBusyError, NoEngineError)):
+                        raise refusal
+                    if isinstance(refusal, NoEngineError):
                         del request.excluded_engine_ids[:]
-                    await asyncio.sleep(max(refusal.retry_delay_ms, 10) / 1000)
+                    await asyncio.sleep(max(refusal.retry_delay_ms or 0, 10) / 1000)
             except TimeoutError:
                 break
             except ConnectionError:
                 continue
-        cls = EnginesBusyError if refusal.reason == "ENGINES_BUSY" else NoEngineError
-        raise cls(
+        raise type(refusal)(
             f"no place on an engine within {deadline_ms} ms: {refusal.message}",
-            retry_delay_ms=max(refusal.retry_delay_ms, 1000),
+            retry_delay_ms=max(refusal.retry_delay_ms or 0, 1000),
         )
 
     async def _ask(

@@ -108,6 +108,31 @@ class IdempotencyKeyReusedError(InvalidFieldError):
     reason = "IDEMPOTENCY_KEY_REUSED"
 
 
+class UnsupportedPartError(InvalidFieldError):
+    """A message holds a part that is not served, such as an image."""
+
+    reason = "UNSUPPORTED_PART"
+
+
+class ModelMismatchError(InvalidFieldError):
+    """A request names another model than the engine serves."""
+
+    reason = "MODEL_MISMATCH"
+
+
+class InvalidLeaseError(InvalidFieldError):
+    """A booking names no model in a mesh of several, or reuses the id of a lease."""
+
+    reason = "INVALID_LEASE"
+
+
+class RepeatConflictError(RollmeshError):
+    """A write was repeated with another body; what the first one did stands."""
+
+    code = "ALREADY_EXISTS"
+    reason = "REPEAT_CONFLICT"
+
+
 class RequestIdInUseError(RollmeshError):
     """A request with this id is running."""
 
@@ -127,6 +152,13 @@ class StaleVersionError(RollmeshError):
 
     code = "FAILED_PRECONDITION"
     reason = "STALE_VERSION"
+
+
+class SupersededError(RollmeshError):
+    """A later push, or the end of the engine, came before the engine answered this one."""
+
+    code = "ABORTED"
+    reason = "SUPERSEDED"
 
 
 class WeightTransferError(RollmeshError):

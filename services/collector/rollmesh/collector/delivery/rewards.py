@@ -1,10 +1,30 @@
 """Rewards that come after their session."""
 
+import hashlib
 import math
 
 from rollmesh.collector.delivery.records import Run, rows_of, runs_of
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
 from rollmesh.v1 import types_pb2
+
+
+def rewards_digest(rewards: types_pb2.SessionRewards) -> bytes:
+    """Returns what tells a repeat from a request with other rewards."""
+    data = rewards.SerializeToString(deterministic=True)
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def check_repeat(request_id: str, first: bytes, digest: bytes) -> None:
+    """Checks that a repeat gives the rewards that its request gave first.
+
+    Raises:
+        RepeatConflictError: It gives others.
+    """
+    if first != digest:
+        raise RepeatConflictError(
+            f"request_id: {request_id!r} gave this session other rewards, which stand; "
+            "give another id"
+        )
 
 
 def apply_rewards(head: types_pb2.SessionRecord, rewards: types_pb2.SessionRewards) -> None:

@@ -85,6 +85,7 @@ class Store(Protocol):
 
         Raises:
             SessionUnknownError: There is no such session.
+            RepeatConflictError: The request id gave other rewards before.
             InvalidFieldError: A reward does not fit the session.
         """
         ...

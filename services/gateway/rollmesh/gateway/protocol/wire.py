@@ -1,7 +1,7 @@
 """Between protos and the gateway's plain types."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
@@ -66,7 +66,7 @@ _contexts: ByteCache[tuple[str, str], RenderContext] = ByteCache(16 * 1024 * 102
 
 
 def read_choices(
-    request: gateway_pb2.ChatRequest, session: Session, max_choices: int
+    request: gateway_pb2.ChatRequest, session: Session, max_choices: int, *, stream: bool
 ) -> list[TurnRequest]:
     """Returns the choices that a chat request wants; they are told apart by index and seed.
 
@@ -76,7 +76,7 @@ def read_choices(
     count = request.choices or 1
     if count > max_choices:
         raise InvalidFieldError("choices", f"is {count}; give 1 to {max_choices}")
-    first, digest = _read_chat(request, session)
+    first, digest = _read_chat(request, session, stream=stream)
     return [first] + [_read_choice(first, digest, request, at) for at in range(1, count)]
 
 
@@ -96,7 +96,9 @@ def _read_choice(
     )
 
 
-def _read_chat(request: gateway_pb2.ChatRequest, session: Session) -> tuple[TurnRequest, "_Digest"]:
+def _read_chat(
+    request: gateway_pb2.ChatRequest, session: Session, *, stream: bool
+) -> tuple[TurnRequest, "_Digest"]:
     """Checks a chat request and fills in the session's defaults."""
     spec = session.spec
     messages, digest = session.reader.read(request)
@@ -137,7 +139,7 @@ def _read_chat(request: gateway_pb2.ChatRequest, session: Session) -> tuple[Turn
         sampling=sampling,
         stops=stops,
         wanted=wanted,
-        stream=request.stream,
+        stream=stream,
         fingerprint=fingerprint_of(sampling, 0),
         idempotency_key=_sample_key(request, 0),
         keeps_stop=request.include_stop,
@@ -265,22 +267,31 @@ def write_message(message: Message) -> types_pb2.ChatMessage:
     )
 
 
-def write_event(event: TurnEvent, index: int = 0) -> gateway_pb2.ChatResponse:
+def write_event(event: TurnEvent, index: int = 0) -> gateway_pb2.StreamChatResponse:
     """Returns the proto of the beginning of a choice's answer, of a part of it, or of its end."""
     if isinstance(event, Begun):
         begun = gateway_pb2.ChatBegun(answer_id=event.answer_id)
-        return gateway_pb2.ChatResponse(begun=begun, choice_index=index)
+        return gateway_pb2.StreamChatResponse(begun=begun, choice_index=index)
     if isinstance(event, Answered):
-        return gateway_pb2.ChatResponse(done=_write_done(event, index), choice_index=index)
+        return gateway_pb2.StreamChatResponse(done=_write_answer(event), choice_index=index)
     if isinstance(event, PromptIds):
         prompt = gateway_pb2.ChatPrompt(token_ids_u32le=event.packed)
-        return gateway_pb2.ChatResponse(prompt=prompt, choice_index=index)
+        return gateway_pb2.StreamChatResponse(prompt=prompt, choice_index=index)
     if isinstance(event, Told):
         delta = gateway_pb2.ChatDelta() if event.event is None else _write_delta(event.event)
         delta.tokens.CopyFrom(_write_tokens(event.tokens))
     else:
         delta = _write_delta(event)
-    return gateway_pb2.ChatResponse(delta=delta, choice_index=index)
+    return gateway_pb2.StreamChatResponse(delta=delta, choice_index=index)
+
+
+def write_answers(answers: Sequence[Answered]) -> gateway_pb2.ChatResponse:
+    """Returns the proto of the answers of a request, in order of its choices."""
+    report = answers[0].report
+    return gateway_pb2.ChatResponse(
+        answers=map(_write_answer, answers),
+        prompt_token_ids_u32le=b"" if report is None else report.prompt,
+    )
 
 
 def _write_delta(event: ParserEvent) -> gateway_pb2.ChatDelta:
@@ -306,10 +317,10 @@ def _write_tokens(shown: Shown) -> gateway_pb2.SampledTokens:
     return tokens
 
 
-def _write_done(answered: Answered, index: int) -> gateway_pb2.ChatDone:
+def _write_answer(answered: Answered) -> gateway_pb2.ChatAnswer:
     node, sample, report = answered.node, answered.node.sample, answered.report
     assert sample is not None
-    return gateway_pb2.ChatDone(
+    return gateway_pb2.ChatAnswer(
         message=write_message(node.messages[0]),
         finish_reason=types_pb2.FinishReason.ValueType(sample.finish),
         prompt_tokens=sample.prompt_tokens,
@@ -320,7 +331,6 @@ def _write_done(answered: Answered, index: int) -> gateway_pb2.ChatDone:
         answer_id=answered.record.answer_id,
         created_unix_ms=answered.record.created_unix_ms,
         tokens=None if report is None else _write_tokens(report.tokens),
-        prompt_token_ids_u32le=b"" if report is None or index else report.prompt,
     )
 
 

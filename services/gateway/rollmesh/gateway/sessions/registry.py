@@ -1,16 +1,15 @@
 """The gateway's sessions: opening, turns, retries, closing, and handing over to the collector."""
 
 import asyncio
-import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 from google.protobuf import json_format
 
 from rollmesh.gateway import metrics
-from rollmesh.gateway.conversation.reasons import ExportMode, Fidelity
-from rollmesh.gateway.conversation.tree import Node, Tree
+from rollmesh.gateway.conversation.reasons import ExportMode
+from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import (
     record_bytes,
     trajectory_ends,
@@ -18,18 +17,14 @@ from rollmesh.gateway.export.record import (
     trajectory_ids,
 )
 from rollmesh.gateway.export.rewards import check_rewards
-from rollmesh.gateway.sessions.ending import cancelled, end_turns, subscribed
+from rollmesh.gateway.sessions.ending import cancelled, end_turns
 from rollmesh.gateway.sessions.groups import GroupSizes
 from rollmesh.gateway.sessions.keys import SECRET_BYTES, SessionKeys
+from rollmesh.gateway.sessions.replies import Replies
 from rollmesh.gateway.sessions.session import (
     Answered,
-    Begun,
-    Report,
     Session,
-    StreamEvent,
-    Told,
     Turn,
-    TurnEvent,
     TurnRequest,
 )
 from rollmesh.gateway.storage import closed, journal
@@ -37,11 +32,11 @@ from rollmesh.gateway.storage.closed import Close
 from rollmesh.gateway.storage.dead_letters import damaged_error
 from rollmesh.gateway.storage.journal import SessionSpec, StoredSession
 from rollmesh.gateway.storage.outbox import Outbox, dead_letter
-from rollmesh.gateway.turns.reporting import retold
 from rollmesh.gateway.turns.turns import TurnRunner
 from rollmesh.runtime import clock
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
+    RepeatConflictError,
     RollmeshError,
     SessionClosedError,
     SessionUnknownError,
@@ -50,6 +45,7 @@ from rollmesh.runtime.errors import (
     TooManySessionsError,
 )
 from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.repeats import digest_of
 from rollmesh.runtime.tasks import begun
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import gateway_pb2
@@ -87,8 +83,10 @@ class Gateway:
         self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
         self._opens = 0
         """Sessions on their way to the journal."""
-        self._closing: dict[str, asyncio.Future[list[str]]] = {}
+        self._closing: dict[str, tuple[bytes, asyncio.Future[list[str]]]] = {}
+        """What is on its way to the journal, and what tells a repeat of its request."""
         self._draining = False
+        self.replies = Replies(database, runner, tasks, self._begin)
         self.keys: SessionKeys
         """Set by `restore`."""
         self.forgotten: Callable[[str], None] = lambda _: None
@@ -223,47 +221,6 @@ class Gateway:
             self._by_request_id[spec.request_id] = spec
         return spec
 
-    async def chat(self, session: Session, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """Yields the beginning and the events of an answer, then its end, durable by then.
-
-        Raises:
-            IdempotencyKeyReusedError: The key names the sample of another request.
-            RollmeshError: There is no answer and nothing was kept.
-        """
-        session.used_ms = clock.monotonic_ms()
-        turn = session.find_turn(request)
-        if turn is None:
-            turn = self._begin(session, request)
-        turn.tries = max(turn.tries, request.retry_count)
-        turn.stream |= request.stream
-        told, again = False, list[StreamEvent]()
-        async with subscribed(session, turn):
-            if turn.answered is not None:
-                metrics.REPLAYED_ANSWERS.inc()
-                await self._mark_replayed(session, turn.answered.node)
-                if request.stream:
-                    again = retold(await self._report(turn.answered, request))
-            async for event in turn.events():
-                if isinstance(event, Answered):
-                    await faults.reach("gateway-before-reply")
-                    report = None if told else await self._report(event, request)
-                    if report is not None and request.stream:
-                        yield Told(report.tokens, None)
-                    turn.handed = True
-                    yield event if request.stream else dataclasses.replace(event, report=report)
-                    turn.left = True
-                    await faults.reach("gateway-after-reply")
-                elif request.stream:
-                    yield event
-                    told |= isinstance(event, Told)
-                    for early in again if isinstance(event, Begun) else ():
-                        yield early
-                        told |= isinstance(early, Told)
-
-    async def _report(self, answered: Answered, request: TurnRequest) -> Report | None:
-        """Returns what a request wants to know beside its answer."""
-        return await self._runner.report(answered.node, request) if request.returns else None
-
     def _begin(self, session: Session, request: TurnRequest) -> Turn:
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
@@ -282,20 +239,25 @@ class Gateway:
         Raises:
             SessionUnknownError: There is none with this id.
             InvalidFieldError: A reward is of what the session does not have; it stays open.
+            RepeatConflictError: It was closed with another outcome, other rewards or metadata.
         """
-        session_id = request.session_id
+        session_id, digest = request.session_id, _digest_of(request)
         if session_id in self._closed:
-            leaves = await self._database.run(lambda db: closed.read_leaves(db, session_id))
+            first, leaves = await self._database.run(lambda db: closed.read_close(db, session_id))
+            _check_repeat(session_id, first, digest)
             return [trajectory_id(session_id, leaf) for leaf in leaves]
-        closing = self._closing.get(request.session_id)
-        if closing is None:
-            session = self.session(request.session_id)
-            closing = begun(self._tasks, self._close(session, request))
-            self._closing[request.session_id] = closing
-            closing.add_done_callback(lambda _: self._closing.pop(request.session_id))
+        if session_id not in self._closing:
+            session = self.session(session_id)
+            closing = begun(self._tasks, self._close(session, request, digest))
+            self._closing[session_id] = digest, closing
+            closing.add_done_callback(lambda _: self._closing.pop(session_id))
+        first, closing = self._closing[session_id]
+        _check_repeat(session_id, first, digest)
         return await asyncio.shield(closing)
 
-    async def _close(self, session: Session, request: gateway_pb2.CloseSessionRequest) -> list[str]:
+    async def _close(
+        self, session: Session, request: gateway_pb2.CloseSessionRequest, digest: bytes
+    ) -> list[str]:
         check_rewards(session.tree, trajectory_ids(session), request.rewards)
         session.closing = True
         try:
@@ -306,6 +268,7 @@ class Gateway:
             close = Close(
                 session_id,
                 request.SerializeToString(),
+                digest,
                 clock.unix_ms(),
                 record_bytes(session),
                 trajectory_ends(session),
@@ -357,27 +320,12 @@ class Gateway:
         for session in list(self._sessions.values()):
             await end_turns(session, error)
 
-    async def _mark_replayed(self, session: Session, node: Node) -> None:
-        """Records that a turn was answered more than once from one sample.
-
-        The answer is committed and goes out all the same where that cannot be stored: it informs.
-        """
-        if Fidelity.RETRY_REPLAY in node.reasons:
-            return
-        node.reasons |= {Fidelity.RETRY_REPLAY}
-        session_id = session.spec.session_id
-        try:
-            await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
-        except RollmeshError as error:
-            node.reasons -= {Fidelity.RETRY_REPLAY}  # the next replay tries again
-            _log.warning("replay not recorded", extra=fields(session=session_id, error=str(error)))
-
     async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
         """Owns one turn: whatever happens becomes its end."""
         try:
             answered = await self._runner.run(session, turn, request)
             if turn.joins > 1:  # here, for a retry may have come while the turn was committed
-                await self._mark_replayed(session, answered.node)
+                await self.replies.mark_replayed(session, answered.node)
             metrics.committed(answered.node)
             session.end(turn, answered)
         except RollmeshError as error:
@@ -386,6 +334,23 @@ class Gateway:
         except Exception as error:  # noqa: BLE001 - the edge of a task: one turn must not end the others
             _log.exception("turn failed", extra=fields(session=session.spec.session_id))
             session.end(turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
+
+
+def _digest_of(request: gateway_pb2.CloseSessionRequest) -> bytes:
+    """Returns what tells a repeat of a close from another one; the key is no part of it."""
+    body = gateway_pb2.CloseSessionRequest()
+    body.CopyFrom(request)
+    body.ClearField("session_key")
+    return digest_of(body)
+
+
+def _check_repeat(session_id: str, first: bytes, digest: bytes) -> None:
+    if first != digest:
+        raise RepeatConflictError(
+            f"session {session_id} was closed with another outcome, other rewards or metadata, "
+            "which stand; SetRewards at the collector gives it other rewards",
+            session_id=session_id,
+        )
 
 
 def _closed(session_id: str) -> SessionClosedError:

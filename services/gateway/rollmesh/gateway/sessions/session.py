@@ -217,6 +217,19 @@ class Turn:
         if self.task is not None:
             self.task.cancel()
 
+    async def result(self) -> Answered:
+        """Returns the committed turn, once there is one.
+
+        Raises:
+            RollmeshError: The turn failed.
+        """
+        while self._result is None:
+            changed = self._changed = self._changed or asyncio.Event()
+            await changed.wait()
+        if isinstance(self._result, RollmeshError):
+            raise self._result
+        return self._result
+
     async def events(self) -> AsyncIterator[TurnEvent]:
         """Yields the beginning, the prompt where it is passed on, the events, and then the answer.
 

@@ -39,6 +39,8 @@ class Close(NamedTuple):
     session_id: str
     request: bytes
     """The request, serialised."""
+    digest: bytes
+    """Tells a repeat of the request from another one."""
     closed_unix_ms: int
     record_bytes: int
     """Size of its record, about."""
@@ -80,9 +82,9 @@ def close_session(db: sqlite3.Connection, close: Close) -> None:
     )
     leaves = pack_ids(np.array(close.leaves, np.uint32))
     db.execute(
-        "INSERT INTO closes (session_id, request_id, leaves)"
-        " SELECT session_id, request_id, ?2 FROM sessions WHERE session_id = ?1",
-        (close.session_id, leaves),
+        "INSERT INTO closes (session_id, request_id, leaves, digest)"
+        " SELECT session_id, request_id, ?2, ?3 FROM sessions WHERE session_id = ?1",
+        (close.session_id, leaves, close.digest),
     )
 
 
@@ -91,10 +93,12 @@ def read_closes(db: sqlite3.Connection) -> set[str]:
     return {session_id for (session_id,) in db.execute("SELECT session_id FROM closes")}
 
 
-def read_leaves(db: sqlite3.Connection, session_id: str) -> list[int]:
-    """Returns the last node of each trajectory of a closed session."""
-    row = db.execute("SELECT leaves FROM closes WHERE session_id = ?", (session_id,)).fetchone()
-    return [int(id_) for id_ in unpack_ids(row[0], "leaves")]
+def read_close(db: sqlite3.Connection, session_id: str) -> tuple[bytes, list[int]]:
+    """Returns the digest of a close, and the last node of each trajectory of its session."""
+    digest, leaves = db.execute(
+        "SELECT digest, leaves FROM closes WHERE session_id = ?", (session_id,)
+    ).fetchone()
+    return digest, [int(id_) for id_ in unpack_ids(leaves, "leaves")]
 
 
 def forget_closes(db: sqlite3.Connection, remembered: int) -> list[str]:

@@ -17,7 +17,7 @@ from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
 
-SCHEMA_VERSION = 6  # counts up with every change of what is below
+SCHEMA_VERSION = 7  # counts up with every change of what is below
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS nodes (
 CREATE INDEX IF NOT EXISTS nodes_in_order ON nodes (session_id);
 CREATE TABLE IF NOT EXISTS closes (
   n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, request_id TEXT,
-  leaves BLOB NOT NULL);
+  leaves BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS closes_by_request ON closes (request_id);
 CREATE TABLE IF NOT EXISTS outbox (
   n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, request BLOB NOT NULL,

@@ -1,9 +1,9 @@
 """The choices of one request: their seeds, what they share, and their events as one stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 _INT64 = 2**63
 _Item = TypeVar("_Item")
@@ -47,6 +47,19 @@ class Shared(Generic[_Item]):
             self._waiting -= 1
             if not self._waiting:
                 outcome.cancel()  # nothing where it is done
+
+
+async def gathered(works: Sequence[Coroutine[Any, Any, _Item]]) -> list[_Item]:
+    """Returns the results of all, in their order. Where one fails, all are cancelled."""
+    if len(works) == 1:  # as most are: no tasks are needed
+        return [await works[0]]
+    tasks = list(map(asyncio.get_running_loop().create_task, works))
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def merged(

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import TypeAlias
 
 import grpc
 
@@ -11,6 +11,7 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     EngineFaultError,
     EngineMismatchError,
+    ModelMismatchError,
     PromptTooLongError,
     RollmeshError,
     TokenOutOfVocabularyError,
@@ -20,13 +21,17 @@ from rollmesh.runtime.rpc.channels import (
     read_stream,
     request_metadata,
     typed_errors,
-    whole_call,
 )
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 _ABORT_TIMEOUT_S = 10.0
 _ASK_TIMEOUT_S = 10.0
 _UNUSED_MS = 300_000
+_MISMATCHES = (PromptTooLongError, TokenOutOfVocabularyError, ModelMismatchError)
+
+
+SampledTokens: TypeAlias = engine_pb2.GenerateResponse | engine_pb2.StreamGenerateResponse
+"""What an engine sampled: all of it, or what came since the last message."""
 
 
 class EngineClients:
@@ -42,9 +47,20 @@ class EngineClients:
         self._engines: dict[str, _Engine] = {}
 
     async def generate(
-        self, address: str, request: engine_pb2.GenerateRequest, timeout_ms: int
-    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
-        """Yields an engine's answers; closing the iterator aborts the request there.
+        self,
+        address: str,
+        request: engine_pb2.GenerateRequest,
+        timeout_ms: int,
+        *,
+        max_chunk_tokens: int,
+    ) -> AsyncGenerator[SampledTokens, None]:
+        """Yields what an engine samples; closing the iterator aborts the request there.
+
+        Args:
+            address: Of the engine.
+            request: What is to be sampled.
+            timeout_ms: Longest generation, milliseconds.
+            max_chunk_tokens: Most tokens that are yielded at once; 0 yields all at the end.
 
         Raises:
             EngineMismatchError: The engine does not take the prompt: it has another model.
@@ -52,23 +68,33 @@ class EngineClients:
         """
         timeout_s, metadata = timeout_ms / 1000, request_metadata()
         engine = await self._engine(address)
-        streams = bool(request.max_chunk_tokens)
+        streams = bool(max_chunk_tokens)
+        watch = _Watch(self._stall_timeout_s, engine.why_silent, streams=streams)
         with engine.used():
             try:
-                begin: Any = engine.stub.Generate if streams else engine.generate_whole
-                call = begin(request, timeout=timeout_s, metadata=metadata)
-                watch = _Watch(self._stall_timeout_s, engine.why_silent, streams=streams)
-                with watch.over(call):
-                    if not streams:
-                        with typed_errors():
-                            yield await call
-                        return
-                    async with aclosing(read_stream(call)) as responses:
+                if not streams:
+                    call = engine.stub.Generate(request, timeout=timeout_s, metadata=metadata)
+                    with watch.over(call), typed_errors():
+                        yield await call
+                    return
+                stream = engine.stub.StreamGenerate(
+                    engine_pb2.StreamGenerateRequest(
+                        generate=request, max_chunk_tokens=max_chunk_tokens
+                    ),
+                    timeout=timeout_s,
+                    metadata=metadata,
+                )
+                with watch.over(stream):
+                    async with aclosing(read_stream(stream)) as responses:
                         async for response in responses:
                             watch.heard()
                             yield response
                             watch.heard()
-            except (PromptTooLongError, TokenOutOfVocabularyError) as error:  # not the agent's
+            except (
+                PromptTooLongError,
+                TokenOutOfVocabularyError,
+                ModelMismatchError,
+            ) as error:  # not the agent's
                 raise EngineMismatchError(
                     f"engine {address} refused the prompt: {error.message}; "
                     "start it and the gateway from the same model_path"
@@ -115,12 +141,6 @@ class _Engine:
         """When the last one ended."""
         self.stub: engine_pb2_grpc.EngineServiceAsyncStub
         self.stub = engine_pb2_grpc.EngineServiceStub(channel)
-        self.generate_whole = whole_call(
-            channel,
-            "rollmesh.v1.EngineService/Generate",
-            engine_pb2.GenerateRequest,
-            engine_pb2.GenerateResponse,
-        )
 
     @contextmanager
     def used(self) -> Iterator[None]:

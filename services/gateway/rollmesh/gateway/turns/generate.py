@@ -9,6 +9,7 @@ from rollmesh.chat.parsing.answer import Answer
 from rollmesh.gateway.conversation.reasons import Finish
 from rollmesh.gateway.conversation.sampled import Sampled, Tops, joined
 from rollmesh.gateway.conversation.tree import Sample, VersionSpan
+from rollmesh.gateway.turns.engines import SampledTokens
 from rollmesh.runtime.codec.arrays import (
     Logprobs,
     TokenIds,
@@ -47,7 +48,7 @@ class Generation:
     _told: int = 0
     _untold: list[Sampled] = field(default_factory=list)
 
-    def take(self, response: engine_pb2.GenerateResponse) -> list[int]:
+    def take(self, response: SampledTokens) -> list[int]:
         """Takes a message of the engine; returns its ids.
 
         Raises:

@@ -31,7 +31,7 @@ from rollmesh.gateway.sessions.session import (
     TurnRequest,
 )
 from rollmesh.gateway.storage import journal
-from rollmesh.gateway.turns.engines import EngineClients
+from rollmesh.gateway.turns.engines import EngineClients, SampledTokens
 from rollmesh.gateway.turns.generate import Generation, checked_sample
 from rollmesh.gateway.turns.prepare import Prepared, Preparer, Workers
 from rollmesh.gateway.turns.reporting import Reporter
@@ -69,6 +69,7 @@ class TurnRunner:
         database: Database,
         workers: Workers,
         vllm_parser: VllmParser | None,
+        model: str,
         max_context_tokens: int,
         vocabulary_tokens: int,
         special_text: SpecialText,
@@ -83,6 +84,7 @@ class TurnRunner:
         self._leases = leases
         self._engines = engines
         self._database = database
+        self._model = model
         self._vocabulary_tokens = vocabulary_tokens
         self._workers = workers
         self._preparer = Preparer(
@@ -217,11 +219,16 @@ class TurnRunner:
             session_id=session.spec.session_id,
             token_ids_u32le=prepared.packed,
             sampling=sampling,
-            max_chunk_tokens=_STREAMED_CHUNK if request.may_stop_early else 0,
             constraint=prepared.constraint,
             top_logprobs=request.returns.top_logprobs,
+            model=self._model,
         )
-        stream = self._engines.generate(address, message, self._turn_timeout_ms)
+        stream = self._engines.generate(
+            address,
+            message,
+            self._turn_timeout_ms,
+            max_chunk_tokens=_STREAMED_CHUNK if request.may_stop_early else 0,
+        )
         aborted = False
         async with aclosing(stream) as responses:
             async for response in responses:
@@ -263,7 +270,7 @@ class TurnRunner:
         generation: Generation,
         turn: Turn,
         request: TurnRequest,
-        response: engine_pb2.GenerateResponse,
+        response: SampledTokens,
     ) -> None:
         await faults.reach("gateway-mid-turn")
         tokens = generation.take(response)

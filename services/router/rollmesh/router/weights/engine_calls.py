@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from rollmesh.router.leases import Engine
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.statuses import to_status
 from rollmesh.v1 import engine_pb2_grpc, router_pb2
 
 
@@ -17,7 +18,10 @@ async def call_engine(
             with typed_errors():
                 await call(engine_pb2_grpc.EngineServiceStub(channel))
     except RollmeshError as error:
-        return router_pb2.EngineResult(
-            engine_id=engine.engine_id, error_reason=error.reason, error_message=str(error)
-        )
+        return failed(engine, error)
     return router_pb2.EngineResult(engine_id=engine.engine_id)
+
+
+def failed(engine: Engine, error: RollmeshError) -> router_pb2.EngineResult:
+    """Returns that an engine did not do what was asked, and why."""
+    return router_pb2.EngineResult(engine_id=engine.engine_id, status=to_status(error))

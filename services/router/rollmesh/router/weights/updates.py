@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.router.leases import Engine
-from rollmesh.router.weights.engine_calls import call_engine
+from rollmesh.router.weights.engine_calls import call_engine, failed
 from rollmesh.runtime.backoff import Backoff
-from rollmesh.runtime.errors import EngineFaultError, RollmeshError
+from rollmesh.runtime.errors import (
+    EngineFaultError,
+    RollmeshError,
+    StoreError,
+    SupersededError,
+)
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
@@ -58,11 +63,8 @@ class Updates:
         await asyncio.wait({task})
         if not task.cancelled():
             return task.result()
-        return router_pb2.EngineResult(
-            engine_id=engine.engine_id,
-            error_reason="SUPERSEDED",
-            error_message="the engine left, or a later push came, before it answered",
-        )
+        message = "the engine left, or a later push came, before it answered"
+        return failed(engine, SupersededError(message))
 
     def bring(self, engine: Engine) -> None:
         """Begins to give an engine what it lacks, unless an update of it is under way."""
@@ -102,7 +104,7 @@ class Updates:
         result = router_pb2.EngineResult(engine_id=engine.engine_id)
         while (header := self._wanted(engine)) is not None:
             result = await self._update(engine, header)
-            if not result.error_reason:
+            if not result.status.code:
                 _log.info(
                     "brought up to date",
                     extra=fields(engine=engine.engine_id, policy_version=header.policy_version),
@@ -114,8 +116,7 @@ class Updates:
                 extra=fields(
                     engine=engine.engine_id,
                     policy_version=header.policy_version,
-                    reason=result.error_reason,
-                    error=result.error_message,
+                    error=result.status.message,
                     retry_in_ms=int(delay_s * 1000),
                 ),
             )
@@ -129,9 +130,7 @@ class Updates:
         try:
             file = await asyncio.to_thread(path.open, "rb") if path is not None else None
         except OSError as error:
-            return router_pb2.EngineResult(
-                engine_id=engine.engine_id, error_reason="STORE_FAILED", error_message=str(error)
-            )
+            return failed(engine, StoreError(str(error)))
 
         async def parts() -> AsyncIterator[engine_pb2.UpdateWeightsRequest]:
             yield engine_pb2.UpdateWeightsRequest(header=header)
@@ -151,11 +150,11 @@ class Updates:
         finally:
             if file is not None:
                 file.close()
-        engine.update_error = result.error_message
-        if not result.error_reason:
+        engine.update_error = result.status.message
+        if not result.status.code:
             engine.policy_version, engine.push_id = header.policy_version, header.push_id
             try:
                 await self._taken(engine)
             except RollmeshError as error:
-                result.error_reason, result.error_message = error.reason, error.message
+                return failed(engine, error)
         return result

@@ -25,6 +25,11 @@ def arm(names: str) -> None:
         _armed[name] = int(times or 1)
 
 
+def is_armed(name: str) -> bool:
+    """Says whether a point would do something."""
+    return name in _armed
+
+
 async def reach(name: str) -> None:
     """Blocks for good at an armed point, after printing `FAULT name`; else returns at once."""
     left = _armed.get(name)

@@ -9,7 +9,7 @@ within the grace, flush and close the store, stop.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -21,8 +21,10 @@ from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig, bind_host
 from rollmesh.runtime.rpc.options import WINDOW_OPTIONS, keepalive_options
+from rollmesh.runtime.rpc.servicer import NAME, ServerServicer
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.telemetry.metrics import metrics_endpoint
+from rollmesh.v1 import server_pb2, server_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.2
@@ -40,6 +42,11 @@ class Service(Protocol):
 
     name: str
     """Full name of its gRPC service, such as `rollmesh.v1.RouterService`."""
+
+    @property
+    def capabilities(self) -> Collection[server_pb2.Capability.ValueType]:
+        """What the service can do as it is set up; clients read it before they rely on it."""
+        ...
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds its servicers to the server."""
@@ -114,7 +121,9 @@ async def serve(
     await probe.set(service.name, health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     service.register(server)
-    names = (service.name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    info = ServerServicer(service.name, service.capabilities)
+    server_pb2_grpc.add_ServerServiceServicer_to_server(info, server)
+    names = (service.name, NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     try:
         port = server.add_insecure_port(f"{host}:{config.port}")

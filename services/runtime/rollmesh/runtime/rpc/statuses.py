@@ -1,10 +1,12 @@
 """The one table each way between typed errors and gRPC status.
 
-On the wire an error is a status with one `google.rpc.ErrorInfo` (domain `rollmesh`) and, where a
-delay is known, one `google.rpc.RetryInfo`.
+On the wire an error is a status with one `google.rpc.ErrorInfo` (domain `rollmesh`), one
+`rollmesh.v1.ErrorDetails` with the same facts as typed fields, and, where a delay is known, one
+`google.rpc.RetryInfo`.
 """
 
 import contextlib
+from collections.abc import Mapping
 from typing import TypeVar
 
 import grpc
@@ -12,8 +14,11 @@ from google.protobuf import duration_pb2, message as protobuf_message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
+from rollmesh.v1 import errors_pb2
 
 DOMAIN = "rollmesh"
+_PREFIX = "ERROR_REASON_"
+_CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 _DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 1500
 """Of a message, and of the metadata together: peers drop trailers above 8 KiB."""
@@ -51,11 +56,32 @@ def to_status(error: RollmeshError) -> status_pb2.Status:
         text = info.metadata[key] = cut_text(value, max(left, 0))
         left -= len(key) + len(text.encode())
     status.details.add().Pack(info)
+    status.details.add().Pack(_typed_details(error.reason, info.metadata))
     if error.retry_delay_ms is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(error.retry_delay_ms)
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     return status
+
+
+def reason_of(name: str) -> errors_pb2.ErrorReason.ValueType:
+    """Returns the number of a reason; UNSPECIFIED for one that the contract does not have."""
+    value = errors_pb2.ErrorReason.DESCRIPTOR.values_by_name.get(f"{_PREFIX}{name}")
+    return errors_pb2.ErrorReason.ValueType(value.number if value is not None else 0)
+
+
+def _typed_details(reason: str, metadata: Mapping[str, str]) -> errors_pb2.ErrorDetails:
+    details = errors_pb2.ErrorDetails(
+        reason=reason_of(reason),
+        field=metadata.get("field", ""),
+        session_id=metadata.get("session_id", ""),
+        trajectory_id=metadata.get("trajectory_id", ""),
+    )
+    with contextlib.suppress(KeyError, ValueError):
+        details.node_id = int(metadata["node_id"])
+    with contextlib.suppress(KeyError, ValueError):
+        details.policy_version = int(metadata["policy_version"])
+    return details
 
 
 _Detail = TypeVar("_Detail", error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo)
@@ -73,11 +99,25 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
     """Returns the typed error behind a failed call; `RemoteError` where the peer gave no reason."""
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
         return RemoteError(str(error), "UNKNOWN")
-    code, message = _code_of(error), error.details() or ""
+    code = _code_of(error)
     status = _status_of(error)
-    info = _detail(status, error_details_pb2.ErrorInfo()) if status else None
-    if status is None or info is None or info.domain != DOMAIN:
-        return RemoteError(message, code)
+    if status is None:
+        return RemoteError(error.details() or "", code)
+    status.message = status.message or error.details() or ""
+    return from_status(status, code)
+
+
+def from_status(status: status_pb2.Status, code: str = "") -> RollmeshError:
+    """Returns the typed error behind a status; `RemoteError` where it has no reason of rollmesh.
+
+    Args:
+        status: An error: its code is not OK.
+        code: Name of the code of the call, where the status is that of one. Default: its own.
+    """
+    code = code or _CODES.get(status.code, "UNKNOWN")
+    info = _detail(status, error_details_pb2.ErrorInfo())
+    if info is None or info.domain != DOMAIN:
+        return RemoteError(status.message, code)
     retry = _detail(status, error_details_pb2.RetryInfo())
     found = _CLASSES.get(info.reason, RollmeshError)
     result = found.__new__(found)

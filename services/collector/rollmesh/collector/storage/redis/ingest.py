@@ -10,7 +10,7 @@ from typing import Any
 
 from rollmesh.collector.delivery.entries import counts_of, surplus
 from rollmesh.collector.delivery.records import read_head, split
-from rollmesh.collector.delivery.rewards import apply_rewards
+from rollmesh.collector.delivery.rewards import apply_rewards, check_repeat, rewards_digest
 from rollmesh.collector.delivery.units import GROUP_LOG, Arrival, GroupLog, group_logs, own_log
 from rollmesh.collector.storage.redis import groups as redis_groups, scripts
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, Value, text
@@ -78,19 +78,22 @@ async def set_rewards(
     now_ms: int,
 ) -> bool:
     """Gives a session rewards, and with them its place in the logs; says whether it is a repeat."""
+    digest = rewards_digest(rewards)
     while True:
         (before, key), known = await client.run_all(
             [
                 ("HMGET", client.key("session", session_id), "head", "key"),
-                ("SISMEMBER", client.key("rewards", session_id), request_id),
+                ("HGET", client.key("rewards", session_id), request_id),
             ]
         )
         if before is None:
             raise session_unknown(session_id)
         head = read_head(session_id, before)
-        if not known:
+        if known is None:
             apply_rewards(head, rewards)
-        arguments = [session_id, head.SerializeToString(), request_id, before]
+        else:
+            check_repeat(request_id, known, digest)
+        arguments = [session_id, head.SerializeToString(), request_id, before, digest]
         call = Script(scripts.REWARD, now_ms, arguments)
         ((said, waited),), seen = await _run_and_look(client, [call], [text(key)])
         answer = text(said)

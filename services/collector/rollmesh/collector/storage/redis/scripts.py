@@ -15,7 +15,7 @@ Every script gets the prefix of all keys and the time as its first arguments. Ke
     consumers, consumer:NAME  hash of hellos; start, acknowledged, groups: the log's policy
     attempts:NAME, settled:NAME, settled_ms:NAME   by unit: deliveries; place; time
     filtered:OWNER, counts:OWNER, listed:OWNER     stream of entries; sums; what is listed once
-    rewards:ID                set of the requests that set rewards
+    rewards:ID                hash of the digests of the requests that set rewards, by their ids
     news                      counts what became whole, and seeks
     moves, seen               hashes by consumer: its seeks; when it had a stream last
     removed                   sorted set of ids by the time they were removed
@@ -180,12 +180,15 @@ return 1
 REWARD = (
     _HEAD
     + r"""
-local id, head, request, before = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local id, head, request, before, digest = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
 local known = redis.call('HMGET', k('session', id), 'head', 'key')
 if known[1] ~= before then return {'changed', 0} end
+local first = redis.call('HGET', k('rewards', id), request)
+if first and first ~= digest then return {'changed', 0} end
 local waited = redis.call('ZSCORE', k('due'), id)
 if waited then make_ready(id, known[2]) end
-if redis.call('SADD', k('rewards', id), request) == 0 then return {'repeat', waited and 1 or 0} end
+if first then return {'repeat', waited and 1 or 0} end
+redis.call('HSET', k('rewards', id), request, digest)
 redis.call('HSET', k('session', id), 'head', head)
 redis.call('HINCRBY', k('totals'), 'bytes', #head - #before)
 return {'set', waited and 1 or 0}

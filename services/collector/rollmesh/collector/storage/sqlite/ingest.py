@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rollmesh.collector.delivery.entries import counts_of, surplus
 from rollmesh.collector.delivery.groups import Sample, form_unit
 from rollmesh.collector.delivery.records import read_head
-from rollmesh.collector.delivery.rewards import apply_rewards
+from rollmesh.collector.delivery.rewards import apply_rewards, check_repeat, rewards_digest
 from rollmesh.collector.delivery.units import (
     GROUP_LOG,
     SESSION_LOG,
@@ -103,11 +103,15 @@ def set_rewards(
     ).fetchone()
     if row is None:
         raise session_unknown(session_id)
-    added = db.execute(
-        "INSERT OR IGNORE INTO reward_requests VALUES (?, ?)", (session_id, request_id)
-    )
-    if not added.rowcount:
+    digest = rewards_digest(rewards)
+    first = db.execute(
+        "SELECT digest FROM reward_requests WHERE session_id = ? AND request_id = ?",
+        (session_id, request_id),
+    ).fetchone()
+    if first is not None:
+        check_repeat(request_id, first[0], digest)
         return True
+    db.execute("INSERT INTO reward_requests VALUES (?, ?, ?)", (session_id, request_id, digest))
     head = read_head(session_id, row[0])
     apply_rewards(head, rewards)
     db.execute(

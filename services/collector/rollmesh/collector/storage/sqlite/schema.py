@@ -1,6 +1,6 @@
 """Tables of the SQLite store. Sums are kept in tables: nothing hot counts rows."""
 
-VERSION = 5  # counts up with every change of what is below and of `records.split`
+VERSION = 6  # counts up with every change of what is below and of `records.split`
 PAGE_BYTES = 16_384  # a row of 10,000 tokens is 90 KB
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -43,7 +43,7 @@ CREATE TABLE IF NOT EXISTS filtered_counts (
   owner TEXT NOT NULL, reason INTEGER NOT NULL, units INTEGER NOT NULL,
   trajectories INTEGER NOT NULL, PRIMARY KEY (owner, reason)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS reward_requests (
-  session_id TEXT NOT NULL, request_id TEXT NOT NULL,
+  session_id TEXT NOT NULL, request_id TEXT NOT NULL, digest BLOB NOT NULL,
   PRIMARY KEY (session_id, request_id)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS removed (
   id TEXT PRIMARY KEY, removed_ms INTEGER NOT NULL) WITHOUT ROWID;

@@ -1,0 +1,138 @@
+"""Replies to chat requests: which turn answers a request, and when its answer has left."""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, Callable
+
+from rollmesh.gateway import metrics
+from rollmesh.gateway.conversation.reasons import Fidelity
+from rollmesh.gateway.conversation.tree import Node
+from rollmesh.gateway.sessions.ending import subscribed
+from rollmesh.gateway.sessions.session import (
+    Answered,
+    Begun,
+    Report,
+    Session,
+    StreamEvent,
+    Told,
+    Turn,
+    TurnEvent,
+    TurnRequest,
+)
+from rollmesh.gateway.storage import journal
+from rollmesh.gateway.turns.reporting import retold
+from rollmesh.gateway.turns.turns import TurnRunner
+from rollmesh.runtime import clock
+from rollmesh.runtime.database import Database
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.tasks import begun
+from rollmesh.runtime.telemetry.logs import fields
+
+_log = logging.getLogger(__name__)
+
+
+class Replies:
+    """What the requests of all sessions are answered with."""
+
+    def __init__(
+        self,
+        database: Database,
+        runner: TurnRunner,
+        tasks: asyncio.TaskGroup,
+        begin: Callable[[Session, TurnRequest], Turn],
+    ) -> None:
+        """Takes what a reply needs; `begin` begins a turn for a request that is no retry."""
+        self._database = database
+        self._runner = runner
+        self._tasks = tasks
+        self._begin = begin
+
+    async def chat(self, session: Session, request: TurnRequest) -> tuple[Turn, Answered]:
+        """Returns a turn and its answer, which is durable; the caller ends it with `replied`.
+
+        Raises:
+            IdempotencyKeyReusedError: The key names the sample of another request.
+            RollmeshError: There is no answer and nothing was kept.
+        """
+        turn = self._join(session, request)
+        async with subscribed(session, turn):
+            await self._count_replay(session, turn)
+            answered = await turn.result()
+            await faults.reach("gateway-before-reply")
+            report = await self._report(answered, request)
+            turn.handed = True
+            turn.waiting += 1  # until the reply has left: an equal request is no retry before
+        return turn, dataclasses.replace(answered, report=report)
+
+    def replied(self, turn: Turn, *, left: bool) -> None:
+        """Ends a turn that `chat` returned; `left` says whether the complete reply was sent."""
+        turn.waiting -= 1
+        turn.left |= left
+        if faults.is_armed("gateway-after-reply"):
+            begun(self._tasks, faults.reach("gateway-after-reply"))
+
+    async def stream_chat(
+        self, session: Session, request: TurnRequest
+    ) -> AsyncGenerator[TurnEvent, None]:
+        """Yields the beginning and the events of an answer, then its end, durable by then.
+
+        Raises:
+            IdempotencyKeyReusedError: The key names the sample of another request.
+            RollmeshError: There is no answer and nothing was kept.
+        """
+        turn = self._join(session, request)
+        turn.stream = True
+        told, again = False, list[StreamEvent]()
+        async with subscribed(session, turn):
+            await self._count_replay(session, turn)
+            if turn.answered is not None:
+                again = retold(await self._report(turn.answered, request))
+            async for event in turn.events():
+                if isinstance(event, Answered):
+                    await faults.reach("gateway-before-reply")
+                    report = None if told else await self._report(event, request)
+                    if report is not None:
+                        yield Told(report.tokens, None)
+                    turn.handed = True
+                    yield event
+                    turn.left = True
+                    await faults.reach("gateway-after-reply")
+                    continue
+                yield event
+                told |= isinstance(event, Told)
+                for early in again if isinstance(event, Begun) else ():
+                    yield early
+                    told |= isinstance(early, Told)
+
+    def _join(self, session: Session, request: TurnRequest) -> Turn:
+        """Returns the turn that a request is a retry of, or begins one."""
+        session.used_ms = clock.monotonic_ms()
+        turn = session.find_turn(request) or self._begin(session, request)
+        turn.tries = max(turn.tries, request.retry_count)
+        return turn
+
+    async def _count_replay(self, session: Session, turn: Turn) -> None:
+        if turn.answered is not None:
+            metrics.REPLAYED_ANSWERS.inc()
+            await self.mark_replayed(session, turn.answered.node)
+
+    async def _report(self, answered: Answered, request: TurnRequest) -> Report | None:
+        """Returns what a request wants to know beside its answer."""
+        return await self._runner.report(answered.node, request) if request.returns else None
+
+    async def mark_replayed(self, session: Session, node: Node) -> None:
+        """Records that a turn was answered more than once from one sample.
+
+        The answer is committed and goes out all the same where that cannot be stored: it informs.
+        """
+        if Fidelity.RETRY_REPLAY in node.reasons:
+            return
+        node.reasons |= {Fidelity.RETRY_REPLAY}
+        session_id = session.spec.session_id
+        try:
+            await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
+        except RollmeshError as error:
+            node.reasons -= {Fidelity.RETRY_REPLAY}  # the next replay tries again
+            _log.warning("replay not recorded", extra=fields(session=session_id, error=str(error)))
