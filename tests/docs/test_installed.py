@@ -1,6 +1,7 @@
 """The wheel, installed into an environment that has never seen this repository."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import shutil
@@ -9,10 +10,13 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy
 import pytest
 from openai import AsyncOpenAI
 
 from rollmesh.client import Client, MeshAddresses
+from tests.docs.chat_page import CHECK, SETUP
+from tests.docs.pages import blocks
 from tests.paths import ROOT
 
 ENVIRONMENT = ROOT / ".venv-wheel"
@@ -128,6 +132,28 @@ def test_what_is_not_installed_is_named(
     assert f"pip install 'rollmesh[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
     assert call(rollmesh, "--version", folder=tmp_path).stdout == "rollmesh 0.1.0\n"
+
+
+def test_chat_stands_alone(wheel: Path, tmp_path: Path, tokenizer_dir: Path) -> None:
+    """The wheel and what `rollmesh[chat]` asks for: the page's example runs without gRPC."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for name in ("jinja2", "markupsafe", "numpy", "tokenizers"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        (packages / name).symlink_to(Path(spec.origin).parent)
+    for libraries in Path(numpy.__file__).parents[1].glob("numpy.libs"):
+        (packages / "numpy.libs").symlink_to(libraries)
+    python = install(wheel, tmp_path, packages) / "python"
+    (example,) = (one.text for one in blocks("python") if one.page == "docs/chat.md")
+    model = f"model_path = {str(tokenizer_dir)!r}"
+    alone = "import sys, importlib.util\nassert importlib.util.find_spec('grpc') is None"
+    loaded = "assert not {'grpc', 'asyncio', 'google'} & set(sys.modules), sorted(sys.modules)"
+    script = "\n".join((alone, model, SETUP, example, CHECK, loaded))
+    done = call(python, "-c", script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("multiply ")
 
 
 def test_the_lock_holds_what_the_extra_asks_for() -> None:

@@ -21,8 +21,10 @@ from openai import AsyncOpenAI
 from rollmesh.client import MeshAddresses, Retries, Session, SubscribeOptions, register_runner
 from rollmesh.integrations.trl import MeshRollouts
 from rollmesh.v1 import collector_pb2, types_pb2
+from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import Block, blocks
 from tests.meshes import Mesh
+from tests.models import make_tokenizer_dir
 from tests.trainers.processes import run_script
 
 GROUP = 8
@@ -179,6 +181,13 @@ async def nccl(block: Block, folder: Path) -> None:
             init.return_value.send_weights.assert_called_once()
 
 
+async def chat(block: Block, folder: Path) -> None:
+    names: dict[str, Any] = {"model_path": str(make_tokenizer_dir(folder))}
+    exec(SETUP, names)  # noqa: S102
+    await run(block, names)
+    exec(CHECK, names)  # noqa: S102
+
+
 @contextmanager
 def _patched(name: str, **settings: Any) -> Iterator[Any]:
     with patch(name, autospec=True, **settings) as stand_in:
@@ -194,6 +203,7 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
     "docs/trainers.md python 1": trainer_loop,
 }
 ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
+    "docs/chat.md python 1": chat,
     "docs/trainers.md python 2": verl_runner,
     "docs/trainers.md python 3": queue_writer,
     "docs/trainers.md python 4": trl_trainer,
