@@ -111,13 +111,13 @@ def test_pieces_are_the_render_or_a_refusal(
         assert np.concatenate(parts).tolist() == ids
 
 
-blanks = st.text(" \t\n\r\u00a0\u2003\u2028", max_size=3)
+whitespace = st.text(" \t\n\r\u00a0\u2003\u2028", max_size=3)
 
 
 @pytest.mark.parametrize("name", families.names())
-@given(before=blanks, after=blanks)
+@given(before=whitespace, after=whitespace)
 @settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_the_contract_says_which_answers_lose_blanks(name: str, before: str, after: str) -> None:
+def test_the_profile_says_which_answers_lose_whitespace(name: str, before: str, after: str) -> None:
     family, continuation = loaded(name)
 
     def earlier(said: str) -> str:

@@ -203,7 +203,7 @@ class Tokenizer:
             return bytes(_BYTES.get(char, 0) for char in token)
         if byte := _BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(byte[1])
-        # Behind itself, because some decoders take the blank from the first token of a text.
+        # After itself, because some decoders take the space from the first token of a text.
         alone = str(self.rust.decode([token_id], skip_special_tokens=False))
         twice = str(self.rust.decode([token_id, token_id], skip_special_tokens=False))
         return twice[len(alone) :].encode()

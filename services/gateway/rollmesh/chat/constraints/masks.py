@@ -8,7 +8,7 @@ from rollmesh.v1 import types_pb2
 
 
 def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[int]]:
-    """Returns the ids of each word at the beginning of a text, and behind a blank.
+    """Returns the ids of each word at the beginning of a text, and after a space.
 
     The second form counts where it is one of its own: as many tokens, the first another one. So
     does `SamplingParams.update_from_tokenizer` of vLLM.

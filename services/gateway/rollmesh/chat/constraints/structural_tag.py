@@ -27,7 +27,7 @@ from rollmesh.chat.parsing.formats import (
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2
 
-_MOST_BLANKS = 32  # in a row; without a limit some models never end them
+_MOST_WHITESPACE = 32  # in a row; without a limit some models never end them
 _NAME = re.compile(r"[\w.-]+", re.ASCII)  # what every format can carry
 # By format: what begins the reasoning, what ends it, and what stands behind it.
 _CHANNELED = {
@@ -251,7 +251,7 @@ def _free(begin: str, end: str, excluded: Iterable[str] = ()) -> _Format:
 
 
 def _schema(schema: Any, excluded: tuple[str, ...]) -> _Format:
-    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_BLANKS}
+    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_WHITESPACE}
     return form | {"excludes": list(excluded)} if excluded else form
 
 

@@ -34,9 +34,9 @@ class ToolParser(Protocol):
 
 
 class BaseParser:
-    """What all parsers share: the calls and the text so far, blanks held back beside calls.
+    """What all parsers share: the calls and the text so far, whitespace held back beside calls.
 
-    Blank text beside calls is dropped, as agents do not expect it; other text stays as sampled.
+    Whitespace beside calls is dropped, as agents do not expect it; other text stays as sampled.
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class BaseParser:
         self.calls: list[tuple[str, str]] = []
         self.content = ""
         self.reasoning = ""
-        self._blank = ""  # blank text that counts only if other text follows
+        self._whitespace = ""  # whitespace that counts only if other text follows
 
     def begin_call(self, name: str, events: list[ParserEvent], call_id: str = "") -> None:
         """Begins a call."""
-        self._blank = ""
+        self._whitespace = ""
         if replace_surrogates(call_id) != call_id:
             call_id = ""  # no text could carry it
         events.append(ToolCallEvent(len(self.calls), call_id, name))
@@ -63,21 +63,21 @@ class BaseParser:
             events.append(ToolCallEvent(len(self.calls) - 1, arguments=text))
 
     def emit_text(self, text: str, events: list[ParserEvent]) -> None:
-        """Passes text on; blanks wait until other text shows that they count."""
-        text = self._blank + text
+        """Passes text on; whitespace waits until other text shows that it counts."""
+        text = self._whitespace + text
         kept = text if not text.strip() else text[len(text.rstrip()) :]
-        self._blank = kept
+        self._whitespace = kept
         certain = text[: len(text) - len(kept)]
         if certain:
             self.content += certain
             events.append(TextEvent(certain))
 
     def end_text(self, events: list[ParserEvent]) -> None:
-        """Says that no more text comes: blanks count where there was no call."""
-        if self._blank and not self.calls:
-            events.append(TextEvent(self._blank))
-            self.content += self._blank
-        self._blank = ""
+        """Says that no more text comes: whitespace counts where there was no call."""
+        if self._whitespace and not self.calls:
+            events.append(TextEvent(self._whitespace))
+            self.content += self._whitespace
+        self._whitespace = ""
 
 
 class StepParser(BaseParser, ABC):

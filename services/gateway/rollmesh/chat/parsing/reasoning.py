@@ -81,7 +81,7 @@ class ReasoningSplitter:
             self._state = "behind"
         else:
             certain = self._held[: len(self._held) - possible_start(self._held, (self._close,))]
-            thought = certain.rstrip()  # blanks before the closing tag are dropped
+            thought = certain.rstrip()  # whitespace before the closing tag is dropped
             self._held = self._held[len(thought) :]
         self.reasoning += thought
         return thought

@@ -254,7 +254,7 @@ class _Stream:
         if self._begun or token_id in self._names:
             return text
         self._begun = True
-        # SentencePiece puts a blank in front of every text, and takes it away again.
+        # SentencePiece puts a space in front of every text, and takes it away again.
         is_byte = _BYTE.fullmatch(str(self._tokenizer.id_to_piece(token_id)))
         return text if is_byte else text.removeprefix(b" ")
 

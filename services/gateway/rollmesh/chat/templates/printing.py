@@ -1,8 +1,8 @@
 """Whether a template would print a conversation as its session holds it, token by token.
 
 A session keeps what was sampled. Where the template would print that otherwise by now (it drops
-reasoning, strips blanks, writes a call's arguments in another way, or the text tokenises otherwise
-than it was sampled), the turn behind it says so. That is not guessed from what the template does to
+reasoning, strips whitespace, writes a call's arguments in another way, or the text tokenises
+otherwise than it was sampled), the turn after it says so. That is not guessed from what the template does to
 probes: the ids of the template's render are compared with those that the session holds.
 
 The beginning of a render that was compared before is known by its digest and is not tokenised

@@ -27,8 +27,8 @@ from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.profile import (
-    BLANKS,
     REWRITING,
+    WHITESPACE,
     Finding,
     Kind,
     Stripped,
@@ -357,8 +357,8 @@ class _Probe:
             return self._render((probes.USER, Message("assistant", said), probes.USER), self._bare)
 
         plain = earlier("Here.")
-        leading = (blank for blank in BLANKS if earlier(f"{blank}Here.") == plain)
-        trailing = (blank for blank in BLANKS if earlier(f"Here.{blank}") == plain)
+        leading = (space for space in WHITESPACE if earlier(f"{space}Here.") == plain)
+        trailing = (space for space in WHITESPACE if earlier(f"Here.{space}") == plain)
         return Stripped("".join(leading), "".join(trailing))
 
     def _prints_call_ids(self) -> bool:

@@ -50,23 +50,23 @@ MOVING = frozenset({Finding.MOVES_SYSTEM, Finding.REPEATS_TOOLS})
 
 @dataclass(frozen=True, slots=True)
 class Stripped:
-    """The blanks that a template takes off the ends of earlier answers."""
+    """The whitespace that a template takes off the ends of earlier answers."""
 
     leading: str = ""
     trailing: str = ""
 
     def changes(self, answer: str) -> bool:
-        """Says whether an answer is printed without some of its blanks."""
+        """Says whether an answer is printed without some of its whitespace."""
         ends = _class_of(answer[:1]), _class_of(answer[-1:])
         return bool(answer) and (ends[0] in self.leading or ends[1] in self.trailing)
 
 
-BLANKS = " \t\n\r\u00a0"
-"""Blanks that templates tell apart; the last stands for all others."""
+WHITESPACE = " \t\n\r\u00a0"
+"""Whitespace characters that templates tell apart; the last stands for all others."""
 
 
 def _class_of(character: str) -> str:
-    return BLANKS[-1] if character.isspace() and character not in BLANKS else character
+    return WHITESPACE[-1] if character.isspace() and character not in WHITESPACE else character
 
 
 @dataclass(frozen=True, slots=True)

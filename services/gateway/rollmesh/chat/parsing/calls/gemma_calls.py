@@ -27,7 +27,7 @@ _OUTSIDE = (_CHANNEL, _CHANNEL_END, _CALL)
 _IN_CALL = re.compile("|".join(map(re.escape, (_CALL, _CALL_END, _QUOTE))))
 _NAME = re.compile(r"\s*(?:call)?:(?P<name>[\w.-]+)(?=\{)")
 _BARE = re.compile(r"[^,:{}\[\]<]+")
-_BLANK = re.compile(r"\s*")
+_WHITESPACE = re.compile(r"\s*")
 _WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
 _MOST_DEPTH = 64
 
@@ -218,8 +218,8 @@ class _Reader:
         return found.group().strip()
 
     def _skip(self) -> None:
-        blank = _BLANK.match(self._source, self._at)
-        self._at = blank.end() if blank else self._at
+        whitespace = _WHITESPACE.match(self._source, self._at)
+        self._at = whitespace.end() if whitespace else self._at
 
     def _stands(self, mark: str) -> bool:
         return self._source.startswith(mark, self._at)

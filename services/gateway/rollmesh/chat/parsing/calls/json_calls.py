@@ -51,7 +51,7 @@ class ObjectCallParser(StepParser):
         self._names = names
         self._outside = (format_.open, *format_.around)
         self._state = _State.TEXT
-        self._opened = ""  # the mark or the blanks in front of a call
+        self._opened = ""  # the delimiter or the whitespace in front of a call
         self._scanner = _ObjectScanner(format_.open)
         self._scanned = 0
         self._between = False  # nothing but separators stands behind the last call
@@ -104,8 +104,8 @@ class ObjectCallParser(StepParser):
         lead = self._held.lstrip(_SEPARATORS if self.calls else " \t\r\n")
         if not self._may_begin_call(lead):
             return False
-        blanks, self._held = self._held[: len(self._held) - len(lead)], lead
-        self._open(blanks)
+        whitespace, self._held = self._held[: len(self._held) - len(lead)], lead
+        self._open(whitespace)
         return True
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
@@ -136,8 +136,8 @@ class ObjectCallParser(StepParser):
         return True
 
     def _end_outside(self, events: list[ParserEvent]) -> None:
-        blank = self.calls and not self._held.strip(_SEPARATORS)
-        if not (self._format.bare and blank):
+        between = self.calls and not self._held.strip(_SEPARATORS)
+        if not (self._format.bare and between):
             self.emit_text(self._held, events)
 
     def _step_header(self, events: list[ParserEvent]) -> bool:

@@ -63,7 +63,7 @@ class _State(Enum):
 class PythonicCallParser(StepParser):
     """One answer's text, cut into events.
 
-    State: START before anything but blanks; TEXT outside of lists; HEAD behind a mark; CALL in
+    State: START before anything but whitespace; TEXT outside of lists; HEAD behind a mark; CALL in
     front of a call or in it; COMMA behind one. `_held` is text not yet passed on.
     """
 

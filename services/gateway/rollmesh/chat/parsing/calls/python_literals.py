@@ -12,7 +12,7 @@ from typing import Any
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _KEY = re.compile(r"[^\W\d]\w*")
-_BLANK = re.compile(r"\s*")
+_WHITESPACE = re.compile(r"\s*")
 _STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])")
 _WORD = re.compile(r"[A-Za-z]+")
@@ -58,7 +58,7 @@ class _Reader:
         return found.group()
 
     def end(self) -> None:
-        self.take(_BLANK)
+        self.take(_WHITESPACE)
         if self._at != len(self._source):
             raise _NoLiteralError
 
@@ -74,7 +74,7 @@ class _Reader:
         return found
 
     def _value(self) -> Any:
-        self.take(_BLANK)
+        self.take(_WHITESPACE)
         self._depth += 1
         if self._depth > _MOST_DEPTH:
             raise _NoLiteralError
@@ -120,20 +120,20 @@ class _Reader:
         text = ""
         while True:
             text += _string_value(self.take(_STRING))
-            self.take(_BLANK)
+            self.take(_WHITESPACE)
             if self._source[self._at : self._at + 1] not in {"'", '"'}:
                 return text
 
     def _open(self, mark: str) -> None:
-        self.take(_BLANK)
+        self.take(_WHITESPACE)
         if not self._source.startswith(mark, self._at):
             raise _NoLiteralError
         self._at += len(mark)
-        self.take(_BLANK)
+        self.take(_WHITESPACE)
 
     def _closes(self, mark: str, *, first: bool) -> bool:
         """Says whether `mark` stands here, and takes it; else takes the comma before an entry."""
-        self.take(_BLANK)
+        self.take(_WHITESPACE)
         if not first and not self._source.startswith(mark, self._at):
             self._open(",")
         if not self._source.startswith(mark, self._at):
