@@ -11,7 +11,12 @@ from tokenizers import AddedToken
 
 from examples.demo.chatml import make_tokenizer
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.constraints.structural_tag import FORCED_FORMATS, Calls, Wanted, constraint_of
+from rollmesh.chat.constraints.structural_tag import (
+    CONSTRAINED_FORMATS,
+    Calls,
+    Wanted,
+    constraint_of,
+)
 from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.formats import CHANNELS, FORMATS, AnswerFormat
 from tests.models import CORPUS
@@ -49,16 +54,16 @@ TOOLS = [
 ]
 CONTEXT = make_context(json.dumps(TOOLS).encode(), b"")
 MARKS = sorted(
-    {mark for form in FORMATS.values() for mark in form.marks if len(mark) > 1}
+    {mark for form in FORMATS.values() for mark in form.delimiters if len(mark) > 1}
     | {mark for marks in CHANNELS.values() for mark in marks}
     | {"<think>", "</think>"}
 )
 END = "<|im_end|>"
-ARGS = AnswerFormat("mistral", reasoning=False, args_mark=True)
+ARGS = AnswerFormat("mistral", reasoning=False, has_args_delimiter=True)
 ALL = [
     *(
         pytest.param(AnswerFormat(name, reasoning=False), id=name)
-        for name in sorted(FORCED_FORMATS)
+        for name in sorted(CONSTRAINED_FORMATS)
     ),
     pytest.param(ARGS, id="mistral args"),
 ]

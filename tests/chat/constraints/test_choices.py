@@ -37,7 +37,7 @@ def test_a_format_that_is_not_known_is_refused_and_the_known_ones_are_named(
 def test_a_name_that_formats_cannot_carry_is_refused() -> None:
     tools = [{"type": "function", "function": {"name": 'a"b'}}]
     context = make_context(json.dumps(tools).encode(), b"")
-    with pytest.raises(InvalidFieldError, match="cannot be forced"):
+    with pytest.raises(InvalidFieldError, match="cannot be required"):
         constraint_of(
             REQUIRED, AnswerFormat("hermes", reasoning=False), context, inside_reasoning=False
         )

@@ -56,7 +56,7 @@ SPELLED = {"gemma4", "muse_glimmer"}
 def marks_of(pair: Pair) -> tuple[str, ...]:
     """What a call of the pair's format is written between."""
     name = WRITERS[pair.writer].format
-    return FORMATS[name].marks if name in FORMATS else (*CHANNELS[name], "atem:")
+    return FORMATS[name].delimiters if name in FORMATS else (*CHANNELS[name], "atem:")
 
 
 def folded(pair: Pair) -> Pair:

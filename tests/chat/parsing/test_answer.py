@@ -62,7 +62,7 @@ def test_an_answer_of_one_call_ends_where_a_second_begins_however_the_ids_came(
         b"",
     )
     answer = Answer(
-        IncrementalDecoder(tokenizer, AnswerFormat("hermes", reasoning=False).marks),
+        IncrementalDecoder(tokenizer, AnswerFormat("hermes", reasoning=False).delimiters),
         (),
         parser=AnswerFormat("hermes", reasoning=False).parser(context),
         reasoning=None,

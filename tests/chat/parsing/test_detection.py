@@ -119,7 +119,7 @@ def chosen(source: str, tool_parser: str = "auto") -> AnswerFormat:
 
 def test_a_format_of_vllms_is_chosen_only_where_vllm_is(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "{{ tools }} <|start_of_role|> <|tool_call|>"
-    assert (chosen(source).tools, chosen(source).marks) == ("vllm:granite", ("<|x|>",))
+    assert (chosen(source).tools, chosen(source).delimiters) == ("vllm:granite", ("<|x|>",))
     monkeypatch.setattr(vllm_parsers, "installed", lambda: False)
     assert chosen(source).tools == UNKNOWN
 

@@ -288,7 +288,7 @@ def test_no_text_breaks_a_parser_or_is_lost_where_there_is_no_call(name: str, te
     cut, _ = parse(name, list(text))
     assert (whole.content, whole.calls, whole.malformed) == (cut.content, cut.calls, cut.malformed)
     assert joined(events) == (whole.content, whole.calls)
-    marks = FORMATS[name].marks
+    marks = FORMATS[name].delimiters
     if not whole.calls and not any(mark in text for mark in marks):
         assert whole.content == text
 

@@ -189,7 +189,7 @@ def test_reasoning_between_control_tokens_is_apart_however_its_ids_are_cut(
     cuts = [[ids], [[id_] for id_ in ids], *([ids[:at], ids[at:]] for at in range(len(ids)))]
     for parts in cuts:
         answer = Answer(
-            IncrementalDecoder(tokenizer, form.marks),
+            IncrementalDecoder(tokenizer, form.delimiters),
             (),
             parser=form.parser(context),
             reasoning=ReasoningSplitter(inside=False, tags=form.reasoning_tags),

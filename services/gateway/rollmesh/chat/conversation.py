@@ -220,7 +220,7 @@ def _new_answer(model: ChatModel, context: RenderContext, *, inside: bool) -> An
     format_ = model.format
     splitter = ReasoningSplitter(inside=inside, tags=format_.reasoning_tags)
     return Answer(
-        IncrementalDecoder(model.tokenizer, format_.marks),
+        IncrementalDecoder(model.tokenizer, format_.delimiters),
         (),
         parser=format_.parser(context, inside_reasoning=inside),
         reasoning=splitter if format_.reasoning else None,

@@ -108,7 +108,7 @@ class Tokenizer:
 
     Text of special tokens becomes those tokens, as in the reference implementation of chat
     templates; so a message that spells out `<|im_end|>` does end its turn, unless it was hidden:
-    then a mark stands within it, which the template prints and `encode` takes away.
+    then a marker stands within it, which the template prints and `encode` takes away.
     """
 
     def __init__(self, model_path: Path) -> None:

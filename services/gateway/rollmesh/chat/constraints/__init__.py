@@ -1,4 +1,4 @@
-"""What an answer may be: structured output for forced calls and JSON, and masked tokens.
+"""Structured output, for tool calls and JSON, and masked tokens.
 
 May import `parsing` and `tokenizer`.
 """

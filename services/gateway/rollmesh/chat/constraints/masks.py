@@ -1,4 +1,4 @@
-"""Tokens that an answer may not hold: `bad_words` as vLLM reads them."""
+"""Masked tokens: `bad_words` as vLLM reads them."""
 
 from collections.abc import Iterable
 
@@ -8,10 +8,10 @@ from rollmesh.v1 import types_pb2
 
 
 def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[int]]:
-    """Returns the ids of each word at the beginning of a text, and after a space.
+    """Returns the ids of each word at the beginning of a text and after a space.
 
-    The second form counts where it is one of its own: as many tokens, the first another one. So
-    does `SamplingParams.update_from_tokenizer` of vLLM.
+    The second form is returned if it has as many tokens and another first token, as in vLLM's
+    `SamplingParams.update_from_tokenizer`.
 
     Raises:
         InvalidFieldError: A word has no tokens.
@@ -29,5 +29,5 @@ def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[
 
 
 def is_masked(sampling: types_pb2.SamplingParams) -> bool:
-    """Says whether tokens are taken out, or made more or less likely, beside the model."""
+    """Says whether the request masks tokens or changes their likelihood."""
     return bool(sampling.allowed_token_ids or sampling.logit_bias or sampling.bad_sequences)

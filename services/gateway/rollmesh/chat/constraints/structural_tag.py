@@ -1,8 +1,8 @@
-"""What an answer is forced to be: calls of tools, a JSON value, or either, as a structural tag.
+"""Structured output: tool calls, a JSON value, or either, as a structural tag.
 
-A structural tag is what xgrammar compiles. Each format of `formats.FORMATS` has its calls written
-here as its chat template prints them; xgrammar has builders of its own, but for other formats, and
-importing it imports torch. Reasoning is free: the constraint begins behind it.
+xgrammar compiles structural tags. This module writes the calls of each format in `formats.FORMATS`
+as the chat template prints them; xgrammar has its own builders, but for other formats, and
+importing it imports torch. Reasoning is not constrained: the constraint begins after it.
 """
 
 import json
@@ -27,16 +27,16 @@ from rollmesh.chat.parsing.formats import (
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
 from rollmesh.v1 import engine_pb2
 
-_MOST_WHITESPACE = 32  # in a row; without a limit some models never end them
-_NAME = re.compile(r"[\w.-]+", re.ASCII)  # what every format can carry
-# By format: what begins the reasoning, what ends it, and what stands behind it.
+_MOST_WHITESPACE = 32  # characters in a row; without a limit some models never stop writing them
+_NAME = re.compile(r"[\w.-]+", re.ASCII)  # names that every format can carry
+# By format: the text that begins the reasoning, the text that ends it, and the text after it.
 _CHANNELED = {
     HARMONY: ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
     GEMMA: (f"{gemma_calls.THOUGHT}\n", "<channel|>", ""),
     MUSE: (" to=self<|message|>", "<|eom|>", "<|start|>assistant"),
 }
 _SAID = {HARMONY: "<|channel|>final<|message|>", GEMMA: "", MUSE: " to=user<|message|>"}
-"""What begins the text of an answer."""
+"""Text before the answer's own text, by format."""
 _Format = dict[str, Any]
 
 
@@ -51,41 +51,41 @@ class Calls(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request wants of its answer's form."""
+    """The form that a request asks of its answer."""
 
     calls: Calls = Calls.AUTO
     tool_name: str = ""
     """The tool to call, with NAMED."""
     one_call: bool = False
-    """Whether a second call is not allowed."""
+    """Whether a second call is forbidden."""
     json_schema: bytes | None = None
-    """Schema of the answer's text; None where it is free."""
+    """Schema of the answer's text; None if the text is free."""
     strict: bool = False
-    """Whether a schema is refused of which a part cannot be enforced."""
+    """Whether a schema is refused if a part of it cannot be enforced."""
 
     def refused(self, error: InvalidConstraintError) -> InvalidConstraintError:
-        """Returns an engine's error under the field of `ChatRequest` that the constraint is of."""
+        """Returns an engine's error with the `ChatRequest` field that the constraint came from."""
         field = "json_format" if self.json_schema is not None else "tools_json"
         return InvalidConstraintError(field, error.message)
 
 
 @dataclass(frozen=True, slots=True)
 class _Syntax:
-    """How one format writes calls; NAME stands for the tool's name."""
+    """How one format writes calls; NAME is replaced by the tool's name."""
 
     begin: str
     end: str
     between: str = ""
-    """What parts two calls."""
+    """Text between two calls."""
     around: tuple[str, str] = ("", "")
     id: tuple[str, str] = ("", "")
-    """Behind `begin`: a pattern of the call's id, and the text that follows it."""
+    """After `begin`: a pattern of the call's id, and the text that follows it."""
     style: str = "json"
     """How arguments are written."""
     excluded: tuple[str, ...] = ()
-    """Text that no string may hold, because parsers would not know it for a part of the string."""
+    """Text that no string may contain, because parsers would not read it as part of the string."""
     many: bool = True
-    """Whether an answer may hold several calls."""
+    """Whether an answer may contain several calls."""
 
 
 _DEEPSEEK = object_formats.DEEPSEEK_V3
@@ -129,25 +129,25 @@ _SYNTAXES: dict[str, _Syntax] = {
         style="glm_xml",
         excluded=("<arg_value>", "</arg_value>"),
     ),
-    # The end token is `<|call|>`, which no constraint can hold: it stands behind the end of one.
+    # The end token `<|call|>` is not part of the constraint: it comes after its end.
     HARMONY: _Syntax(
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
         "",
-        excluded=harmony.MARKS,
+        excluded=harmony.SPECIAL_TOKENS,
         many=False,
     ),
 }
-FORCED_FORMATS = frozenset(_SYNTAXES) - {"mistral_args"}
-"""Names of the formats whose calls can be forced."""
+CONSTRAINED_FORMATS = frozenset(_SYNTAXES) - {"mistral_args"}
+"""Formats whose calls can be constrained."""
 
 
 def constraint_of(
     wanted: Wanted, format_: AnswerFormat, context: RenderContext, *, inside_reasoning: bool
 ) -> engine_pb2.Constraint | None:
-    """Returns what the answer must be; None where it may be anything.
+    """Returns the constraint of an answer; None if the answer is free.
 
     Raises:
-        InvalidFieldError: The model's format, or a tool's name, allows no such constraint.
+        InvalidFieldError: The model's format or the name of a tool does not allow the constraint.
     """
     forms: list[_Format] = []
     strict = wanted.strict
@@ -175,15 +175,19 @@ def _is_named(wanted: Wanted) -> bool:
 
 
 def _syntax(format_: AnswerFormat) -> _Syntax:
-    name = "mistral_args" if format_.tools == "mistral" and format_.args_mark else format_.tools
+    name = (
+        "mistral_args"
+        if format_.tools == "mistral" and format_.has_args_delimiter
+        else format_.tools
+    )
     if name not in _SYNTAXES:
         raise InvalidFieldError("tool_choice", _not_served(format_))
     return _SYNTAXES[name]
 
 
 def _not_served(format_: AnswerFormat) -> str:
-    known = ", ".join(sorted(FORCED_FORMATS))
-    return f"is not served with tool_parser {format_.tools}; with these it is: {known}"
+    known = ", ".join(sorted(CONSTRAINED_FORMATS))
+    return f"is not supported with tool_parser {format_.tools}; use one of: {known}"
 
 
 def _wanted_schemas(wanted: Wanted, context: RenderContext) -> Mapping[str, Mapping[str, Any]]:
@@ -193,7 +197,8 @@ def _wanted_schemas(wanted: Wanted, context: RenderContext) -> Mapping[str, Mapp
     for name in schemas:
         if not _NAME.fullmatch(name):
             raise InvalidFieldError(
-                "tools_json", f"{name!r} cannot be forced; name it in letters, digits and _ - ."
+                "tools_json",
+                f"{name!r} cannot be required; name it with letters, digits and _ - . only",
             )
     return schemas
 
@@ -231,10 +236,10 @@ def _json(schema: bytes, format_: AnswerFormat, *, beside_calls: bool) -> _Forma
 
 
 def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
-    """Returns what stands in front of the answer: free text up to the mark that ends it."""
+    """Returns what comes before the answer: free text up to the delimiter that ends it."""
     if format_.in_channels:
         begin, end, behind = _CHANNELED[format_.in_channels]
-        others = [mark for mark in CHANNELS[format_.in_channels] if mark != end]
+        others = [delimiter for delimiter in CHANNELS[format_.in_channels] if delimiter != end]
         thought = _sequence(_free("" if inside else begin, end, others), _text(behind))
         return [thought if inside else {"type": "optional", "content": thought}]
     if not format_.reasoning:

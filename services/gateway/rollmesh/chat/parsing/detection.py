@@ -52,7 +52,7 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def detect(template_source: str) -> AnswerFormat:
-    """Returns the format that a template's marks show.
+    """Returns the format that a template's delimiters show.
 
     Its tools are `UNKNOWN` where the template prints tools and shows no format, and "none" where
     it prints none.
@@ -66,7 +66,7 @@ def detect(template_source: str) -> AnswerFormat:
     return AnswerFormat(
         name,
         reasoning=tags[0] in template_source and name not in CHANNELS,
-        args_mark="[ARGS]" in template_source,
+        has_args_delimiter="[ARGS]" in template_source,
         reasoning_tags=tags,
     )
 

@@ -30,11 +30,11 @@ UNKNOWN = "unknown"
 """The tools of a format that nobody has named and that no template showed."""
 HARMONY, GEMMA, MUSE = "openai", "gemma4", "muse_glimmer"
 CHANNELS: dict[str, tuple[str, ...]] = {
-    HARMONY: harmony.MARKS,
-    GEMMA: gemma_calls.MARKS,
-    MUSE: muse_calls.MARKS,
+    HARMONY: harmony.SPECIAL_TOKENS,
+    GEMMA: gemma_calls.SPECIAL_TOKENS,
+    MUSE: muse_calls.SPECIAL_TOKENS,
 }
-"""The marks of formats that part reasoning, text and calls in one way; such a parser does both."""
+"""Special tokens of formats with channels; one parser reads their reasoning, text and calls."""
 FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
     "hermes": object_formats.HERMES,
     "llama3_json": object_formats.LLAMA3,
@@ -64,8 +64,8 @@ class AnswerFormat:
     reasoning: bool
     """Whether answers may begin with reasoning between `reasoning_tags`."""
     shown: tuple[str, ...] = ()
-    """Special tokens that are text for a parser whose marks are not known."""
-    args_mark: bool = False
+    """Special tokens that are text for a parser whose delimiters are not known."""
+    has_args_delimiter: bool = False
     """Whether the template prints `[ARGS]` between a call's name and its arguments."""
     reasoning_tags: tuple[str, str] = TAGS
     channels: str = ""
@@ -87,12 +87,12 @@ class AnswerFormat:
         return self.reasoning_tags[0] if self.reasoning else ""
 
     @property
-    def marks(self) -> tuple[str, ...]:
+    def delimiters(self) -> tuple[str, ...]:
         """What must be visible in the text, special tokens included."""
         if self.in_channels:
             return CHANNELS[self.in_channels]
-        marks = FORMATS[self.tools].marks if self.tools in FORMATS else self.shown
-        return (*marks, *self.reasoning_tags) if self.reasoning else marks
+        delimiters = FORMATS[self.tools].delimiters if self.tools in FORMATS else self.shown
+        return (*delimiters, *self.reasoning_tags) if self.reasoning else delimiters
 
     def parser(
         self, context: RenderContext, *, calls: bool = True, inside_reasoning: bool = False

@@ -11,7 +11,7 @@ from rollmesh.chat.templates.windows import (
     CALL,
     FOLLOWED,
     FOLLOWERS,
-    MARK,
+    MARKER,
     WINDOWS,
     Place,
     followers,
@@ -126,7 +126,7 @@ class Cutter:
             if last == "assistant":
                 self._generation_prompts[last] = self._behind_answer(WINDOWS[last], text)
             else:
-                self._generation_prompts[last] = self._behind_mark(last, text)
+                self._generation_prompts[last] = self._after_marker(last, text)
         return self._generation_prompts[last]
 
     def find_joined_system(self, context: RenderContext) -> bool:
@@ -149,13 +149,13 @@ class Cutter:
 
     def _find_beside_calls(self) -> str:
         """Returns a text that the template prints before calls; some print none there."""
-        said = Message("assistant", MARK, (CALL,))
+        said = Message("assistant", MARKER, (CALL,))
         try:
             text = self._template.render((ASKED, said, result(FOLLOWED)), self._options)
         except TemplateRenderError:
             return ""
-        self.says_behind_results = 0 <= text.find(FOLLOWED) < text.find(MARK)
-        return "" if self.says_behind_results else MARK
+        self.says_behind_results = 0 <= text.find(FOLLOWED) < text.find(MARKER)
+        return "" if self.says_behind_results else MARKER
 
     def _end_of(self, answer: Message) -> str:
         return self.ends.call if answer.tool_calls else self.ends.text
@@ -168,7 +168,7 @@ class Cutter:
             if where == "user":
                 raise TemplateRefusedError(f"user: {error}") from error
             return
-        _, found, tail = alone.partition(MARK)
+        _, found, tail = alone.partition(MARKER)
         if not found:
             if where == "user":
                 raise TemplateRefusedError("the template does not print a user message as it is")
@@ -184,7 +184,7 @@ class Cutter:
                 longer = self._template.render((*WINDOWS[where], follower), self._options)
             except TemplateRenderError:
                 continue
-            common = _common_prefix(shared, longer.partition(MARK)[2])
+            common = _common_prefix(shared, longer.partition(MARKER)[2])
             # One that is printed into the message itself cannot follow: it is refused later.
             shared = (
                 common if self._first_special(common) or not self._first_special(tail) else shared
@@ -205,7 +205,7 @@ class Cutter:
         window = WINDOWS[before] if before != "start" else ()
         if before == "assistant":
             calls = readable(previous[0].tool_calls)
-            window = (ASKED, Message("assistant", self._beside_calls if calls else MARK, calls))
+            window = (ASKED, Message("assistant", self._beside_calls if calls else MARKER, calls))
         if (
             self.moves_system
             and at > 1
@@ -217,12 +217,12 @@ class Cutter:
         if before == "assistant":
             behind = self._behind_answer(window, text, options)
         else:
-            behind = self._behind_mark(before, text)
+            behind = self._after_marker(before, text)
         return self._without_closing(place(groups, at + 1), group, behind)
 
-    def _behind_mark(self, before: Place, text: str) -> str:
+    def _after_marker(self, before: Place, text: str) -> str:
         lead = self._leads.get(before)
-        _, found, behind = text.partition(MARK)
+        _, found, behind = text.partition(MARKER)
         if lead is None or not found or not behind.startswith(lead):
             raise TemplateRenderError(f"what follows a {before} message changes how it is printed")
         return behind[len(lead) :]
@@ -233,12 +233,12 @@ class Cutter:
         """Returns what stands behind the token that ends the window's answer."""
         alone, end = self._render_cached(window, options or self._options), self._end_of(window[-1])
         # Where the content is not printed beside calls, the last end is that of the answer.
-        at = alone.rfind(end, max(alone.find(MARK), 0))
+        at = alone.rfind(end, max(alone.find(MARKER), 0))
         if at >= 0 and text.startswith(alone[: at + len(end)]):
             return text[at + len(end) :]
         if self.ends.headers:
             raise TemplateRenderError("what follows an answer changes how it is printed")
-        _, found, behind = text.partition(MARK)
+        _, found, behind = text.partition(MARKER)
         _, ended, behind = behind.partition(end)
         if not found or not ended:
             raise TemplateRenderError("the end of an answer is not found behind what follows it")

@@ -19,7 +19,7 @@ from rollmesh.chat.templates.windows import (
     CALLED,
     FOLLOWED,
     FOLLOWERS,
-    MARK,
+    MARKER,
     WINDOWS,
     result,
 )
@@ -68,11 +68,11 @@ class _Finder:
             text = self._render(window)
         except TemplateRenderError as error:
             raise TemplateRefusedError(f"user, assistant, user: {error}") from error
-        _, found, tail = text.partition(MARK)
+        _, found, tail = text.partition(MARKER)
         if not found:
             raise TemplateRefusedError("the template does not print an answer as it is")
         end = self._leading_special(tail)
-        alone = self._render(WINDOWS["assistant"]).partition(MARK)[2]
+        alone = self._render(WINDOWS["assistant"]).partition(MARKER)[2]
         if end is not None and not alone:
             headers = self._headers()
             return Ends(
@@ -108,8 +108,8 @@ class _Finder:
         """Returns what the template prints between the parts of one answer: never its end."""
         call = ToolCall(CALL.id, CALL.name, f'{{"key": "{FOLLOWED}"}}')
         answers = (
-            (Message("assistant", MARK, (call,)), result("c")),
-            (Message("assistant", FOLLOWED, reasoning=MARK),),
+            (Message("assistant", MARKER, (call,)), result("c")),
+            (Message("assistant", FOLLOWED, reasoning=MARKER),),
         )
         between: list[str] = []
         for messages in answers:
@@ -117,7 +117,7 @@ class _Finder:
                 text = self._render((ASKED, *messages))
             except TemplateRenderError:
                 continue
-            _, _, behind = text.partition(MARK)
+            _, _, behind = text.partition(MARKER)
             inner, found, _ = behind.partition(FOLLOWED)
             between.append(inner if found else "")
         return "".join(between)
@@ -128,13 +128,13 @@ class _Finder:
         Where it is not what ends any answer, it is a token at which the model is known to stop, or
         else the last one that the template prints behind a call which no result follows yet.
         """
-        call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARK}"}}')
+        call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARKER}"}}')
         window = (ASKED, Message("assistant", "", (call,)))
         try:
             text = self._render((*window, result(FOLLOWED)))
         except TemplateRenderError:
             return end
-        between, printed, _ = text.partition(MARK)[2].partition(FOLLOWED)
+        between, printed, _ = text.partition(MARKER)[2].partition(FOLLOWED)
         if not printed or end in between:
             return end
         stops = {

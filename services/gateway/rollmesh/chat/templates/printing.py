@@ -2,8 +2,8 @@
 
 A session keeps what was sampled. Where the template would print that otherwise by now (it drops
 reasoning, strips whitespace, writes a call's arguments in another way, or the text tokenises
-otherwise than it was sampled), the turn after it says so. That is not guessed from what the template does to
-probes: the ids of the template's render are compared with those that the session holds.
+otherwise than it was sampled), the turn after it says so. That is not guessed from what the
+template does to probes: the ids of the template's render are compared with the session's ids.
 
 The beginning of a render that was compared before is known by its digest and is not tokenised
 again. Where the two differ, tokenising ends with the answer that does.
@@ -123,10 +123,10 @@ def _known(render: str, path: Sequence[HeldGroup]) -> tuple[int, int, "hashlib.b
 
 def _chunks(render: str, begin: int, ends: Ends) -> Iterator[str]:
     """Yields the rest of a render, cut where answers end."""
-    marks = ends.headers.values() if ends.headers else (ends.text, ends.call)
-    pattern = re.compile("|".join(map(re.escape, sorted(set(marks)))))
-    for mark in pattern.finditer(render, begin):
-        seam = mark.start() if ends.headers else mark.end()
+    texts = ends.headers.values() if ends.headers else (ends.text, ends.call)
+    pattern = re.compile("|".join(map(re.escape, sorted(set(texts)))))
+    for found in pattern.finditer(render, begin):
+        seam = found.start() if ends.headers else found.end()
         if seam > begin:
             yield render[begin:seam]
             begin = seam

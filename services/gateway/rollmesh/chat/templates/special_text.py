@@ -1,15 +1,15 @@
 """Text of users and tools that spells a special token, such as `<|im_end|>` on a web page.
 
-Chat templates put such text beside their own marks, and tokenizers do not tell the two apart: the
-text closes its turn, and may open another. What a gateway does about it is a setting:
+Chat templates print such text beside their own special tokens, and tokenizers cannot tell the two
+apart: the text closes its turn and may open another. A setting says what happens:
 
-* parity: as `apply_chat_template` does; the turn carries SPECIAL_TEXT.
-* plain: it stays text. Special tokens in it are marked before the template prints it, so that the
-  tokenizer knows them from the template's own (`ModelTokenizer.hide`).
-* refuse: the request is refused, and the message named.
+* parity: the text becomes the token, as in `apply_chat_template`; the turn carries SPECIAL_TEXT.
+* plain: it stays text. A marker is put into it before the template prints it, so that the tokenizer
+  can tell it from the template's own tokens (`ModelTokenizer.hide`).
+* refuse: the request is refused, and the error names the message.
 
-All that comes from outside counts: contents, reasoning, names, arguments of calls, tools and
-template options. Of messages only those that a request adds are looked at.
+The setting covers everything that comes from outside: contents, reasoning, names, arguments of
+calls, tools and template options. Only the messages that a request adds are examined.
 """
 
 import json

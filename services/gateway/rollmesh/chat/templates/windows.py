@@ -9,18 +9,18 @@ from rollmesh.chat.messages import Message, MessageGroup, ToolCall
 
 Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
 """What a group stands behind: templates treat a system message that begins otherwise."""
-MARK, FOLLOWED = "mark7zq", "next7zq"
+MARKER, FOLLOWED = "mark7zq", "next7zq"
 _MOST_RENDERED_DEPTH = 24  # templates that print values by macros need some frames for each level
 # Nine letters and digits: the strictest template wants ids of that form.
 CALL = ToolCall("call7probe"[:9], "look_up", '{"key": "value", "limit": 2}')
 ASKED = Message("user", "a")
 CALLED = Message("assistant", "", (CALL,))
 WINDOWS: dict[Place, tuple[Message, ...]] = {
-    "first system": (Message("system", MARK),),
-    "system": (ASKED, Message("assistant", "b"), Message("system", MARK)),
-    "user": (Message("user", MARK),),
-    "assistant": (ASKED, Message("assistant", MARK)),
-    "tool": (ASKED, CALLED, Message("tool", MARK, tool_call_id=CALL.id, name=CALL.name)),
+    "first system": (Message("system", MARKER),),
+    "system": (ASKED, Message("assistant", "b"), Message("system", MARKER)),
+    "user": (Message("user", MARKER),),
+    "assistant": (ASKED, Message("assistant", MARKER)),
+    "tool": (ASKED, CALLED, Message("tool", MARKER, tool_call_id=CALL.id, name=CALL.name)),
 }
 FOLLOWERS: dict[Place, Message] = {
     "first system": Message("user", "c"),

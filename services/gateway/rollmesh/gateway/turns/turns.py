@@ -249,7 +249,7 @@ class TurnRunner:
         return Answer(
             IncrementalDecoder(
                 self._tokenizer,
-                self._format.marks,
+                self._format.delimiters,
                 hidden=() if request.keeps_stop else sampling.stop_token_ids,
                 special=request.shows_special,
             ),

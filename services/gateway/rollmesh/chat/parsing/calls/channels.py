@@ -2,7 +2,7 @@
 
     HEADER<|message|>BODY<end>HEADER<|message|>BODY<end>
 
-The marks are special tokens: no text contains them. Rules as for other calls (`object_calls`).
+The delimiters are special tokens: no text contains them. Rules as for other calls (`object_calls`).
 """
 
 from abc import abstractmethod
@@ -22,7 +22,7 @@ class ChannelParser(StepParser):
         """Begins an empty answer.
 
         Args:
-            ends: Marks that end a message.
+            ends: Delimiters that end a message.
         """
         super().__init__()
         self._ends = ends
@@ -74,19 +74,19 @@ class ChannelParser(StepParser):
                 self._held = rest
                 self._kind = self._begin_body(header, events)
             return bool(found)
-        at, mark = first_of(self._held, self._ends)
+        at, delimiter = first_of(self._held, self._ends)
         if at < 0:
             keep = self._keep(self._held)
             self._emit(self._held[: len(self._held) - keep], events)
             self._held = self._held[len(self._held) - keep :]
             return False
-        self._close(at, mark, events)
+        self._close(at, delimiter, events)
         return True
 
-    def _close(self, at: int, mark: str, events: list[ParserEvent]) -> None:
-        """Ends the message whose body ends at an index, with `mark` there."""
+    def _close(self, at: int, delimiter: str, events: list[ParserEvent]) -> None:
+        """Ends the message whose body ends at an index, with `delimiter` there."""
         self._emit(self._held[:at], events)
-        self._held = self._held[at + len(mark) :]
+        self._held = self._held[at + len(delimiter) :]
         self._end_body(events)
 
     def _emit(self, text: str, events: list[ParserEvent]) -> None:

@@ -1,11 +1,12 @@
-"""Answers of Gemma 4: reasoning in a channel, calls whose strings stand between marks.
+"""Answers of Gemma 4: reasoning in a channel, calls whose strings are between delimiters.
 
     <|channel>thought
     ...<channel|>Let me see.<|tool_call>call:f{city:<|"|>Paris<|"|>,n:3,tags:[true]}<tool_call|>
 
-A call is passed on when it is whole; one that is not is text, and flagged. Marks inside a string
-are part of it. Values without string marks are JSON's numbers and words (or as Python spells
-them); other bare text is a string, as is what the tool's schema says is one.
+A call is passed on once it is complete; an incomplete call is text, and the answer is flagged.
+Delimiters inside a string are part of the string. A value without string delimiters is a JSON
+number or word (or Python's spelling of it); other bare text is a string, and so is every value that
+the tool's schema declares as one.
 """
 
 import re
@@ -21,7 +22,7 @@ _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 THOUGHT = f"{_CHANNEL}thought"
 """What opens the reasoning; a line break follows."""
-MARKS = (_CHANNEL, _CHANNEL_END, _CALL, _CALL_END, _QUOTE)
+SPECIAL_TOKENS = (_CHANNEL, _CHANNEL_END, _CALL, _CALL_END, _QUOTE)
 _LABEL = "thought\n"
 _OUTSIDE = (_CHANNEL, _CHANNEL_END, _CALL)
 _IN_CALL = re.compile("|".join(map(re.escape, (_CALL, _CALL_END, _QUOTE))))
@@ -84,25 +85,27 @@ class GemmaParser(StepParser):
         return True
 
     def _step_open(self, events: list[ParserEvent]) -> bool:
-        """Passes on text or reasoning up to the next mark."""
-        at, mark = first_of(self._held, _OUTSIDE)
+        """Passes on text or reasoning up to the next delimiter."""
+        at, delimiter = first_of(self._held, _OUTSIDE)
         thinks = self._state == "reasoning"
         size = at if at >= 0 else len(self._held) - possible_start(self._held, _OUTSIDE)
         certain = self._held[:size]
         if thinks:
-            certain = certain.rstrip()  # the template prints a line break before the closing mark
+            certain = (
+                certain.rstrip()
+            )  # the template prints a line break before the closing delimiter
             self._think(certain, events)
         else:
             self.emit_text(certain, events)
         if at < 0:
             self._held = self._held[len(certain) :]
             return False
-        self._held = self._held[at + len(mark) :]
-        if mark == _CALL:
+        self._held = self._held[at + len(delimiter) :]
+        if delimiter == _CALL:
             self._state, self._looked, self._quoted = "call", 0, False
-        elif mark == _CHANNEL and not thinks:
+        elif delimiter == _CHANNEL and not thinks:
             self._state = "label"
-        elif mark == _CHANNEL_END:
+        elif delimiter == _CHANNEL_END:
             self._state = "text"
         return True
 
@@ -112,27 +115,27 @@ class GemmaParser(StepParser):
             events.append(ReasoningEvent(text))
 
     def _step_call(self, events: list[ParserEvent]) -> bool:
-        for mark in _IN_CALL.finditer(self._held, self._looked):
-            if mark.group() == _QUOTE:
+        for delimiter in _IN_CALL.finditer(self._held, self._looked):
+            if delimiter.group() == _QUOTE:
                 self._quoted = not self._quoted
             elif not self._quoted:
-                self._end_call(mark.start(), mark.group(), events)
+                self._end_call(delimiter.start(), delimiter.group(), events)
                 return True
-            self._looked = mark.end()
+            self._looked = delimiter.end()
         return False
 
-    def _end_call(self, size: int, mark: str, events: list[ParserEvent]) -> None:
-        """Passes on the call of the first `size` characters, which `mark` ends; "" is the end."""
-        body, self._held = self._held[:size], self._held[size + len(mark) :]
+    def _end_call(self, size: int, delimiter: str, events: list[ParserEvent]) -> None:
+        """Passes on the call in the first `size` characters; `delimiter` ends it, "" is the end."""
+        body, self._held = self._held[:size], self._held[size + len(delimiter) :]
         call = _read(body, self._schemas)
         if call is None:
             self.malformed = True
-            self.emit_text(f"{_CALL}{body}{mark if mark == _CALL_END else ''}", events)
+            self.emit_text(f"{_CALL}{body}{delimiter if delimiter == _CALL_END else ''}", events)
         else:
-            self.malformed |= mark == _CALL
+            self.malformed |= delimiter == _CALL
             self.begin_call(call[0], events)
             self.emit_arguments(write_json(call[1]), events)
-        self._state = "call" if mark == _CALL else "text"
+        self._state = "call" if delimiter == _CALL else "text"
         self._looked, self._quoted = 0, False
 
 
@@ -221,24 +224,24 @@ class _Reader:
         whitespace = _WHITESPACE.match(self._source, self._at)
         self._at = whitespace.end() if whitespace else self._at
 
-    def _stands(self, mark: str) -> bool:
-        return self._source.startswith(mark, self._at)
+    def _stands(self, delimiter: str) -> bool:
+        return self._source.startswith(delimiter, self._at)
 
-    def _take(self, mark: str) -> None:
+    def _take(self, delimiter: str) -> None:
         self._skip()
-        if not self._stands(mark):
+        if not self._stands(delimiter):
             raise _NoCallError
-        self._at += len(mark)
+        self._at += len(delimiter)
         self._skip()
 
-    def _closes(self, mark: str, *, first: bool) -> bool:
-        """Says whether `mark` stands here, and takes it; else takes the comma before an entry."""
+    def _closes(self, delimiter: str, *, first: bool) -> bool:
+        """Takes `delimiter` if it is here and says so; else takes the comma before an entry."""
         self._skip()
-        if not first and not self._stands(mark):
+        if not first and not self._stands(delimiter):
             self._take(",")
-        if not self._stands(mark):
+        if not self._stands(delimiter):
             return False
-        self._at += len(mark)
+        self._at += len(delimiter)
         return True
 
 

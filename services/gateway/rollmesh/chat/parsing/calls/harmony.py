@@ -17,7 +17,7 @@ from rollmesh.chat.parsing.events import ParserEvent
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-MARKS = (MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
+SPECIAL_TOKENS = (MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
 
 
 class HarmonyParser(ChannelParser):

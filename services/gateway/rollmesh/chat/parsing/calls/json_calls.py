@@ -1,14 +1,14 @@
-"""Tool calls whose arguments are a JSON object in the text, parsed while they are sampled.
+"""Tool calls whose arguments are a JSON object, parsed while they are sampled.
 
 Rules:
-* A call begins as soon as its name is known and its arguments open with `{`. From there on the
-  arguments are passed through byte for byte until their closing brace.
-* What never becomes a call (no JSON, no name, an unknown name, arguments that are no object) is
-  text, and flagged.
-* A call that breaks off or goes wrong inside its arguments stays a call with what was sampled, and
-  is flagged: its beginning may have been streamed. The next call's mark ends it, where that stands
-  outside of strings.
-* The joined events are the same however the text was cut.
+* A call begins once its name is known and its arguments open with `{`. From there the arguments are
+  passed through byte for byte up to their closing brace.
+* Text that never becomes a call (no JSON, no name, an unknown name, arguments that are not an
+  object) stays text, and the answer is flagged.
+* A call that breaks off or is malformed inside its arguments stays a call with what was sampled,
+  and the answer is flagged: the beginning may have been streamed. The next call's delimiter ends
+  it, unless that delimiter is inside a string.
+* The joined events do not depend on how the text was cut.
 """
 
 import json
@@ -32,11 +32,11 @@ class _State(Enum):
 
 
 class ObjectCallParser(StepParser):
-    """One answer's text, cut into events.
+    """Parses one answer.
 
-    State: TEXT outside of calls; HEADER between the opening mark and the arguments; ARGUMENTS
-    inside the object; TAIL between its last brace and the closing mark. `_held` is text not yet
-    passed on.
+    States: TEXT outside of calls; HEADER between the opening delimiter and the arguments; ARGUMENTS
+    inside the object; TAIL between its last brace and the closing delimiter. `_held` is text that
+    was not passed on yet.
     """
 
     def __init__(self, format_: ObjectFormat, names: Set[str] | None = None) -> None:
@@ -93,8 +93,8 @@ class ObjectCallParser(StepParser):
             case _State.TAIL:
                 return self._step_tail()
 
-    def _open(self, mark: str) -> None:
-        self._state, self._opened = _State.HEADER, mark
+    def _open(self, delimiter: str) -> None:
+        self._state, self._opened = _State.HEADER, delimiter
         self._scanner, self._scanned = _ObjectScanner(self._format.open), 0
 
     def _step_bare(self) -> bool:
@@ -111,12 +111,12 @@ class ObjectCallParser(StepParser):
     def _step_text(self, events: list[ParserEvent]) -> bool:
         if self._between and not self._skip_separators():
             return False
-        at, mark = first_of(self._held, self._outside)
+        at, delimiter = first_of(self._held, self._outside)
         if at >= 0:
             self.emit_text(self._held[:at], events)
-            self._held = self._held[at + len(mark) :]
-            if mark == self._format.open:
-                self._open(mark)
+            self._held = self._held[at + len(delimiter) :]
+            if delimiter == self._format.open:
+                self._open(delimiter)
             return True
         keep = possible_start(self._held, self._outside)
         if self._format.bare and not self.content and not self._held.strip(_SEPARATORS):
@@ -175,7 +175,7 @@ class ObjectCallParser(StepParser):
         return self._held.find(self._format.close or self._format.open)
 
     def _take_body(self, at: int) -> tuple[str, str]:
-        """Takes a body and its closing mark from the text."""
+        """Takes a body and its closing delimiter from the text."""
         close = "" if self._format.bare else self._format.close
         close = close if self._held.startswith(close, at) else ""
         body, self._held = self._held[:at], self._held[at + len(close) :]
@@ -212,19 +212,19 @@ class ObjectCallParser(StepParser):
         return True
 
     def _step_tail(self) -> bool:
-        at, mark = first_of(self._held, (self._format.close, self._format.open))
+        at, delimiter = first_of(self._held, (self._format.close, self._format.open))
         if at < 0:
             return False
-        closed = mark == self._format.close
+        closed = delimiter == self._format.close
         whole = closed and self._format.tail.fullmatch(self._held[:at])
         self.malformed |= not whole or not is_object(self._arguments)
         # What stands between an unclosed call and the next one is text.
-        self._held = self._held[at + len(mark) if closed else self._size_of_tail() :]
+        self._held = self._held[at + len(delimiter) if closed else self._size_of_tail() :]
         self._state, self._between = _State.TEXT, self._format.bare
         return True
 
     def _end_tail(self, events: list[ParserEvent]) -> None:
-        """Ends a call without its closing mark: whole all the same where its last brace is there.
+        """Ends a call without its closing delimiter; it is complete if its last brace was sampled.
 
         Text behind it stays text.
         """
@@ -294,12 +294,12 @@ def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str
 class _ObjectScanner:
     """Finds the end of a JSON object by its braces, strings and escapes.
 
-    A mark outside of strings ends it too: it broke off.
+    A delimiter outside of strings ends it too: it broke off.
     """
 
-    def __init__(self, mark: str = "") -> None:
+    def __init__(self, delimiter: str = "") -> None:
         self.done = False
-        self._mark = "" if mark.startswith("<") else mark
+        self._delimiter = "" if delimiter.startswith("<") else delimiter
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -316,8 +316,10 @@ class _ObjectScanner:
                     self._in_string = False
             elif char == '"':
                 self._in_string = True
-            elif char == self._mark[:1] and self._mark.startswith(text[at : at + len(self._mark)]):
-                self.done = text.startswith(self._mark, at)
+            elif char == self._delimiter[:1] and self._delimiter.startswith(
+                text[at : at + len(self._delimiter)]
+            ):
+                self.done = text.startswith(self._delimiter, at)
                 return at
             elif char in "{[":
                 self._depth += 1
@@ -326,7 +328,7 @@ class _ObjectScanner:
                 if self._depth == 0:
                     self.done = True
                     return at + 1
-            elif char == "<":  # never JSON: any mark
+            elif char == "<":  # never JSON: any delimiter
                 self.done = True
                 return at
         return len(text)

@@ -23,9 +23,9 @@ class ObjectFormat:
     close: str
     """Ends a call; empty where the arguments' last brace does."""
     around: tuple[str, ...] = ()
-    """Marks around the calls; no part of the text."""
+    """Delimiters around the calls; no part of the text."""
     inside: tuple[str, ...] = ()
-    """Marks inside of calls; text where there is none."""
+    """Delimiters inside of calls; text where there is none."""
     keys: tuple[str, ...] = ()
     """Keys of the arguments, where a call may also be a JSON object with keys in any order."""
     id_key: str = ""
@@ -39,7 +39,7 @@ class ObjectFormat:
         return (self.open,)
 
     @property
-    def marks(self) -> tuple[str, ...]:
+    def delimiters(self) -> tuple[str, ...]:
         """What must be visible in the text, special tokens included."""
         return tuple(filter(None, (self.open, self.close, *self.around, *self.inside)))
 

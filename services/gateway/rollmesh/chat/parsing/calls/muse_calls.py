@@ -34,7 +34,7 @@ _PARAMETER = re.compile(
 )
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _AROUND = re.compile(r"</?atem:function_calls>")
-MARKS = (MESSAGE, *_ENDS, _START)
+SPECIAL_TOKENS = (MESSAGE, *_ENDS, _START)
 
 
 class MuseParser(ChannelParser):
@@ -58,18 +58,18 @@ class MuseParser(ChannelParser):
         return "reasoning" if recipient[1] == "self" else "call"
 
     def _keep(self, text: str) -> int:
-        begun = _UNENDED_BEGUN.search(text[: len(text) - (mark := possible_start(text, _BREAKS))])
-        return len(text) - begun.start() if begun else mark
+        begun = _UNENDED_BEGUN.search(text[: len(text) - (kept := possible_start(text, _BREAKS))])
+        return len(text) - begun.start() if begun else kept
 
-    def _close(self, at: int, mark: str, events: list[ParserEvent]) -> None:
-        if mark in _ENDS:
-            super()._close(at, mark, events)
+    def _close(self, at: int, delimiter: str, events: list[ParserEvent]) -> None:
+        if delimiter in _ENDS:
+            super()._close(at, delimiter, events)
             return
         # Nothing ended this message: the header of the next one stands at its end.
-        header = _UNENDED.search(self._held[:at]) if mark == MESSAGE else None
+        header = _UNENDED.search(self._held[:at]) if delimiter == MESSAGE else None
         begin = header.start() if header else at
-        if mark == MESSAGE and header is None:
-            super()._close(at, mark, events)
+        if delimiter == MESSAGE and header is None:
+            super()._close(at, delimiter, events)
             self._kind = "text"
             return
         rest = self._held[begin:]

@@ -3,9 +3,9 @@
     [f(city="Paris", n=3), g()]          <|python_start|>[f(city="Paris")]<|python_end|>
                                          <|tool_call_start|>[f(city="Paris")]<|tool_call_end|>
 
-The list stands at the beginning of the answer, or behind its mark. A call is passed on when it is
-whole; one that is not, or names no tool there is, is text, and flagged. So is what stands in a list
-and is no call. A list that does not begin with a call (`[1, 2]`, `[link](x)`) is plain text.
+The list is at the beginning of the answer, or after its delimiter. A call is passed on once it is
+complete. An incomplete call, a call of an unknown tool and anything else in a list is text, and the
+answer is flagged. A list that does not begin with a call (`[1, 2]`, `[link](x)`) is plain text.
 """
 
 import re
@@ -37,7 +37,7 @@ class PythonicFormat:
     """May stand behind it."""
 
     @property
-    def marks(self) -> tuple[str, ...]:
+    def delimiters(self) -> tuple[str, ...]:
         """What must be visible in the text, special tokens included."""
         return tuple(filter(None, (self.open, self.close)))
 
@@ -61,17 +61,17 @@ class _State(Enum):
 
 
 class PythonicCallParser(StepParser):
-    """One answer's text, cut into events.
+    """Parses one answer.
 
-    State: START before anything but whitespace; TEXT outside of lists; HEAD behind a mark; CALL in
-    front of a call or in it; COMMA behind one. `_held` is text not yet passed on.
+    States: START before anything but whitespace; TEXT outside of lists; HEAD after a delimiter;
+    CALL before a call or in it; COMMA after one. `_held` is text that was not passed on yet.
     """
 
     def __init__(self, format_: PythonicFormat, names: Set[str]) -> None:
         """Begins an empty answer; `names` are the tools that there are."""
         super().__init__()
-        self._marks = format_.marks
-        self._mark = format_.open
+        self._delimiters = format_.delimiters
+        self._delimiter = format_.open
         self._names = names
         self._state = _State.START
         self._opened = ""  # what stands in front of the first call, until there is one
@@ -122,18 +122,18 @@ class PythonicCallParser(StepParser):
         self._state, self._refused = _State.CALL, False
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
-        at, mark = first_of(self._held, self._marks)
+        at, delimiter = first_of(self._held, self._delimiters)
         if at < 0:
-            keep = possible_start(self._held, self._marks)
+            keep = possible_start(self._held, self._delimiters)
             self.emit_text(self._held[: len(self._held) - keep], events)
             self._held = self._held[len(self._held) - keep :]
             return False
         self.emit_text(self._held[:at], events)
-        self._held = self._held[at + len(mark) :]
-        if mark == self._mark:
-            self._opened, self._state = mark, _State.HEAD
+        self._held = self._held[at + len(delimiter) :]
+        if delimiter == self._delimiter:
+            self._opened, self._state = delimiter, _State.HEAD
         elif not self.calls:
-            self.emit_text(mark, events)
+            self.emit_text(delimiter, events)
         return True
 
     def _step_head(self, events: list[ParserEvent]) -> bool:

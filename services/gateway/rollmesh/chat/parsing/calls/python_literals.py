@@ -124,21 +124,21 @@ class _Reader:
             if self._source[self._at : self._at + 1] not in {"'", '"'}:
                 return text
 
-    def _open(self, mark: str) -> None:
+    def _open(self, delimiter: str) -> None:
         self.take(_WHITESPACE)
-        if not self._source.startswith(mark, self._at):
+        if not self._source.startswith(delimiter, self._at):
             raise _NoLiteralError
-        self._at += len(mark)
+        self._at += len(delimiter)
         self.take(_WHITESPACE)
 
-    def _closes(self, mark: str, *, first: bool) -> bool:
-        """Says whether `mark` stands here, and takes it; else takes the comma before an entry."""
+    def _closes(self, delimiter: str, *, first: bool) -> bool:
+        """Takes `delimiter` if it is here and says so; else takes the comma before an entry."""
         self.take(_WHITESPACE)
-        if not first and not self._source.startswith(mark, self._at):
+        if not first and not self._source.startswith(delimiter, self._at):
             self._open(",")
-        if not self._source.startswith(mark, self._at):
+        if not self._source.startswith(delimiter, self._at):
             return False
-        self._at += len(mark)
+        self._at += len(delimiter)
         return True
 
 

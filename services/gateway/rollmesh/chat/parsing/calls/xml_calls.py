@@ -52,7 +52,7 @@ class TaggedFormat:
     """What begins a call: the tag, or the beginning of a body where models forget the tag."""
 
     @property
-    def marks(self) -> tuple[str, ...]:
+    def delimiters(self) -> tuple[str, ...]:
         """What must be visible in the text, special tokens included."""
         return (_OPEN, _CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
@@ -126,20 +126,22 @@ class TaggedCallParser(StepParser):
         return self._step_inside(events) if self._inside else self._step_text(events)
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
-        at, mark = first_of(self._held, self._format.opens)
+        at, delimiter = first_of(self._held, self._format.opens)
         if at < 0:
             keep = possible_start(self._held, self._format.opens)
             self.emit_text(self._held[: len(self._held) - keep], events)
             self._held = self._held[len(self._held) - keep :]
             return False
         self.emit_text(self._held[:at], events)
-        self._opened = mark if mark == _OPEN else ""
+        self._opened = delimiter if delimiter == _OPEN else ""
         self._go_behind(at + len(self._opened), inside=True)
         return True
 
     def _step_inside(self, events: list[ParserEvent]) -> bool:
         for tag in _TAG.finditer(self._held, self._looked):
-            begin, end = (self._held.rfind(mark, 0, tag.start()) for mark in self._format.value)
+            begin, end = (
+                self._held.rfind(delimiter, 0, tag.start()) for delimiter in self._format.value
+            )
             if begin > end:
                 self._looked = tag.end()
                 continue

@@ -74,7 +74,7 @@ SAID = {
 
 def spelled(name: str, form: AnswerFormat) -> list[str]:
     """Texts that spell marks: each alone, the format's in pairs, and a whole call."""
-    pairs = [f"{one}{other}" for one in form.marks for other in form.marks]
+    pairs = [f"{one}{other}" for one in form.delimiters for other in form.delimiters]
     return [*MARKS, *(f"a {mark} b" for mark in MARKS), *pairs, f"see {WRITTEN[name]} there"]
 
 
