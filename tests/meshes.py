@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, MeshAddresses, Session
 from tests.processes import ServiceProcess, running
+from tests.waiting import until
 
 
 @dataclass
@@ -103,6 +104,15 @@ async def scripted_mesh(
         for service in ("router", "engine", "collector", "gateway", "sidecar"):
             await mesh.start(service, **(engine if service == "engine" else {}))
         yield mesh
+
+
+async def until_free(client: Client) -> None:
+    """Waits until no engine is leased."""
+
+    async def look() -> bool:
+        return not any(one.leases for one in (await client.replicas()).replicas)
+
+    await until(look)
 
 
 CHATML = "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"

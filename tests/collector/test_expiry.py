@@ -1,16 +1,17 @@
 """Consumers that nobody uses any more: forgotten, so that they hold nothing."""
 
-import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollmesh.collector.storage.store import Store
 from rollmesh.v1 import collector_pb2 as pb
-from tests.collector.collectors import TIMEOUT_S, ingest_all, stub_at, subscribing
+from tests.collector.collectors import ingest_all, stub_at, subscribing
 from tests.collector.damage import damaged_store
 from tests.collector.records import record
 from tests.collector.stores import Reader, fill
+from tests.waiting import until
 
 
 async def test_a_consumer_without_a_stream_for_too_long_holds_nothing(store: Store) -> None:
@@ -46,10 +47,12 @@ async def test_a_collector_forgets_who_left_and_keeps_who_waits(
         await stream.opened()
         async with subscribing(stub, "stranger") as other:
             await other.opened()
-        async with asyncio.timeout(TIMEOUT_S):
-            while len((await stub.GetStats(pb.GetStatsRequest())).consumers) > 1:
-                pass
-        (left,) = (await stub.GetStats(pb.GetStatsRequest())).consumers
+
+        async def the_only_one() -> Any:
+            consumers = (await stub.GetStats(pb.GetStatsRequest())).consumers
+            return consumers[0] if len(consumers) == 1 else None
+
+        left = await until(the_only_one)
         assert left.consumer == "waits"
         assert left.seen_unix_ms > 0
         await ingest_all(stub, "a")

@@ -30,6 +30,7 @@ from tests.collector.collectors import (
     subscribing,
 )
 from tests.collector.records import record, trajectory
+from tests.waiting import until
 
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
 
@@ -147,8 +148,11 @@ async def test_what_waited_in_the_sdk_before_a_seek_does_not_come_after_it(tmp_p
             stub = collector_pb2_grpc.CollectorServiceStub(channel)
             await ingest_all(stub, "a", "b", "c")
             taken = await anext(subscription)
-            while (await client.stats()).consumers[0].leased < 3:
-                continue
+
+            async def all_are_leased() -> bool:
+                return (await client.stats()).consumers[0].leased == 3
+
+            await until(all_are_leased)
             sought = await client.seek("c", pb.Position(end=pb.LOG_END_LATEST))
             assert (sought.again, sought.skipped) == (0, 3)
             await ingest_all(stub, "d")

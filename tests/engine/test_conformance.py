@@ -25,6 +25,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 from tests.processes import ServiceProcess, running
+from tests.waiting import until
 
 PROMPT = np.array([5, 6, 7, 8] * 4, "<u4")
 KEEP = engine_pb2.PAUSE_MODE_KEEP
@@ -102,9 +103,10 @@ class Engine:
         return info
 
     async def until(self, holds: Callable[[engine_pb2.GetInfoResponse], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not holds(await self.info()):  # each look is a round trip
-                continue
+        async def look() -> bool:
+            return holds(await self.info())
+
+        await until(look)
 
     async def update(self, version: int, source: Path | bytes, mode: Any = KEEP) -> Any:
         header = engine_pb2.UpdateWeightsHeader(policy_version=version, pause_mode=mode)

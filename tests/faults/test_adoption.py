@@ -12,6 +12,7 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import ServiceProcess, running
+from tests.waiting import until
 
 RULES = [("plain", "The answer is 42."), ("next", "I am not sure.")]
 ASK: list[Any] = [{"role": "user", "content": "plain"}]
@@ -68,9 +69,12 @@ async def test_a_dead_gateways_sessions_go_on_at_another_and_what_was_closed_is_
 
         await mesh.processes["gateway"].kill()
         gateway, sidecar = await heirs(mesh)
-        async with asyncio.timeout(60):  # it counts them once it serves
-            while (adopted := await info(gateway)).undelivered_sessions != 1:
-                continue
+
+        async def counted() -> Any:  # once it serves
+            found = await info(gateway)
+            return found if found.undelivered_sessions == 1 else None
+
+        adopted = await until(counted)
         assert (adopted.gateway_id, adopted.live_sessions) == ("gateway-1", 1)
 
         again = await ask(mesh, sidecar.address, opened, ASK, extra_headers=RETRY)

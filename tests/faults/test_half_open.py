@@ -12,6 +12,7 @@ from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2
 from tests.collector.records import record
 from tests.faults.proxy import proxy_to
 from tests.processes import running
+from tests.waiting import until
 
 _KEEPALIVE_MS = 1000
 _TIMEOUT_S = 30  # half of what grpc takes by itself
@@ -36,8 +37,11 @@ async def test_an_engine_whose_host_is_gone_leaves_the_mesh(tmp_path: Path) -> N
         await member.wait_registered()
         assert len((await sdk.replicas()).replicas) == 1
         proxy.silence()
-        while (await sdk.replicas()).replicas:  # noqa: ASYNC110 - the router tells nobody
-            await asyncio.sleep(0.05)
+
+        async def it_is_forgotten() -> bool:
+            return not (await sdk.replicas()).replicas
+
+        await until(it_is_forgotten)
 
 
 async def test_a_trainer_gets_again_what_went_into_a_connection_that_is_gone(

@@ -13,6 +13,7 @@ from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, router_pb2, types_pb2
 from tests.meshes import Mesh, scripted_mesh
 from tests.router.engines import Answers, NotingEngine, noting_engine
+from tests.waiting import until
 
 SAID, REPLY = "What is 6 plus 7?", "It is 13."
 
@@ -72,6 +73,10 @@ async def replica(mesh: Mesh, name: str) -> router_pb2.Replica:
     return next(one for one in found if one.hello.replica_id == name)
 
 
+async def why_left_out(mesh: Mesh, name: str) -> str:
+    return (await replica(mesh, name)).left_out
+
+
 async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -87,8 +92,6 @@ async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
                 assert not (await replica(mesh, "liar")).left_out  # it registered anew
                 engine.answers = lie
                 assert await ask(mesh, stream=stream) == REPLY
-                async with asyncio.timeout(30):
-                    while not (left_out := (await replica(mesh, "liar")).left_out):
-                        continue
+                left_out = await until(lambda: why_left_out(mesh, "liar"))
             assert "out of service" in left_out
             assert why in left_out

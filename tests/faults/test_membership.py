@@ -15,11 +15,13 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import router_pb2
 from tests.faults.proxy import proxy_to
 from tests.processes import ServiceProcess, reserved_port, running, started
+from tests.waiting import until_says
 
 SERVING, NOT_SERVING = (
     health_pb2.HealthCheckResponse.SERVING,
     health_pb2.HealthCheckResponse.NOT_SERVING,
 )
+WAITS = "waiting for the router"
 
 
 async def health(port: int) -> int:
@@ -50,16 +52,14 @@ async def test_a_service_is_ready_once_its_router_knows_it_and_not_before(
         async with AsyncExitStack() as stack:
             process = await stack.enter_async_context(started(service, tmp_path, **flags))
             log = tmp_path / f"{service}.log"
-            while "waiting for the router" not in log.read_text():  # noqa: ASYNC110 - of a process
-                await asyncio.sleep(0.05)
+            await until_says(log, WAITS)
             assert await health(port) == NOT_SERVING
             router = {"port": router_port, "data_dir": tmp_path / "router"}
             first = await stack.enter_async_context(running("router", tmp_path, **router))
             await process.wait_ready()
             assert await health(port) == SERVING
             await first.kill()
-            while log.read_text().count("waiting for the router") < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until_says(log, WAITS, times=2)
             assert await health(port) == SERVING  # what runs goes on
             assert await process.terminate() == 0
 
@@ -69,8 +69,7 @@ async def test_a_service_that_waits_for_its_router_can_be_stopped(tmp_path: Path
         router = f"127.0.0.1:{at.getsockname()[1]}"
         flags = {"port": 0, "backend": "scripted", "router": router}
         async with started("engine", tmp_path, **flags) as process:
-            while "waiting for the router" not in (tmp_path / "engine.log").read_text():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+            await until_says(tmp_path / "engine.log", WAITS)
             assert await process.terminate() == 0
 
 

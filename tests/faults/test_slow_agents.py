@@ -17,7 +17,7 @@ from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.metrics import CHATS
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.faults.slow_agent import SlowAgent, slow_agent
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh, scripted_mesh, until_free
 from tests.sidecar.scripted_gateway import (
     KEY,
     Events,
@@ -28,6 +28,7 @@ from tests.sidecar.scripted_gateway import (
     sidecar_of,
     text,
 )
+from tests.waiting import until
 
 TIMEOUT_S = 60
 PIECE = "word " * 13_000
@@ -80,9 +81,7 @@ async def test_a_stream_that_is_neither_read_nor_left_ends_with_its_turns_time(
         sidecar_of(SidecarConfig(gateway=address, turn_timeout_ms=300)) as url,
         slow_agent(f"{url}/v1", KEY, messages=ASK) as agent,
     ):
-        async with asyncio.timeout(TIMEOUT_S):
-            while chats_ended() == before:  # noqa: ASYNC110 - the sidecar tells nobody
-                await asyncio.sleep(0)
+        await until(lambda: chats_ended() != before)
         content, whole = await agent.rest()
         assert PIECE in content
         assert not whole
@@ -131,12 +130,6 @@ async def in_flight(mesh: Mesh, session: Session) -> int:
         return (await stub.GetSession(request, timeout=TIMEOUT_S)).in_flight
 
 
-async def engine_free(client: Client) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while any(one.leases for one in (await client.replicas()).replicas):
-            continue
-
-
 async def streams_ended(mesh: Mesh) -> float:
     samples = await mesh.processes["sidecar"].samples()
     return samples.get('rollmesh_sidecar_chats_total{status="200"}', 0)
@@ -158,7 +151,7 @@ async def test_an_agent_that_reads_late_gets_the_whole_answer_and_the_trainer_ev
         async with client.session() as session:
             async with not_reading(session) as agent:
                 await goes_on(mesh, client)
-                await engine_free(client)  # it waits for nobody
+                await until_free(client)  # it waits for nobody
                 assert await streams_ended(mesh) == 3  # the others': this one is held up
                 assert await agent.rest() == (AT_LENGTH, True)
         (trajectory,) = (await delivered(client, session)).trajectories
@@ -178,7 +171,7 @@ async def test_an_agent_that_never_reads_and_leaves_frees_the_engine_and_its_ses
             async with not_reading(session):
                 await goes_on(mesh, client)
                 assert await in_flight(mesh, session) == 1  # it would be for a minute
-            await engine_free(client)
+            await until_free(client)
             answer = await mesh.openai(session).chat.completions.create(
                 model="policy", messages=PLAIN
             )
@@ -193,7 +186,7 @@ async def test_an_answer_that_was_whole_when_its_agent_left_unread_is_its_retrys
     async with long_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
         async with client.session() as session:
             async with not_reading(session):
-                await engine_free(client)
+                await until_free(client)
             answer = await mesh.openai(session).chat.completions.create(
                 model="policy", messages=ASK, extra_headers={"x-stainless-retry-count": "1"}
             )

@@ -12,6 +12,7 @@ from rollmesh.v1 import collector_pb2, types_pb2
 from tests.collector.collectors import TIMEOUT_S, Stream, stub_at, subscribing
 from tests.collector.records import record, trajectory
 from tests.collector.redis_server import redis_server
+from tests.waiting import until
 
 UNIT_BYTES = 1024 * 1024
 UNITS = [f"s{at}" for at in range(24)]
@@ -157,9 +158,11 @@ async def test_a_consumer_that_acknowledges_and_does_not_read_is_pushed_back(
     async with subscribing(stub, credits_=MANY) as stream, asyncio.TaskGroup() as group:
         await filled(stub, "trainer")
         group.create_task(acknowledges(stream, names, each))
-        async with asyncio.timeout(TIMEOUT_S):
-            while not (await standing(stub, "trainer")).policy_version:
-                continue
+
+        async def some_are_read() -> bool:
+            return (await standing(stub, "trainer")).policy_version > 0
+
+        await until(some_are_read)
         found = await standing(stub, "trainer", calls=400)  # it could read as much meanwhile
         assert found.policy_version < len(names) // each // 2
         told: list[str] = []

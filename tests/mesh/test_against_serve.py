@@ -18,6 +18,7 @@ import pytest_asyncio
 from tests.mesh.serve_requests import CASES, GONE, PLAIN, Case
 from tests.meshes import scripted_mesh
 from tests.processes import reserved_port
+from tests.waiting import until
 
 _START_S = 300.0
 _ANSWER_S = 120.0
@@ -102,12 +103,15 @@ async def vllm_serve(model: Path, log: Path) -> AsyncIterator[str]:
 
 
 async def until_healthy(client: httpx2.AsyncClient) -> None:
-    async with asyncio.timeout(_START_S):
-        while True:
-            with suppress(httpx2.TransportError):
-                if (await client.get("/models")).status_code == 200:
-                    return
-            await asyncio.sleep(0.2)  # the server says nothing when it is ready
+    """Waits for the server, which says nothing when it is ready."""
+
+    async def look() -> bool:
+        try:
+            return (await client.get("/models")).status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    await until(look, limit_s=_START_S)
 
 
 async def send(client: httpx2.AsyncClient, case: Case) -> Answer:

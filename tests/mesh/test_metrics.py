@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tests.meshes import scripted_mesh
+from tests.meshes import scripted_mesh, until_free
 
 SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
 
@@ -23,9 +23,7 @@ async def test_one_session_is_seen_at_every_service(tmp_path: Path, tokenizer_di
                 async with asyncio.timeout(60):
                     delivery = await anext(deliveries)
                 await deliveries.acknowledge(delivery)
-            async with asyncio.timeout(60):  # what is given back is on its way
-                while any(one.leases for one in (await client.replicas()).replicas):
-                    continue
+            await until_free(client)  # what is given back is on its way
         seen: dict[str, float] = {}
         for service in SERVICES:
             seen |= await mesh.processes[service].samples()

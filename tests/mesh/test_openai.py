@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, SessionResult
 from rollmesh.v1 import server_pb2
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh, scripted_mesh, until_free
 
 TOOLS: list[Any] = [
     {
@@ -291,9 +291,7 @@ async def test_a_client_that_leaves_frees_the_engine_and_commits_nothing(
                     if chunk.choices[0].delta.content:
                         break
                 await stream.close()
-                async with asyncio.timeout(60):
-                    while any(r.leases for r in (await client.replicas()).replicas):
-                        continue
+                await until_free(client)
             result = await delivered(client)
         assert (result.turns, result.trajectories) == (0, ())
 
@@ -334,9 +332,7 @@ async def test_a_close_ends_what_is_still_being_sampled(
             async for _ in stream:
                 pass
         result = await delivered(client)
-        async with asyncio.timeout(60):
-            while any(r.leases for r in (await client.replicas()).replicas):
-                continue
+        await until_free(client)
     assert (result.turns, result.trajectories) == (0, ())
 
 

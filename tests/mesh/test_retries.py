@@ -12,6 +12,7 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import running
+from tests.waiting import until
 
 ASK: list[Any] = [{"role": "user", "content": "plain"}]
 OTHER: list[Any] = [{"role": "user", "content": "other"}]
@@ -166,9 +167,7 @@ async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_as
         agent = mesh.openai(session)
         async with await ask(agent, stream=True) as stream:
             await anext(aiter(stream))  # and leaves in the middle
-        async with asyncio.timeout(60):
-            while not (await turns(mesh, session)):
-                continue
+        await until(lambda: turns(mesh, session))
         if comes_back:
             answer = await ask(agent)
             assert answer.choices[0].message.content == "The answer is 42. I am not sure."

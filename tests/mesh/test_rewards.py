@@ -28,6 +28,7 @@ from rollmesh.client.runners.remote import RemoteRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.client.runners.test_remote import Server
 from tests.meshes import Mesh, scripted_mesh
+from tests.waiting import until, until_says
 
 RULES = [("plain", "The answer is 42."), ("more", "It is 43.")]
 AGENT = """
@@ -187,8 +188,7 @@ async def test_a_group_is_whole_with_the_attempts_that_count_after_agents_were_k
     async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         work = rollout(client, [sample], runner=runner, n=2, retries=retries)
         running = tasks.create_task(work)
-        while not mark.exists() or len(mark.read_text().splitlines()) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until_says(mark, "\n", times=2)
         for pid in mark.read_text().split()[:2]:
             os.kill(int(pid), signal.SIGKILL)
         go.touch()
@@ -255,6 +255,11 @@ async def test_the_sync_client_rolls_out_scores_and_shows_transcripts(mesh: Mesh
     assert (rewards, counts, turns) == ([1.0] * 4, {"COMPLETED": 4}, 0)
 
 
+async def arrived(client: Client) -> Any:
+    stats = await client.stats()
+    return stats if stats.sessions else None
+
+
 @pytest.mark.parametrize("in_time", [True, False], ids=["in time", "never"])
 async def test_a_session_waits_for_rewards_that_come_later(
     mesh: Mesh, client: Client, *, in_time: bool
@@ -263,9 +268,7 @@ async def test_a_session_waits_for_rewards_that_come_later(
     answer = await ask(mesh, session, "plain")
     await client.close_session(session, reward_timeout_ms=60_000 if in_time else 1)
     if in_time:
-        async with asyncio.timeout(60):
-            while not (stats := await client.stats()).sessions:
-                continue
+        stats = await until(lambda: arrived(client))
         assert stats.waiting_for_rewards == 1
         node = int(answer.id.rpartition("-")[2])
         await client.set_rewards(session.session_id, reward=1.0, turn_rewards={node: 0.5})

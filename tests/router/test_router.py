@@ -23,6 +23,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
+from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
 from tests.router.engines import reason_of
 
@@ -132,9 +133,7 @@ async def test_a_lease_is_given_back_without_waiting_for_the_next(router: Servic
         await until_registered(membership)
         async with leases.lease(session_id="s", deadline_ms=20_000):
             assert [one.leases for one in (await client.replicas()).replicas] == [1]
-        async with asyncio.timeout(60):
-            while [one.leases for one in (await client.replicas()).replicas] != [0]:
-                continue
+        await until_free(client)
 
 
 async def test_a_full_mesh_is_busy_and_an_empty_one_has_no_engine(router: ServiceProcess) -> None:

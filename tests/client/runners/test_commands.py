@@ -17,6 +17,7 @@ from rollmesh.client.runners.commands import CommandError, CommandRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
 from tests.sidecar.scripted_gateway import ScriptedGateway
+from tests.waiting import until
 
 SESSION = Session("5e55", "rmk-5e55-secret", "http://127.0.0.1:1/sessions/rmk-5e55-secret/v1")
 
@@ -27,16 +28,12 @@ def python(code: str, *arguments: str, **settings: Any) -> CommandRunner:
 
 async def appears(path: Path) -> str:
     """Waits until a file has a whole line."""
-    async with asyncio.timeout(60):
-        while not (path.exists() and path.read_text().endswith("\n")):  # noqa: ASYNC110 - a file
-            await asyncio.sleep(0.01)
+    await until(lambda: path.exists() and path.read_text().endswith("\n"))
     return path.read_text().strip()
 
 
 async def gone(*pids: int) -> None:
-    async with asyncio.timeout(60):
-        while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 - the kernel's doing
-            await asyncio.sleep(0.01)
+    await until(lambda: not any(_runs(pid) for pid in pids))
 
 
 def _runs(pid: int) -> bool:
@@ -282,9 +279,7 @@ async def test_agents_and_what_they_started_die_with_a_runner_that_is_killed(
     runner = await asyncio.create_subprocess_exec(
         sys.executable, "-c", RUNNER, AGENT, str(tmp_path)
     )
-    async with asyncio.timeout(60):
-        while len(list(tmp_path.iterdir())) < 2:  # noqa: ASYNC110 - files
-            await asyncio.sleep(0.01)
+    await until(lambda: len(list(tmp_path.iterdir())) == 2)
     lines = [await appears(path) for path in tmp_path.iterdir()]
     pids = [int(pid) for line in lines for pid in line.split()]
     reapers = [one for one in psutil.Process(runner.pid).children() if "-I" in one.cmdline()]

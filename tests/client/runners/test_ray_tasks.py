@@ -15,6 +15,7 @@ from rollmesh.client.runners.ray_tasks import RayRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.client.runners.test_commands import appears
 from tests.sidecar.scripted_gateway import ScriptedGateway
+from tests.waiting import until
 
 SESSION = Session("5e55", "rmk-5e55-secret", "http://127.0.0.1:1/sessions/rmk-5e55-secret/v1")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
@@ -113,6 +114,6 @@ async def test_a_task_that_is_to_end_is_interrupted_and_its_worker_killed_where_
             running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        while deaf and psutil.pid_exists(pid):  # noqa: ASYNC110 - Ray's doing
-            await asyncio.sleep(0.01)
+        if deaf:
+            await until(lambda: not psutil.pid_exists(pid))
     assert psutil.pid_exists(pid) != deaf

@@ -16,6 +16,7 @@ from rollmesh.client.runners.remote import RemoteAgentError, RemoteAgentLostErro
 from rollmesh.v1 import types_pb2
 from tests.processes import reserved_port
 from tests.sidecar.scripted_gateway import ScriptedGateway
+from tests.waiting import until
 
 SESSION = Session("5e55", "rmk-5e55-secret", "http://127.0.0.1:1/sessions/rmk-5e55-secret/v1")
 SCRIPT = Path(__file__).parent / "agent_server.py"
@@ -61,9 +62,7 @@ class Server:
 
     async def logged(self, start: str, count: int = 1) -> None:
         """Waits until as many things happened whose line starts so."""
-        async with asyncio.timeout(60):
-            while sum(line.startswith(start) for line in self.log()) < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(line.startswith(start) for line in self.log()) >= count)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 from tests.collector.collectors import TIMEOUT_S, collector_at, ingest_all
 from tests.collector.records import record, trajectory
+from tests.waiting import until
 
 
 async def test_a_refused_subscription_tells_readers_and_acknowledgers(tmp_path: Path) -> None:
@@ -79,10 +80,12 @@ async def test_without_credits_what_comes_is_judged_by_the_version_of_when_it_wa
             await subscription.acknowledge(first)
         subscription.report_version(2)
         subscription.grant(1)
-        kept_back = 0
-        while kept_back < 2:
+
+        async def two_are_kept_back() -> bool:
             (consumer,) = (await stub.GetStats(collector_pb2.GetStatsRequest())).consumers
-            kept_back = sum(filtered.units for filtered in consumer.filtered)
+            return sum(filtered.units for filtered in consumer.filtered) >= 2
+
+        await until(two_are_kept_back)
         subscription.report_version(1)
         await ingest_all(stub, "d")  # takes the credit that the stale ones did not cost
         second = await anext(subscription)

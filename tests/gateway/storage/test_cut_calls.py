@@ -17,6 +17,7 @@ from rollmesh.gateway.sessions.session import Answered
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
+from tests.waiting import until
 
 ASK = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="Hello")
 
@@ -130,8 +131,7 @@ async def test_a_retry_that_comes_while_the_turn_is_committed_is_known_as_one(
         lost.cancel()
         retry = asyncio.ensure_future(answered(mesh, opened.session_id, retry_count=1))
         (turn,) = mesh.gateway.session(opened.session_id).in_flight
-        while turn.joins < 2:  # noqa: ASYNC110 - the gateway tells nobody
-            await asyncio.sleep(0)
+        await until(lambda: turn.joins == 2)
         held.may_go.set()
         done = await retry
     assert list(done.reasons) == [types_pb2.FIDELITY_REASON_RETRY_REPLAY]

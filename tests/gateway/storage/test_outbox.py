@@ -23,6 +23,7 @@ from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
 from tests.gateway.closing import COMPLETED, new_tree, write_closed, write_open, write_small
 from tests.gateway.worlds import World, random_world, said, user
+from tests.waiting import until
 
 
 class Collector(collector_pb2_grpc.CollectorServiceServicer):
@@ -84,8 +85,11 @@ async def delivering(
 
 async def forgotten(database: Database) -> None:
     """Returns once the journal holds no closed session."""
-    while await database.run(all_rows):  # noqa: ASYNC110 - it tells nobody
-        await asyncio.sleep(0)
+
+    async def look() -> bool:
+        return await database.run(all_rows) == 0
+
+    await until(look)
 
 
 def all_rows(db: sqlite3.Connection) -> int:
@@ -146,18 +150,15 @@ async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_
     async with delivering(tmp_path, names, check) as (collector, outbox, database):
         letters = DeadLetters(database, outbox, new_tree, lambda _: None)
         await collector.has(set(names) - wrong)
-        while len(outbox.dead) < len(wrong):  # noqa: ASYNC110 - it tells nobody
-            await asyncio.sleep(0)
-        while outbox.undelivered:  # noqa: ASYNC110 - what is set aside does not count
-            await asyncio.sleep(0)
+        await until(lambda: len(outbox.dead) >= len(wrong))
+        await until(lambda: not outbox.undelivered)
         found = await letters.list("", 100)
         assert [one.session_id for one in found] == sorted(wrong)
         assert {one.reason for one in found} == {"REFUSED"}
         assert all("group_size" in one.message for one in found)
         dropped, *tried = sorted(wrong)
         await letters.retry(tried[0])
-        while outbox.undelivered:  # noqa: ASYNC110 - it is refused once more
-            await asyncio.sleep(0)
+        await until(lambda: not outbox.undelivered)
         assert outbox.dead == wrong
         wrong.clear()
         await letters.drop(dropped)
@@ -272,8 +273,7 @@ async def test_a_closed_session_that_is_damaged_is_set_aside_and_the_others_go(
         await database.run(damage)
         outbox.added(4)
         await collector.has({"a", "d"})
-        while outbox.undelivered:  # noqa: ASYNC110 - it tells nobody
-            await asyncio.sleep(0)
+        await until(lambda: not outbox.undelivered)
         assert outbox.dead == {"b", "c"}
         frames = await database.run(lambda db: db.execute("SELECT * FROM frames").fetchall())
         assert len(frames) == 1  # of what was set aside
@@ -285,8 +285,7 @@ async def test_frames_go_with_the_last_session_that_has_them(tmp_path: Path) -> 
     async with delivering(tmp_path, ["a"]) as (collector, outbox, database):
         await database.run(lambda db: write_open(db, SessionSpec("open", 0), world.tree))
         await collector.has({"a"})
-        while outbox.undelivered:  # noqa: ASYNC110 - it tells nobody
-            await asyncio.sleep(0)
+        await until(lambda: not outbox.undelivered)
         (stored,), damaged = await database.run(lambda db: journal.read_open(db, new_tree))
         assert (len(stored.tree.nodes), damaged) == (len(world.tree.nodes), {})
 
@@ -306,8 +305,7 @@ async def test_the_newest_closes_are_remembered_and_those_that_wait(tmp_path: Pa
             outbox.added()
             if name not in wrong:
                 await collector.has(set(names[1 : names.index(name) + 1]))
-        while outbox.undelivered > 1 or len(gone) < 29:  # noqa: ASYNC110 - it tells nobody
-            await asyncio.sleep(0)
+        await until(lambda: outbox.undelivered <= 1 and len(gone) >= 29)
         kept = await database.run(closed.read_closes)
         assert kept == {"s0", *names[30:]}
         wrong.clear()

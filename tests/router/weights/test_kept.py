@@ -21,6 +21,7 @@ from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine, reason_of
+from tests.waiting import until, until_says
 
 FIRST, SECOND, THIRD = b"first" * 100, b"second" * 100, b"third" * 100
 SILENCE_MS = 500
@@ -76,8 +77,7 @@ async def push(
 
 
 async def until_receiving(folder: Path) -> None:
-    while not list(folder.rglob("*.part")):  # noqa: ASYNC110 - of a process
-        await asyncio.sleep(0.01)
+    await until(lambda: list(folder.rglob("*.part")))
 
 
 async def test_after_a_refused_push_a_late_engine_gets_what_the_others_have(
@@ -230,8 +230,7 @@ async def test_an_engine_that_fails_is_left_out_with_the_reason(
         assert not found["well"].left_out
         assert "do not fit" in found["bad"].left_out
         log = tmp_path / "router.log"
-        while "weight update failed" not in log.read_text():  # noqa: ASYNC110 - of a process
-            await asyncio.sleep(0.01)
+        await until_says(log, "weight update failed")
         assert "brought up to date" not in log.read_text()
         bad.refuses = False
         await bad.until_taken(1)

@@ -18,6 +18,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 from tests.processes import ServiceProcess, running
 from tests.router.engines import reason_of
+from tests.waiting import until
 
 UPDATE = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
 NCCL = Transfer("nccl", [UPDATE])
@@ -55,10 +56,11 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 async def replicas(client: Client, count: int) -> dict[str, router_pb2.Replica]:
-    async with asyncio.timeout(20):
-        while len(found := (await client.replicas()).replicas) < count:
-            continue
-    return {one.hello.replica_id: one for one in found}
+    async def look() -> list[router_pb2.Replica]:
+        found = (await client.replicas()).replicas
+        return list(found) if len(found) >= count else []
+
+    return {one.hello.replica_id: one for one in await until(look)}
 
 
 def said(results: list[router_pb2.EngineResult]) -> dict[str, str]:
