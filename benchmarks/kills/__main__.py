@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.kills.audit import Audit
 from benchmarks.kills.lanes import BOUNDARIES, Lane
+from benchmarks.kills.progress import telling
 from examples.demo.chatml import make_tokenizer
 from rollmesh.cli.up.plan import plan_mesh, read_mesh
 from rollmesh.cli.up.supervisor import free_ports
@@ -159,7 +160,12 @@ async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, floa
         for lane in matrix.lanes:
             await lane.start()
         places = asyncio.Semaphore(_AT_ONCE)
-        async with asyncio.TaskGroup() as group:
+
+        def line() -> str:
+            killed = sum(matrix.kills.values())
+            return f"{time.monotonic() - started:6.0f} s: {killed} of {wanted} kills"
+
+        async with telling(line), asyncio.TaskGroup() as group:
             for lane in matrix.lanes:
                 group.create_task(
                     lane.live_and_die(lambda: sum(matrix.kills.values()) < wanted, places)

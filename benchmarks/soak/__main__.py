@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.kills.__main__ import Matrix, drain, plan
 from benchmarks.kills.audit import Audit
 from benchmarks.kills.lanes import Lane
+from benchmarks.kills.progress import telling
 from benchmarks.soak.usage import Usage, worst_growth_mb
 
 _SECONDS = 1200
@@ -73,7 +74,7 @@ class Soak:
                 await lane.start()
             fds_before = self._fds()
             self._began = time.monotonic()
-            async with asyncio.TaskGroup() as group:
+            async with telling(self._line), asyncio.TaskGroup() as group:
                 group.create_task(self._kill_now_and_then())
                 group.create_task(self._sample())
             for lane in self._loads:
@@ -102,6 +103,10 @@ class Soak:
             "sessions": len(audit.opened),
             "seconds": round(time.monotonic() - self._began, 1),
         }
+
+    def _line(self) -> str:
+        passed = self._seconds - self._left_s()
+        return f"{passed:6.0f} of {self._seconds:.0f} s: {len(self._kills)} kills"
 
     def _left_s(self) -> float:
         return self._began + self._seconds - time.monotonic()
