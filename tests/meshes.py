@@ -1,5 +1,6 @@
 """A whole mesh of real processes around a scripted engine."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,8 +11,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.client import Client, MeshAddresses, Session
-from tests.processes import ServiceProcess, running
+from rollmesh.client import Client, MeshAddresses, Session, SessionResult
+from tests.processes import ServiceProcess, reserved_port, running
 from tests.waiting import until
 
 
@@ -23,11 +24,19 @@ class Mesh:
     model: Path
     stack: AsyncExitStack
     processes: dict[str, ServiceProcess] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
 
     @property
     def addresses(self) -> MeshAddresses:
         names = ("router", "gateway", "collector", "sidecar")
-        return MeshAddresses(**{name: self.processes[name].address for name in names})
+        return MeshAddresses(**{name: self.address(name) for name in names})
+
+    def address(self, service: str) -> str:
+        """Where a service is, from before its first start; no other program is given the port."""
+        if service not in self.ports:
+            holder = self.stack.enter_context(reserved_port())
+            self.ports[service] = int(holder.getsockname()[1])
+        return f"127.0.0.1:{self.ports[service]}"
 
     def client(self) -> Client:
         return Client(self.addresses)
@@ -46,9 +55,6 @@ class Mesh:
 
     async def start(self, service: str, **flags: object) -> ServiceProcess:
         """Starts a service, on the port of its predecessor where it had one."""
-        former = self.processes.get(service)
-        if former is not None:
-            flags["port"] = former.port
         process = await self.stack.enter_async_context(
             running(service, self.folder, **{**self._flags(service), **flags})
         )
@@ -61,17 +67,16 @@ class Mesh:
         return await self.start(service, **flags)
 
     def _flags(self, service: str) -> dict[str, object]:
-        at = {name: process.address for name, process in self.processes.items()}
-        model = {"model_path": self.model}
+        port = {"port": self.address(service).rpartition(":")[2]}
+        router = {"router": self.address("router")}
         match service:
-            case "router":
-                return {"data_dir": self.folder / "router", "port": 0}
-            case "collector":
-                return {"data_dir": self.folder / "collector", "port": 0}
+            case "router" | "collector":
+                return {"data_dir": self.folder / service, **port}
             case "engine":
                 script = self.folder / "script.json"
                 return {
-                    "router": at["router"],
+                    **port,
+                    **router,
                     "backend": "scripted",
                     "vocabulary_tokens": json.loads((self.model / "config.json").read_text())[
                         "vocab_size"
@@ -82,13 +87,14 @@ class Mesh:
                 }
             case "gateway":
                 return {
-                    "router": at["router"],
-                    "collector": at["collector"],
+                    **port,
+                    **router,
+                    "collector": self.address("collector"),
                     "data_dir": self.folder / "gateway",
-                    **model,
+                    "model_path": self.model,
                 }
             case _:
-                return {"gateway": at["gateway"]}
+                return {"gateway": self.address("gateway"), **port}
 
 
 @asynccontextmanager
@@ -101,9 +107,24 @@ async def scripted_mesh(
         write_script(folder / "script.json", Tokenizer(model), rules)
     async with AsyncExitStack() as stack:
         mesh = Mesh(folder, model, stack)
-        for service in ("router", "engine", "collector", "gateway", "sidecar"):
-            await mesh.start(service, **(engine if service == "engine" else {}))
+        for together in (("router", "collector"), ("engine", "gateway", "sidecar")):
+            async with asyncio.TaskGroup() as tasks:
+                for service in together:
+                    flags = engine if service == "engine" else {}
+                    tasks.create_task(mesh.start(service, **flags))
         yield mesh
+
+
+async def delivered(client: Client, session: Session) -> SessionResult:
+    """What the collector delivers of a session; others may come before it."""
+    consumer = f"reader-of-{session.session_id}"
+    async with client.subscribe(consumer, unit="session") as deliveries, asyncio.timeout(120):
+        async for delivery in deliveries:
+            await deliveries.acknowledge(delivery)
+            (result,) = delivery.sessions
+            if result.session_id == session.session_id:
+                return result
+    raise AssertionError("the deliveries ended without the session")
 
 
 async def until_free(client: Client) -> None:

@@ -16,6 +16,7 @@ _GROUPS = (
     ("tests/engine/test_conformance.py", "vllm"),
     ("tests/engine/requests/test_constraint.py", "vllm"),
     ("tests/mesh/test_against_serve.py", "vllm"),
+    ("tests/mesh/test_forms.py", "vllm"),
     ("tests/agents/test_vllm_agents.py", "vllm"),
     ("tests/examples/", "vllm"),
     ("tests/trainers/", "ray"),

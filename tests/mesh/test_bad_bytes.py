@@ -17,8 +17,8 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2, engine_pb2, gateway_pb2, router_pb2
-from tests.mesh.test_openai import ask, delivered, user
-from tests.meshes import Mesh, scripted_mesh
+from tests.mesh.test_openai import ask, user
+from tests.meshes import Mesh, delivered, scripted_mesh
 
 TIMEOUT_S = 30
 UNDECODABLE = b"\xff"
@@ -112,7 +112,7 @@ async def left_standing(mesh: Mesh) -> AsyncIterator[dict[str, grpc.aio.Channel]
     async with mesh.client() as client:
         async with client.session() as session:
             await ask(mesh.openai(session), user("hello"))
-        assert (await delivered(client)).session_id == session.session_id
+        assert (await delivered(client, session)).session_id == session.session_id
 
 
 def methods() -> Iterator[tuple[str, MethodDescriptor]]:

@@ -13,8 +13,8 @@ import pytest_asyncio
 from pydantic import BaseModel, Field
 
 from rollmesh.chat.tokenizer import Tokenizer
-from tests.mesh.test_openai import ask, delivered, streamed, user
-from tests.meshes import Mesh, scripted_mesh
+from tests.mesh.test_openai import ask, streamed, user
+from tests.meshes import Mesh, delivered, scripted_mesh
 
 PARAMETERS = {
     "type": "object",
@@ -33,6 +33,7 @@ def call(name: str, number: int) -> str:
 
 
 ONE, TWO = call("calculator", 6), f"{call('calculator', 6)}\n{call('look_up', 7)}"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 RULES = [
     ("one", ONE),
     ("two", TWO),
@@ -43,12 +44,6 @@ RULES = [
 NAMED: Any = {"type": "function", "function": {"name": "calculator"}}
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as running:
-        yield running
-
-
 @pytest.mark.parametrize(
     ("choice", "finish"),
     [
@@ -57,9 +52,9 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
         pytest.param(NAMED, "stop", id="named"),
     ],
 )
-async def test_a_call_ends_as_openai_ends_it(mesh: Mesh, choice: Any, finish: str) -> None:
-    async with mesh.client() as client, client.session() as session:
-        agent = mesh.openai(session)
+async def test_a_call_ends_as_openai_ends_it(shared: Mesh, choice: Any, finish: str) -> None:
+    async with shared.client() as client, client.session() as session:
+        agent = shared.openai(session)
         whole = (await ask(agent, user("one"), tools=TOOLS, tool_choice=choice)).choices[0]
         assert [one.function.name for one in whole.message.tool_calls] == ["calculator"]
         assert whole.finish_reason == finish
@@ -67,10 +62,10 @@ async def test_a_call_ends_as_openai_ends_it(mesh: Mesh, choice: Any, finish: st
         assert chunks[-1].choices[0].finish_reason == finish
 
 
-async def test_what_was_constrained_says_so_and_a_choice_begins_no_root(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_what_was_constrained_says_so_and_a_choice_begins_no_root(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             first = await ask(agent, user("one"), tools=TOOLS, tool_choice="required")
             answered = first.choices[0].message.model_dump(exclude_none=True)
             result = {
@@ -79,19 +74,19 @@ async def test_what_was_constrained_says_so_and_a_choice_begins_no_root(mesh: Me
                 "content": "42",
             }
             await ask(agent, user("one"), answered, result, tools=TOOLS, tool_choice="auto")
-        (trajectory,) = (await delivered(client)).trajectories
+        (trajectory,) = (await delivered(client, session)).trajectories
     assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")
     assert trajectory.reasons == ("CONSTRAINED",)
     reasons = [segment.reasons for segment in trajectory.segments if segment.sampled]
     assert [len(one) for one in reasons] == [1, 0]
 
 
-async def test_a_retry_is_told_from_a_request_with_another_form(mesh: Mesh) -> None:
+async def test_a_retry_is_told_from_a_request_with_another_form(shared: Mesh) -> None:
     """A body that says it is a retry gets the former answer only where its form is the same."""
     again = {"X-Stainless-Retry-Count": "1"}
     form = {"type": "json_object"}
-    async with mesh.client() as client, client.session() as session:
-        agent = mesh.openai(session)
+    async with shared.client() as client, client.session() as session:
+        agent = shared.openai(session)
         first = await ask(agent, user("value"), tools=TOOLS, response_format=form)
         same = await ask(
             agent, user("value"), tools=TOOLS, response_format=form, extra_headers=again
@@ -117,12 +112,12 @@ async def test_a_retry_is_told_from_a_request_with_another_form(mesh: Mesh) -> N
 @pytest.mark.parametrize("said", ["two", "text between"])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 async def test_an_answer_is_cut_where_a_second_call_begins(
-    mesh: Mesh, tokenizer_dir: Path, said: str, *, streams: bool
+    shared: Mesh, tokenizer_dir: Path, said: str, *, streams: bool
 ) -> None:
     fields = {"tools": TOOLS, "parallel_tool_calls": False}
-    async with mesh.client() as client:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             if streams:
                 chunks = await streamed(agent, user(said), **fields)
                 deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -136,7 +131,7 @@ async def test_an_answer_is_cut_where_a_second_call_begins(
                 assert json.loads(only.function.arguments) == {"a": 6, "op": "plus"}
                 assert choice.finish_reason == "tool_calls"
                 assert choice.message.content == ("First. Then." if said != "two" else None)
-        (trajectory,) = (await delivered(client)).trajectories
+        (trajectory,) = (await delivered(client, session)).trajectories
     assert trajectory.reasons == ("STOP_STRING",)
     sampled = trajectory.token_ids[trajectory.loss_mask]
     text = Tokenizer(tokenizer_dir).decode(sampled)
@@ -144,11 +139,11 @@ async def test_an_answer_is_cut_where_a_second_call_begins(
     assert "look_up" not in text
 
 
-async def test_one_call_that_ends_by_itself_is_exact(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_one_call_that_ends_by_itself_is_exact(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            await ask(mesh.openai(session), user("one"), tools=TOOLS, parallel_tool_calls=False)
-        (trajectory,) = (await delivered(client)).trajectories
+            await ask(shared.openai(session), user("one"), tools=TOOLS, parallel_tool_calls=False)
+        (trajectory,) = (await delivered(client, session)).trajectories
     assert trajectory.reasons == ("EXACT",)
     assert trajectory.token_ids[-1] == 2  # its end token was sampled and is kept
 
@@ -165,21 +160,23 @@ async def test_one_call_that_ends_by_itself_is_exact(mesh: Mesh) -> None:
         ),
     ],
 )
-async def test_a_choice_that_cannot_be_met_is_refused(mesh: Mesh, param: str, fields: Any) -> None:
-    async with mesh.client() as client, client.session() as session:
+async def test_a_choice_that_cannot_be_met_is_refused(
+    shared: Mesh, param: str, fields: Any
+) -> None:
+    async with shared.client() as client, client.session() as session:
         with pytest.raises(openai.BadRequestError) as caught:
-            await ask(mesh.openai(session), user("one"), **fields)
+            await ask(shared.openai(session), user("one"), **fields)
     assert caught.value.param == param
 
 
 WIDE = {"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(2000)}}
 
 
-async def test_a_schema_that_would_hold_everybody_up_is_refused(mesh: Mesh) -> None:
+async def test_a_schema_that_would_hold_everybody_up_is_refused(shared: Mesh) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": WIDE}}
-    async with mesh.client() as client, client.session() as session:
+    async with shared.client() as client, client.session() as session:
         with pytest.raises(openai.BadRequestError, match="2000 optional properties") as caught:
-            await ask(mesh.openai(session), user("one"), response_format=form)
+            await ask(shared.openai(session), user("one"), response_format=form)
     assert caught.value.param == "response_format"
     assert caught.value.code == "invalid_constraint"
 
@@ -208,7 +205,6 @@ class TestOnTheRealModel:
     pytestmark: ClassVar[list[Any]] = [
         pytest.mark.vllm,
         pytest.mark.timeout(400),
-        pytest.mark.asyncio(loop_scope="module"),
     ]
 
     async def test_pydantic_models_are_parsed(self, real: Mesh) -> None:
@@ -246,10 +242,7 @@ class TestOnTheRealModel:
                     real.openai(session), user("Go"), tools=TOOLS, tool_choice=NAMED, max_tokens=5
                 )
                 assert answer.choices[0].finish_reason == "length"
-                session_id = session.session_id
-            record = await delivered(client)
-            while record.session_id != session_id:  # those of the tests before come first
-                record = await delivered(client)
+            record = await delivered(client, session)
         (trajectory,) = record.trajectories
         assert {"CONSTRAINED", "LENGTH_CUT"} <= set(trajectory.reasons)
 

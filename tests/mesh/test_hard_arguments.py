@@ -8,6 +8,7 @@ import pytest
 
 from tests.meshes import Mesh, scripted_mesh
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOOL: Any = {
     "type": "function",
     "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
@@ -79,10 +80,10 @@ def deep(levels: int) -> Any:
     return value
 
 
-async def test_json_that_is_nested_too_deep_is_a_400(mesh: Mesh) -> None:
+async def test_json_that_is_nested_too_deep_is_a_400(shared: Mesh) -> None:
     user = [{"role": "user", "content": "x"}]
-    async with mesh.client() as client, client.session() as session:
-        agent = mesh.openai(session)
+    async with shared.client() as client, client.session() as session:
+        agent = shared.openai(session)
         for levels in (150, 240, 900):
             function = {"name": "f", "parameters": {"type": "object", "properties": deep(levels)}}
             schema = {"name": "s", "schema": {"type": "object", "properties": deep(levels)}}
@@ -96,9 +97,9 @@ async def test_json_that_is_nested_too_deep_is_a_400(mesh: Mesh) -> None:
                     await ask(agent, user, **wanted)
 
 
-async def test_a_history_with_hard_arguments_is_served(mesh: Mesh) -> None:
-    async with mesh.client() as client, client.session() as session:
-        agent = mesh.openai(session, timeout=60)
+async def test_a_history_with_hard_arguments_is_served(shared: Mesh) -> None:
+    async with shared.client() as client, client.session() as session:
+        agent = shared.openai(session, timeout=60)
         for at, hard in enumerate(HARD.values()):
             # Those of thousands of characters are more than the model's context.
             arguments = hard.replace("[" * 2500, "").replace("]" * 2500, "").replace("9" * 4400, "")

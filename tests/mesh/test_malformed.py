@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import pytest
 
 from tests.meshes import Mesh
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 NUMBERS = [
@@ -143,11 +146,11 @@ def whole_bodies() -> Iterator[tuple[bytes, str]]:
     yield b'\xef\xbb\xbf{"messages": 5}', "body"
 
 
-async def test_every_malformed_body_is_refused_with_the_name_of_what_is_wrong(mesh: Mesh) -> None:
+async def test_every_malformed_body_is_refused_with_the_name_of_what_is_wrong(shared: Mesh) -> None:
     rows = [*whole_bodies(), *messages(), *parameters()]
     assert len(rows) > 200
     wrong: list[str] = []
-    async with mesh.client() as client, client.session() as session:
+    async with shared.client() as client, client.session() as session:
         async with httpx2.AsyncClient(timeout=60) as http:
             for sent, name in rows:
                 answer = await http.post(f"{session.base_url}/chat/completions", content=sent)
@@ -157,13 +160,13 @@ async def test_every_malformed_body_is_refused_with_the_name_of_what_is_wrong(me
                     wrong.append(f"{sent[:120]!r} {name}: {answer.status_code} {error}")
                 assert len(answer.content) < 2500
         assert not wrong, "\n".join(wrong)
-        after = await mesh.openai(session).chat.completions.create(
+        after = await shared.openai(session).chat.completions.create(
             model="policy", messages=ASK["messages"]
         )
         assert after.choices[0].message.content is not None
 
 
-async def test_what_is_odd_and_allowed_is_answered(mesh: Mesh) -> None:
+async def test_what_is_odd_and_allowed_is_answered(shared: Mesh) -> None:
     odd = [
         body(seed=2**63 - 1, n=4),
         body(seed=-(2**63), n=2),
@@ -176,7 +179,7 @@ async def test_what_is_odd_and_allowed_is_answered(mesh: Mesh) -> None:
         body(max_tokens=2**31 - 1, temperature=0, top_p=1, top_k=-1),
         body(stop="\x00", model="\U0010ffff"),
     ]
-    async with mesh.client() as client, client.session() as session:
+    async with shared.client() as client, client.session() as session:
         async with httpx2.AsyncClient(timeout=60) as http:
             for sent in odd:
                 answer = await http.post(f"{session.base_url}/chat/completions", content=sent)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.client import Client, SessionResult
 from rollmesh.v1 import server_pb2
-from tests.meshes import Mesh, scripted_mesh, until_free
+from tests.meshes import Mesh, delivered, scripted_mesh, until_free
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -39,20 +38,6 @@ SLOW = 20
 """Tokens per second; what is said at length then takes longer than any test."""
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
-    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as running:
-        yield running
-
-
-async def delivered(client: Client, consumer: str = "test") -> SessionResult:
-    """The next session that the collector delivers."""
-    async with client.subscribe(consumer, unit="session") as sessions, asyncio.timeout(60):
-        delivery = await anext(sessions)
-        await sessions.acknowledge(delivery)
-    return delivery.sessions[0]
-
-
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -66,8 +51,8 @@ async def streamed(agent: AsyncOpenAI, *messages: Any, **fields: Any) -> list[An
     return [chunk async for chunk in stream]
 
 
-async def test_the_sdk_reads_what_the_servers_are(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_the_sdk_reads_what_the_servers_are(shared: Mesh) -> None:
+    async with shared.client() as client:
         infos = await client.server_infos()
     assert {name: info.service for name, info in infos.items()} == {
         "router": "rollmesh.v1.RouterService",
@@ -77,10 +62,10 @@ async def test_the_sdk_reads_what_the_servers_are(mesh: Mesh) -> None:
     assert server_pb2.CAPABILITY_TOOL_CALLS in infos["gateway"].capabilities
 
 
-async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session(metadata={"task": "7"}) as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             messages: list[Any] = [user("compute")]
             first = (await ask(agent, *messages, tools=TOOLS)).choices[0]
             assert first.finish_reason == "tool_calls"
@@ -94,7 +79,7 @@ async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(mesh: Mesh) -> 
             last = (await ask(agent, *messages, tools=TOOLS)).choices[0]
             assert (last.finish_reason, last.message.content) == ("stop", "It is 42.")
             session.reward = 1.0
-        result = await delivered(client)
+        result = await delivered(client, session)
     assert (result.outcome, result.reward, result.metadata) == ("COMPLETED", 1.0, {"task": "7"})
     (trajectory,) = result.trajectories
     assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")
@@ -102,7 +87,7 @@ async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(mesh: Mesh) -> 
     assert trajectory.reasons == ("TEMPLATE_REWRITE",)
     # An oracle of its own: the reference implementation's render of the whole conversation, plus
     # the second blank in the arguments, which was sampled and which no render would bring back.
-    reference = AutoTokenizer.from_pretrained(mesh.model)
+    reference = AutoTokenizer.from_pretrained(shared.model)
     whole = [*messages, {"role": "assistant", "content": "It is 42."}]
     whole[1] = {
         "role": "assistant",
@@ -122,22 +107,22 @@ async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(mesh: Mesh) -> 
     assert set(trajectory.policy_versions[~trajectory.loss_mask].tolist()) == {-1}
 
 
-async def test_a_tool_loop_is_one_exact_trajectory(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_a_tool_loop_is_one_exact_trajectory(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             messages: list[Any] = [user("as printed")]
             said = (await ask(agent, *messages, tools=TOOLS)).choices[0].message
             result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "42"}
             await ask(agent, *messages, said, result, tools=TOOLS)
-        (trajectory,) = (await delivered(client)).trajectories
+        (trajectory,) = (await delivered(client, session)).trajectories
     assert (trajectory.turns, trajectory.reasons) == (2, ("EXACT",))
 
 
-async def test_parallel_calls_and_their_results_stay_one_path(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_parallel_calls_and_their_results_stay_one_path(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             first = (await ask(agent, user("twice"), tools=TOOLS)).choices[0].message
             assert len({call.id for call in first.tool_calls}) == 2
             results = [
@@ -146,15 +131,15 @@ async def test_parallel_calls_and_their_results_stay_one_path(mesh: Mesh) -> Non
             ]
             last = await ask(agent, user("twice"), first, *results, tools=TOOLS)
             assert last.choices[0].message.content == "It is 42."
-        result = await delivered(client)
+        result = await delivered(client, session)
     assert [trajectory.turns for trajectory in result.trajectories] == [2]
 
 
 @pytest.mark.parametrize("question", ["plain", "compute", "twice", "broken", "garbage"])
-async def test_a_stream_joined_is_the_whole_answer(mesh: Mesh, question: str) -> None:
-    async with mesh.client() as client, client.session() as one, client.session() as other:
-        whole = (await ask(mesh.openai(one), user(question), tools=TOOLS)).choices[0]
-        chunks = await streamed(mesh.openai(other), user(question), tools=TOOLS)
+async def test_a_stream_joined_is_the_whole_answer(shared: Mesh, question: str) -> None:
+    async with shared.client() as client, client.session() as one, client.session() as other:
+        whole = (await ask(shared.openai(one), user(question), tools=TOOLS)).choices[0]
+        chunks = await streamed(shared.openai(other), user(question), tools=TOOLS)
     choices = [chunk.choices[0] for chunk in chunks]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert len({chunk.id for chunk in chunks}) == 1
@@ -171,9 +156,9 @@ async def test_a_stream_joined_is_the_whole_answer(mesh: Mesh, question: str) ->
     assert all(chunk.usage is None for chunk in chunks)
 
 
-async def test_usage_comes_when_it_is_asked_for(mesh: Mesh) -> None:
-    async with mesh.client() as client, client.session() as session:
-        agent = mesh.openai(session)
+async def test_usage_comes_when_it_is_asked_for(shared: Mesh) -> None:
+    async with shared.client() as client, client.session() as session:
+        agent = shared.openai(session)
         chunks = await streamed(agent, user("plain"), stream_options={"include_usage": True})
         whole = await ask(agent, user("plain"))
     assert chunks[-1].choices == []
@@ -197,46 +182,48 @@ async def test_tokens_leave_as_they_are_sampled(tmp_path: Path, tokenizer_dir: P
         await stream.close()
 
 
-async def test_n_choices_are_n_samples_of_one_prompt(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_n_choices_are_n_samples_of_one_prompt(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            answer = await ask(mesh.openai(session), user("plain"), n=3)
+            answer = await ask(shared.openai(session), user("plain"), n=3)
             assert [choice.index for choice in answer.choices] == [0, 1, 2]
-        result = await delivered(client)
+        result = await delivered(client, session)
     assert [t.lineage for t in result.trajectories] == ["MAIN", "SIBLING", "SIBLING"]
     assert all(trajectory.turns == 1 for trajectory in result.trajectories)
 
 
-async def test_a_stop_string_cuts_text_and_tokens(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_a_stop_string_cuts_text_and_tokens(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            choice = (await ask(mesh.openai(session), user("stop here"), stop=" three")).choices[0]
+            choice = (await ask(shared.openai(session), user("stop here"), stop=" three")).choices[
+                0
+            ]
             assert (choice.message.content, choice.finish_reason) == ("one two", "stop")
-        result = await delivered(client)
+        result = await delivered(client, session)
     (trajectory,) = result.trajectories
     assert trajectory.reasons == ("STOP_STRING",)
     assert trajectory.loss_mask.sum() < len("one two three four")
 
 
-async def test_a_length_cut_is_a_length_and_can_be_continued(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_a_length_cut_is_a_length_and_can_be_continued(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             first = (await ask(agent, user("plain"), max_tokens=3)).choices[0]
             assert first.finish_reason == "length"
             await ask(agent, user("plain"), first.message, user("plain"))
-        result = await delivered(client)
+        result = await delivered(client, session)
     (trajectory,) = result.trajectories
     assert (trajectory.turns, trajectory.reasons) == (2, ("LENGTH_CUT",))
     cut = next(segment for segment in trajectory.segments if segment.sampled)
-    assert trajectory.token_ids[cut.end] == Tokenizer(mesh.model).special_id("<|im_end|>")
+    assert trajectory.token_ids[cut.end] == Tokenizer(shared.model).special_id("<|im_end|>")
     assert not trajectory.loss_mask[cut.end]
 
 
-async def test_errors_are_what_the_sdk_expects(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_errors_are_what_the_sdk_expects(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session, client.session() as other:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             with pytest.raises(openai.BadRequestError) as bad:
                 await ask(agent)
             assert bad.value.param == "messages"
@@ -250,18 +237,18 @@ async def test_errors_are_what_the_sdk_expects(mesh: Mesh) -> None:
                 await ask(agent, user("word " * 3000))
             assert long.value.code == "context_length_exceeded"
             assert "maximum context length" in str(long.value)
-            stranger = mesh.agent(session.base_url, other.api_key)
+            stranger = shared.agent(session.base_url, other.api_key)
             with pytest.raises(openai.AuthenticationError):
                 await ask(stranger, user("x"))
-            by_key = mesh.agent(f"http://{mesh.addresses.sidecar}/v1", session.api_key)
+            by_key = shared.agent(f"http://{shared.addresses.sidecar}/v1", session.api_key)
             assert (await ask(by_key, user("plain"))).choices[0].message.content
-            static = mesh.agent(session.base_url, "static")
+            static = shared.agent(session.base_url, "static")
             assert [model.id for model in (await static.models.list()).data] == ["policy"]
         with pytest.raises(openai.ConflictError):
-            await ask(mesh.openai(session, max_retries=2), user("x"))
+            await ask(shared.openai(session, max_retries=2), user("x"))
         nobody = session.base_url.replace(session.session_id, "0" * 24)
         with pytest.raises(openai.AuthenticationError):
-            await ask(mesh.agent(nobody, "x"), user("x"))
+            await ask(shared.agent(nobody, "x"), user("x"))
 
 
 async def test_an_overloaded_mesh_says_when_to_come_back(
@@ -292,7 +279,7 @@ async def test_a_client_that_leaves_frees_the_engine_and_commits_nothing(
                         break
                 await stream.close()
                 await until_free(client)
-            result = await delivered(client)
+            result = await delivered(client, session)
         assert (result.turns, result.trajectories) == (0, ())
 
 
@@ -313,7 +300,7 @@ async def test_a_timeout_and_the_sdks_retries_make_one_sample(
                     extra_headers={"x-stainless-retry-count": "1"},
                 )
                 assert again.id == answer.id
-            result = await delivered(client)
+            result = await delivered(client, session)
     assert [trajectory.turns for trajectory in result.trajectories] == [1]
 
 
@@ -331,15 +318,15 @@ async def test_a_close_ends_what_is_still_being_sampled(
         with pytest.raises(openai.APIError):
             async for _ in stream:
                 pass
-        result = await delivered(client)
+        result = await delivered(client, session)
         await until_free(client)
     assert (result.turns, result.trajectories) == (0, ())
 
 
-async def test_equal_requests_in_flight_share_one_sample(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_equal_requests_in_flight_share_one_sample(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             first, second = await asyncio.gather(
                 ask(agent, user("plain"), extra_headers={"idempotency-key": "k"}),
                 ask(agent, user("plain"), extra_headers={"idempotency-key": "k"}),
@@ -347,12 +334,12 @@ async def test_equal_requests_in_flight_share_one_sample(mesh: Mesh) -> None:
             assert first.id == second.id
             third = await ask(agent, user("plain"), extra_headers={"idempotency-key": "other"})
             assert third.id != first.id
-        result = await delivered(client)
+        result = await delivered(client, session)
     assert len(result.trajectories) == 2
 
 
-async def test_rubbish_is_refused_and_harms_nobody(mesh: Mesh) -> None:
-    async with mesh.client() as client, client.session() as session, httpx2.AsyncClient() as http:
+async def test_rubbish_is_refused_and_harms_nobody(shared: Mesh) -> None:
+    async with shared.client() as client, client.session() as session, httpx2.AsyncClient() as http:
         url = f"{session.base_url}/chat/completions"
         rubbish = [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": 5}', b'{"messages": [5]}']
         rubbish += [json.dumps({"messages": [user("x")], "n": n}).encode() for n in (0, 999, "a")]
@@ -362,7 +349,7 @@ async def test_rubbish_is_refused_and_harms_nobody(mesh: Mesh) -> None:
             assert response.status_code == 400, body
             assert response.json()["error"]["message"]
             assert response.headers["x-request-id"]
-        assert (await ask(mesh.openai(session), user("plain"))).choices[0].message.content
+        assert (await ask(shared.openai(session), user("plain"))).choices[0].message.content
 
 
 async def test_a_turn_without_tool_choice_goes_on_in_the_same_conversation(
@@ -383,8 +370,6 @@ async def test_a_turn_without_tool_choice_goes_on_in_the_same_conversation(
             )
         message = second.choices[0].message
         assert (message.tool_calls, message.content) == (None, call)
-        async with client.subscribe("trainer", unit="session") as deliveries:
-            delivery = await anext(deliveries)
-            await deliveries.acknowledge(delivery)
-    (trajectory,) = delivery.sessions[0].trajectories
+        result = await delivered(client, session)
+    (trajectory,) = result.trajectories
     assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")

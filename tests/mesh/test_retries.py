@@ -7,15 +7,16 @@ from typing import Any
 import openai
 import pytest
 
-from rollmesh.client import Client, Session, SessionResult
+from rollmesh.client import Session
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.processes import running
 from tests.waiting import until
 
 ASK: list[Any] = [{"role": "user", "content": "plain"}]
 OTHER: list[Any] = [{"role": "user", "content": "other"}]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 RULES = [("plain", "The answer is 42. I am not sure."), ("other", "I am not sure.")]
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -36,17 +37,10 @@ async def streamed(agent: Any, **fields: Any) -> str:
     return text
 
 
-async def delivered(client: Client) -> SessionResult:
-    async with client.subscribe("trainer", unit="session") as sessions, asyncio.timeout(60):
-        delivery = await anext(sessions)
-        await sessions.acknowledge(delivery)
-    return delivery.sessions[0]
-
-
-async def test_a_key_names_its_sample_whatever_was_asked_since(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_a_key_names_its_sample_whatever_was_asked_since(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             first = await ask(agent, extra_headers=key("first"))
             second = await ask(agent, extra_headers=key("second"))
             unnamed = await ask(agent)
@@ -55,69 +49,69 @@ async def test_a_key_names_its_sample_whatever_was_asked_since(mesh: Mesh) -> No
             assert (again.id, again.choices) == (first.id, first.choices)
             text = await streamed(agent, extra_headers=key("second"))
             assert text == second.choices[0].message.content
-        result = await delivered(client)
+        result = await delivered(client, session)
     assert (result.turns, len(result.trajectories)) == (3, 3)
 
 
 async def test_equal_requests_at_the_same_time_are_siblings_and_their_retries_are_not(
-    mesh: Mesh,
+    shared: Mesh,
 ) -> None:
-    async with mesh.client() as client:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             four = await asyncio.gather(*(ask(agent) for _ in range(4)))
             streams = await asyncio.gather(*(streamed(agent) for _ in range(2)))
             assert len({answer.id for answer in four}) == 4
             again = await asyncio.gather(*(ask(agent, extra_headers=RETRY) for _ in range(3)))
             assert len({answer.id for answer in again}) == 3  # nor do they share one of many
             assert len(streams) == 2
-            await mesh.restart("gateway")
-            agent = mesh.openai(session, max_retries=5)
+            await shared.restart("gateway")
+            agent = shared.openai(session, max_retries=5)
             after = await asyncio.gather(*(ask(agent) for _ in range(8)))
             assert len({answer.id for answer in after}) == 8
-        assert (await delivered(client)).turns == 8  # the first six may have got lost
+        assert (await delivered(client, session)).turns == 8  # the first six may have got lost
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_key_given_with_another_request_is_refused(mesh: Mesh, *, stream: bool) -> None:
-    async with mesh.client() as client:
+async def test_a_key_given_with_another_request_is_refused(shared: Mesh, *, stream: bool) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             await ask(agent, extra_headers=key("one"))
             with pytest.raises(openai.BadRequestError) as refused:
                 await ask(agent, OTHER, extra_headers=key("one"), stream=stream)
             error: Any = refused.value
             assert (error.code, error.param) == ("idempotency_key_reused", "idempotency_key")
-        assert (await delivered(client)).turns == 1
+        assert (await delivered(client, session)).turns == 1
 
 
-async def test_the_choices_of_a_request_share_its_key(mesh: Mesh) -> None:
-    async with mesh.client() as client:
+async def test_the_choices_of_a_request_share_its_key(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = shared.openai(session)
             first = await ask(agent, n=3, extra_headers=key("one"))
             again = await ask(agent, n=3, extra_headers=key("one"))
             assert (again.id, again.choices) == (first.id, first.choices)
-        assert (await delivered(client)).turns == 3
+        assert (await delivered(client, session)).turns == 3
 
 
 @pytest.mark.parametrize("header", [key("one"), RETRY], ids=["idempotency-key", "retry-count"])
 async def test_a_retry_over_another_way_gets_the_same_answer(
-    mesh: Mesh, tmp_path: Path, header: dict[str, str]
+    shared: Mesh, tmp_path: Path, header: dict[str, str]
 ) -> None:
-    async with mesh.client() as client:
+    async with shared.client() as client:
         async with client.session() as session:
             given = header if "idempotency-key" in header else {}
-            first = await ask(mesh.openai(session), extra_headers=given)
-            gateway = mesh.processes["gateway"].address
+            first = await ask(shared.openai(session), extra_headers=given)
+            gateway = shared.processes["gateway"].address
             async with running("sidecar", tmp_path / "second", gateway=gateway) as other:
                 url = f"http://{other.address}/sessions/{session.session_id}/v1"
-                agent = mesh.agent(url, session.api_key)
+                agent = shared.agent(url, session.api_key)
                 assert (await ask(agent, extra_headers=header)).id == first.id
-            await mesh.restart("gateway")
-            again = await ask(mesh.openai(session, max_retries=5), extra_headers=header)
+            await shared.restart("gateway")
+            again = await ask(shared.openai(session, max_retries=5), extra_headers=header)
             assert (again.id, again.choices) == (first.id, first.choices)
-        assert (await delivered(client)).turns == 1
+        assert (await delivered(client, session)).turns == 1
 
 
 @pytest.mark.parametrize(
@@ -151,7 +145,7 @@ async def test_retries_of_a_stream_get_all_of_it_from_one_sample(
             assert second.result() == RULES[0][1]
             assert whole.result().choices[0].message.content == RULES[0][1]
             await stream.close()
-        assert (await delivered(client)).turns == 1
+        assert (await delivered(client, session)).turns == 1
 
 
 @pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "comes back"])
@@ -172,7 +166,7 @@ async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_as
             answer = await ask(agent)
             assert answer.choices[0].message.content == "The answer is 42. I am not sure."
         await client.close_session(session)
-        result = await delivered(client)
+        result = await delivered(client, session)
     (trajectory,) = result.trajectories
     assert trajectory.loss_mask.any() == comes_back
     assert trajectory.reasons == (("RETRY_REPLAY",) if comes_back else ("ORPHANED",))

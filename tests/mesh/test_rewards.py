@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from rollmesh.client import (
     Client,
@@ -27,9 +28,10 @@ from rollmesh.client.runners.commands import CommandRunner
 from rollmesh.client.runners.remote import RemoteRunner
 from rollmesh.runtime.errors import InvalidFieldError
 from tests.client.runners.test_remote import Server
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh, delivered, scripted_mesh
 from tests.waiting import until, until_says
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 RULES = [("plain", "The answer is 42."), ("more", "It is 43.")]
 AGENT = """
 import json, os, sys
@@ -46,14 +48,21 @@ print(json.dumps({"reward": 1.0, "turn_rewards": {answer.id: 0.5}}))
 """
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(shared: Mesh) -> AsyncIterator[Client]:
+    async with shared.client() as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
+    """Of one test alone: it sees what the whole mesh counts."""
     async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as running:
         yield running
 
 
-@pytest.fixture
-async def client(mesh: Mesh) -> AsyncIterator[Client]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def only(mesh: Mesh) -> AsyncIterator[Client]:
     async with mesh.client() as client:
         yield client
 
@@ -82,33 +91,33 @@ def turn_rewards(session: SessionResult) -> list[float | None]:
 
 
 async def test_rewards_of_turns_and_trajectories_are_where_the_trainer_looks(
-    mesh: Mesh, client: Client
+    shared: Mesh, client: Client
 ) -> None:
     async with client.session() as session:
-        first = await ask(mesh, session, "plain")
+        first = await ask(shared, session, "plain")
         text = first.choices[0].message.content
-        left = await ask(mesh, session, "plain", text, "more")
-        right = await ask(mesh, session, "plain", text, "plain")
+        left = await ask(shared, session, "plain", text, "more")
+        right = await ask(shared, session, "plain", text, "plain")
         session.rewards = Rewards(
             1.0, trajectories={left.id: 0.25}, turns={first.id: 0.5, right.id: -1.0}
         )
-    ((found,),) = [delivery.sessions for delivery in await taken(client, "session", 1)]
+    found = await delivered(client, session)
     assert found.reward == 1.0
     assert [trajectory.reward for trajectory in found.trajectories] == [0.25, None]
     assert turn_rewards(found) == [0.5, None, 0.5, -1.0]
 
 
 async def test_rewards_of_turns_are_on_the_nodes_of_a_tree_which_has_no_trajectories(
-    mesh: Mesh, client: Client
+    shared: Mesh, client: Client
 ) -> None:
     async with client.session(export="tree") as session:
-        first = await ask(mesh, session, "plain")
-        last = await ask(mesh, session, "plain", first.choices[0].message.content, "more")
+        first = await ask(shared, session, "plain")
+        last = await ask(shared, session, "plain", first.choices[0].message.content, "more")
         session.rewards = Rewards(1.0, trajectories={last.id: 0.25})
         with pytest.raises(InvalidFieldError, match="reward its turns"):
             await client.close_session(session)
         session.rewards = Rewards(1.0, turns={first.id: 0.5})
-    ((found,),) = [delivery.sessions for delivery in await taken(client, "session", 1)]
+    found = await delivered(client, session)
     tree = found.tree
     assert tree is not None
     assert (found.reward, found.trajectories) == (1.0, ())
@@ -132,25 +141,28 @@ async def test_rewards_of_turns_are_on_the_nodes_of_a_tree_which_has_no_trajecto
     ],
 )
 async def test_a_reward_of_what_is_not_there_is_refused_and_loses_nothing(
-    mesh: Mesh, client: Client, rewards: Rewards, text: str
+    shared: Mesh, client: Client, rewards: Rewards, text: str
 ) -> None:
     session = await client.open_session(client.session_request())
-    first = await ask(mesh, session, "plain")
+    first = await ask(shared, session, "plain")
     session.rewards = rewards
     with pytest.raises(InvalidFieldError, match=text):
         await client.close_session(session)
     assert not session.closed
-    second = await ask(mesh, session, "plain", first.choices[0].message.content, "more")
+    second = await ask(shared, session, "plain", first.choices[0].message.content, "more")
     session.rewards = Rewards(turns={second.id: 1.0})
     await client.close_session(session)
-    ((found,),) = [delivery.sessions for delivery in await taken(client, "session", 1)]
+    found = await delivered(client, session)
     assert turn_rewards(found) == [None, 1.0]
 
 
-async def test_a_reward_function_sees_what_was_said(mesh: Mesh, client: Client) -> None:
+async def test_a_reward_function_sees_what_was_said(shared: Mesh, client: Client) -> None:
+    opened: list[Session] = []
+
     async def run(sample: str, session: Session) -> str:
-        first = await ask(mesh, session, sample)
-        await ask(mesh, session, sample, first.choices[0].message.content, "more")
+        opened.append(session)
+        first = await ask(shared, session, sample)
+        await ask(shared, session, sample, first.choices[0].message.content, "more")
         return "ready"
 
     seen: list[Episode] = []
@@ -174,19 +186,19 @@ async def test_a_reward_function_sees_what_was_said(mesh: Mesh, client: Client) 
     ]
     assert [turn.finish_reason for turn in episode.transcript.turns] == ["STOP", "STOP"]
     assert [turn.lineage for turn in episode.transcript.turns] == ["MAIN", "MAIN"]
-    ((found,),) = [delivery.sessions for delivery in await taken(client, "session", 1)]
+    found = await delivered(client, *opened)
     assert turn_rewards(found) == [None, 3.0]
 
 
 async def test_a_group_is_whole_with_the_attempts_that_count_after_agents_were_killed(
-    mesh: Mesh, client: Client, tmp_path: Path
+    only: Client, tmp_path: Path
 ) -> None:
     mark, go = tmp_path / "mark", tmp_path / "go"
     sample = {"ask": "plain", "mark": str(mark), "go": str(go)}
     runner = CommandRunner(argv=[sys.executable, "-c", AGENT])
     retries = Retries(tries=2, delay_s=0.01)
     async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
-        work = rollout(client, [sample], runner=runner, n=2, retries=retries)
+        work = rollout(only, [sample], runner=runner, n=2, retries=retries)
         running = tasks.create_task(work)
         await until_says(mark, "\n", times=2)
         for pid in mark.read_text().split()[:2]:
@@ -194,20 +206,20 @@ async def test_a_group_is_whole_with_the_attempts_that_count_after_agents_were_k
         go.touch()
     summary = running.result()
     assert (summary.counts, summary.retries) == ({"COMPLETED": 2}, 2)
-    (group,) = await taken(client, "group", 1)
+    (group,) = await taken(only, "group", 1)
     assert [session.sample_index for session in group.sessions] == [0, 1]
     assert {session.outcome for session in group.sessions} == {"COMPLETED"}
     assert [turn_rewards(session) for session in group.sessions] == [[0.5], [0.5]]
-    stats = await client.stats()
+    stats = await only.stats()
     assert (stats.sessions, stats.complete_groups, stats.open_groups) == (4, 1, 0)
-    single = [delivery.sessions[0] for delivery in await taken(client, "session", 4)]
+    single = [delivery.sessions[0] for delivery in await taken(only, "session", 4)]
     superseded = [session for session in single if session.superseded]
     assert sorted(session.sample_index for session in superseded) == [0, 1]
     assert {session.outcome for session in superseded} == {"FAILED"}
 
 
 async def test_agents_of_a_server_that_is_killed_are_tried_again_through_the_mesh(
-    mesh: Mesh, client: Client, tmp_path: Path
+    only: Client, tmp_path: Path
 ) -> None:
     folder = tmp_path / "agents"
     folder.mkdir()
@@ -222,22 +234,22 @@ async def test_agents_of_a_server_that_is_killed_are_tried_again_through_the_mes
         stack.push_async_callback(server.close)
         async with asyncio.TaskGroup() as tasks:
             retries = Retries(tries=3, delay_s=0.01)
-            work = rollout(client, [sample], runner=runner, n=2, retries=retries)
+            work = rollout(only, [sample], runner=runner, n=2, retries=retries)
             running = tasks.create_task(work)
             await server.logged("began", 2)
             await server.kill()
             go.touch()
             await server.start()
     assert running.result().counts == {"COMPLETED": 2}
-    (group,) = await taken(client, "group", 1)
+    (group,) = await taken(only, "group", 1)
     assert [turn_rewards(session) for session in group.sessions] == [[0.5], [0.5]]
 
 
-async def test_the_sync_client_rolls_out_scores_and_shows_transcripts(mesh: Mesh) -> None:
+async def test_the_sync_client_rolls_out_scores_and_shows_transcripts(shared: Mesh) -> None:
     runner = CommandRunner(argv=[sys.executable, "-c", AGENT])
 
     def work() -> tuple[list[float | None], dict[str, int], int]:
-        with sync.Client(mesh.addresses) as client:
+        with sync.Client(shared.addresses) as client:
             with client.rollout_groups(
                 [{"ask": "plain"}, {"ask": "more"}],
                 runner=runner,
@@ -262,30 +274,28 @@ async def arrived(client: Client) -> Any:
 
 @pytest.mark.parametrize("in_time", [True, False], ids=["in time", "never"])
 async def test_a_session_waits_for_rewards_that_come_later(
-    mesh: Mesh, client: Client, *, in_time: bool
+    mesh: Mesh, only: Client, *, in_time: bool
 ) -> None:
-    session = await client.open_session(client.session_request())
+    session = await only.open_session(only.session_request())
     answer = await ask(mesh, session, "plain")
-    await client.close_session(session, reward_timeout_ms=60_000 if in_time else 1)
+    await only.close_session(session, reward_timeout_ms=60_000 if in_time else 1)
     if in_time:
-        stats = await until(lambda: arrived(client))
+        stats = await until(lambda: arrived(only))
         assert stats.waiting_for_rewards == 1
         node = int(answer.id.rpartition("-")[2])
-        await client.set_rewards(session.session_id, reward=1.0, turn_rewards={node: 0.5})
-    ((delivered,),) = [delivery.sessions for delivery in await taken(client, "session", 1)]
-    assert (delivered.reward, turn_rewards(delivered)) == (
-        (1.0, [0.5]) if in_time else (None, [None])
-    )
-    assert (await client.stats()).reward_timeouts == (0 if in_time else 1)
+        await only.set_rewards(session.session_id, reward=1.0, turn_rewards={node: 0.5})
+    found = await delivered(only, session)
+    assert (found.reward, turn_rewards(found)) == ((1.0, [0.5]) if in_time else (None, [None]))
+    assert (await only.stats()).reward_timeouts == (0 if in_time else 1)
 
 
 async def test_a_wait_for_rewards_of_no_time_is_refused_and_the_session_stays_open(
-    mesh: Mesh, client: Client
+    shared: Mesh, client: Client
 ) -> None:
     session = await client.open_session(client.session_request())
     with pytest.raises(InvalidFieldError, match="reward_timeout_ms: is 0"):
         await client.close_session(session, reward_timeout_ms=0)
-    await ask(mesh, session, "plain")
+    await ask(shared, session, "plain")
     await client.close_session(session)
 
 
@@ -307,10 +317,10 @@ async def streamed_ids(agent: Any, *, n: int = 1, **fields: Any) -> list[str]:
 
 
 async def test_every_form_of_an_answer_names_its_turns_for_rewards(
-    mesh: Mesh, client: Client
+    shared: Mesh, client: Client
 ) -> None:
     async with client.session() as session:
-        agent = mesh.openai(session, max_retries=5)
+        agent = shared.openai(session, max_retries=5)
         retry = {"idempotency-key": "one"}
         first = await streamed_ids(agent, extra_headers=retry)
         assert await streamed_ids(agent, extra_headers=retry) == first
@@ -321,13 +331,13 @@ async def test_every_form_of_an_answer_names_its_turns_for_rewards(
         whole: Any = await agent.chat.completions.create(model="policy", messages=messages, n=2)
         assert whole.id == whole.choices[0].answer_id
         named = [*first, *two, helped, *(choice.answer_id for choice in whole.choices)]
-        await mesh.restart("gateway")
+        await shared.restart("gateway")
         assert await streamed_ids(agent, extra_headers=retry) == first
         last = await streamed_ids(agent, extra_headers={"idempotency-key": "two"})
         named += last
         assert len(set(named)) == 7
         session.rewards = Rewards(turns={id_: float(at) for at, id_ in enumerate(named)})
-    ((found,),) = [delivery.sessions for delivery in await taken(client, "session", 1)]
+    found = await delivered(client, session)
     rewards = {
         f"chatcmpl-{found.session_id}-{segment.node_id}": segment.reward
         for trajectory in found.trajectories
