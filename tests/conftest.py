@@ -1,5 +1,6 @@
 import signal
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,19 @@ settings.load_profile("default")
 # A shell's `&` has Ctrl-C ignored, by children too; tests send it to theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What needs torch or Ray, which the environment of `make test-fast` has not.
+_WITH_TORCH = (
+    "agents",
+    "batches/test_tensors.py",
+    "batches/test_tree_batches.py",
+    "client/runners/test_ray_tasks.py",
+    "engine/requests/test_constraint.py",
+    "engine/vllm",
+    "examples",
+    "gpu",
+    "trainers",
+)
+collect_ignore = [] if find_spec("torch") else list(_WITH_TORCH)
 pytest_plugins = ["tests.progress", "tests.schedule"]
 
 
