@@ -19,7 +19,7 @@ _STEPS, _SAMPLES = 3, 8
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
 ]
 
 

@@ -16,6 +16,7 @@ from rollmesh.runtime.config import ConfigError, parse_config
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, as vLLM imports it
 ]
 
@@ -81,7 +82,7 @@ def start(model: Path, **flags: object) -> subprocess.CompletedProcess[str]:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     return subprocess.run(
         [sys.executable, "-m", "rollmesh.engine", f"--model-path={model}", "--router=", *arguments],
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
     )  # fmt: skip
 

@@ -302,7 +302,8 @@ async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
     assert delivered.turns == len(rows.nodes)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 @given(seed=st.integers(0, 2**32), rounds=st.integers(2, 8))
 @settings(max_examples=30)
 def test_whatever_happens_every_sampled_token_is_trained_once_or_excused(
