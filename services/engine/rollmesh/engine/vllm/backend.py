@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
 from rollmesh.engine.backend import (
-    Chunk,
     Constraint,
     Finish,
     GenerateInput,
@@ -26,6 +25,7 @@ from rollmesh.engine.backend import (
     Sampling,
     Transfer,
 )
+from rollmesh.engine.vllm.chunks import chunks
 from rollmesh.engine.vllm.constraint import compilable, has_tokenizer
 from rollmesh.engine.vllm.start import VllmConfig, start_llm
 from rollmesh.runtime import clock
@@ -116,7 +116,7 @@ class VllmBackend:
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
-                    for chunk in _chunks(completion, request):
+                    for chunk in chunks(completion, request):
                         yield chunk
                     if completion.finish_reason == "error":
                         raise _failure(request)
@@ -313,20 +313,6 @@ def _name_of(mode: PauseMode) -> str:
 
 def _first(problems: list[str]) -> str:
     return next(filter(None, problems), "")
-
-
-def _chunks(completion: Any, request: GenerateInput) -> Iterator[Chunk]:
-    ids = np.asarray(completion.token_ids, np.uint32)
-    if not len(ids):
-        return
-    # For each token a row: itself, and then the most likely ones, which may hold it again.
-    flat, row = completion.logprobs, 1 + request.top_logprobs
-    logprobs = np.asarray(flat.logprobs, np.float32).reshape(len(ids), row)
-    ranked = np.asarray(flat.token_ids, np.uint32).reshape(len(ids), row)
-    size = request.max_chunk_tokens or len(ids)
-    for at in range(0, len(ids), size):
-        part = slice(at, at + size)
-        yield Chunk(ids[part], logprobs[part, 0], ranked[part, 1:], logprobs[part, 1:])
 
 
 def _failure(request: GenerateInput) -> RollmeshError:
