@@ -2,7 +2,7 @@
 
 import sys
 
-from rollmesh.chat.constraints.structural_tag import FORCED_FORMATS
+from rollmesh.chat.constraints.structural_tag import CONSTRAINED_FORMATS
 from tests.chat.parsing.differences import CLASSES
 from tests.chat.parsing.outputs import KINDS
 
@@ -10,7 +10,7 @@ from tests.chat.parsing.outputs import KINDS
 def document() -> str:
     """The page of the docs."""
     differences = "".join(f"- **{name}**: {why}\n" for name, (_, why) in CLASSES.items())
-    forced = ", ".join(f"`{name}`" for name in sorted(FORCED_FORMATS))
+    forced = ", ".join(f"`{name}`" for name in sorted(CONSTRAINED_FORMATS))
     return _HEAD + differences + _FORCED.format(forced=forced)
 
 
