@@ -6,7 +6,6 @@ import numpy as np
 
 from rollmesh.chat.canonical import make_frame
 from rollmesh.chat.messages import Message
-from rollmesh.gateway.conversation.reasons import Finish
 from rollmesh.gateway.conversation.tree import Sample, Tree, VersionSpan
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.sessions.session import Session
@@ -40,7 +39,7 @@ def tree_of(trajectory: types_pb2.Trajectory) -> Tree:
             added,
             logprobs[segment.start : segment.end].copy(),
             (VersionSpan(3, 0, len(added)),),
-            Finish.STOP,
+            types_pb2.FINISH_REASON_STOP,
             "engine-0",
             prompt_tokens=segment.start,
             cached_tokens=0,

@@ -17,7 +17,6 @@ from rollmesh.batches import (
 )
 from rollmesh.chat.messages import Message
 from rollmesh.client import Delivery, SessionResult
-from rollmesh.gateway.conversation.reasons import ExportMode
 from rollmesh.gateway.export.record import write_record
 from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage.journal import SessionSpec
@@ -30,7 +29,7 @@ from tests.gateway.worlds import TOOLS, World, random_world, said, user
 def exported(
     world: World,
     name: str,
-    mode: ExportMode = ExportMode.TREE,
+    mode: gateway_pb2.ExportMode.ValueType = gateway_pb2.EXPORT_MODE_TREE,
     *,
     reward: float | None = None,
     turn_rewards: dict[int, float] | None = None,
@@ -62,7 +61,10 @@ def test_each_path_is_the_row_of_its_leaf_and_every_token_is_trained_where_a_row
             if sampled
             else {}
         )
-        for found, mode in ((trees, ExportMode.TREE), (leaves, ExportMode.LEAVES)):
+        for found, mode in (
+            (trees, gateway_pb2.EXPORT_MODE_TREE),
+            (leaves, gateway_pb2.EXPORT_MODE_LEAVES),
+        ):
             found.append(exported(world, f"s{at}", mode, reward=0.0, turn_rewards=earned))
     batch = pack_trees(trees, untrained="keep")
     rows = rows_of(leaves, untrained="keep")

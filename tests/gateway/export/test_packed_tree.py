@@ -6,7 +6,6 @@ from hypothesis import given, settings, strategies as st
 
 from rollmesh.chat.messages import Message
 from rollmesh.client import SessionResult, TrajectoryTree
-from rollmesh.gateway.conversation.reasons import ExportMode, Fidelity, Finish
 from rollmesh.gateway.export.record import exported_lineages, trajectory_ids, write_record
 from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage.journal import SessionSpec
@@ -18,14 +17,16 @@ CLOSE = gateway_pb2.CloseSessionRequest(outcome=types_pb2.SESSION_OUTCOME_COMPLE
 
 
 def record_of(
-    world: World, mode: ExportMode, close: gateway_pb2.CloseSessionRequest = CLOSE
+    world: World,
+    mode: gateway_pb2.ExportMode.ValueType,
+    close: gateway_pb2.CloseSessionRequest = CLOSE,
 ) -> types_pb2.SessionRecord:
     spec = SessionSpec("s", 0, export_mode=mode)
     return write_record(Session(spec, world.tree), close, 1)
 
 
 def tree_of(world: World) -> TrajectoryTree:
-    tree = SessionResult.from_proto(record_of(world, ExportMode.TREE)).tree
+    tree = SessionResult.from_proto(record_of(world, gateway_pb2.EXPORT_MODE_TREE)).tree
     assert tree is not None
     return tree
 
@@ -35,7 +36,9 @@ def tree_of(world: World) -> TrajectoryTree:
 def test_each_path_of_the_tree_is_the_trajectory_of_its_leaf(seed: int, turns: int) -> None:
     world = random_world(seed, turns)
     tree = tree_of(world)
-    trajectories = SessionResult.from_proto(record_of(world, ExportMode.LEAVES)).trajectories
+    trajectories = SessionResult.from_proto(
+        record_of(world, gateway_pb2.EXPORT_MODE_LEAVES)
+    ).trajectories
     paths = tree.paths()
     assert len(paths) == len(trajectories)
     trained = np.zeros(len(tree.token_ids), np.int64)
@@ -89,7 +92,7 @@ def test_rewards_of_turns_are_on_their_nodes_and_nowhere_else(
     sampled = [node_id for node_id, node in world.tree.nodes.items() if node.sample is not None]
     given_ = data.draw(st.dictionaries(st.sampled_from(sampled), st.floats(-9, 9)))
     close = gateway_pb2.CloseSessionRequest(rewards=types_pb2.SessionRewards(turn_rewards=given_))
-    tree = SessionResult.from_proto(record_of(world, ExportMode.TREE, close)).tree
+    tree = SessionResult.from_proto(record_of(world, gateway_pb2.EXPORT_MODE_TREE, close)).tree
     assert tree is not None
     expected = [given_.get(node.node_id, np.nan) for node in tree.nodes]
     np.testing.assert_array_equal(tree.turn_rewards, np.array(expected, np.float64))
@@ -101,7 +104,7 @@ def test_the_trajectories_that_can_be_rewarded_are_those_of_the_record(
     seed: int, turns: int
 ) -> None:
     world = random_world(seed, turns)
-    for mode in (ExportMode.LEAVES, ExportMode.TURNS):
+    for mode in (gateway_pb2.EXPORT_MODE_LEAVES, gateway_pb2.EXPORT_MODE_TURNS):
         session = Session(SessionSpec("s", 0, export_mode=mode), world.tree)
         found = {one.trajectory_id for one in record_of(world, mode).trajectories}
         assert trajectory_ids(session) == found
@@ -110,23 +113,26 @@ def test_the_trajectories_that_can_be_rewarded_are_those_of_the_record(
 def test_a_tree_says_what_is_to_be_known_of_its_nodes() -> None:
     world = World()
     system = Message("system", "main")
-    world.turn((system, user("q")), said("A"), context=TOOLS, finish=Finish.LENGTH, version=1)
+    world.turn(
+        (system, user("q")),
+        said("A"),
+        context=TOOLS,
+        finish=types_pb2.FINISH_REASON_LENGTH,
+        version=1,
+    )
     world.turn((system, user("q")), said("B"), context=TOOLS, version=2)
     world.turn((Message("system", "make a title"), user("q")), said("Title"))
-    record = record_of(world, ExportMode.TREE)
+    record = record_of(world, gateway_pb2.EXPORT_MODE_TREE)
     assert sorted(exported_lineages(record)) == ["auxiliary", "main", "sibling"]
     cut, whole, title = [node for node in record.tree.nodes if node.sampled]
     assert cut.finish_reason == types_pb2.FINISH_REASON_LENGTH
     assert list(cut.reasons) == [types_pb2.FIDELITY_REASON_LENGTH_CUT]
     assert (cut.trained, whole.trained, title.trained) == (True, True, False)
-    assert tree_of(world).reasons == tuple(
-        reason.name
-        for reason in (
-            Fidelity.TOOLS_CHANGED,
-            Fidelity.LENGTH_CUT,
-            Fidelity.MIXED_VERSIONS,
-            Fidelity.AUXILIARY,
-        )
+    assert tree_of(world).reasons == (
+        "TOOLS_CHANGED",
+        "LENGTH_CUT",
+        "MIXED_VERSIONS",
+        "AUXILIARY",
     )
 
 

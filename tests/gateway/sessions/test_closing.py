@@ -8,7 +8,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.protocol.wire import read_choices
 from rollmesh.gateway.sessions.registry import Gateway
 from rollmesh.gateway.storage import journal
@@ -116,7 +115,7 @@ async def test_an_answer_is_replayed_though_the_journal_cannot_note_the_replay(
         monkeypatch.undo()
         assert await chat(mesh.gateway, session_id, retry_count=1) == first
     node = mesh.gateway.session(session_id).tree.nodes[first]
-    assert Fidelity.RETRY_REPLAY in node.reasons
+    assert types_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons
 
 
 async def test_a_repeat_of_a_close_gets_its_ids_and_another_close_is_refused(

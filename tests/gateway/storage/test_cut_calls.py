@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Subscription
-from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.protocol.wire import read_choices
 from rollmesh.gateway.sessions.session import Answered
 from rollmesh.gateway.storage import closed, journal
@@ -109,7 +108,7 @@ async def test_a_call_that_is_cut_off_with_its_answer_in_hand_is_no_orphan(mesh:
     assert not session.in_flight
     session.mark_orphans()
     assert isinstance(handed[-1], Answered)
-    assert Fidelity.ORPHANED not in handed[-1].node.reasons
+    assert types_pb2.FIDELITY_REASON_ORPHANED not in handed[-1].node.reasons
 
 
 async def until_answered(events: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -20,10 +20,10 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.profile import MOVING, Finding
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.gateway.conversation.reasons import Fidelity, Finish
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt, new_tree
 from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.v1 import types_pb2
 from tests.chat import families
 
 TOOLS = (
@@ -167,7 +167,7 @@ class Played:
         parent.seen = prompt.seen or parent.seen
         ids = self._sampled(prompt, step)
         spans = (VersionSpan(0, 0, len(ids)),)
-        finish = Finish.LENGTH if step.cut else Finish.STOP
+        finish = types_pb2.FINISH_REASON_LENGTH if step.cut else types_pb2.FINISH_REASON_STOP
         sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
         opening, reasons = prompt.generation_prompt, prompt.match.reasons
         return self.tree.add_sample(parent, step.answer, opening, sample, reasons)
@@ -230,7 +230,7 @@ def test_a_turn_is_flagged_exactly_where_the_templates_ids_differ(
     played = Played(name, context, rewrite=False)
     for prompt, messages in played.turns(session):
         ids = reference(played.family, messages, context)
-        flagged = Fidelity.TEMPLATE_REWRITE in prompt.match.reasons
+        flagged = types_pb2.FIDELITY_REASON_TEMPLATE_REWRITE in prompt.match.reasons
         assert flagged == (ids != prompt.ids().tolist())
 
 
@@ -296,7 +296,7 @@ def test_the_hundredth_turn_is_compared_at_the_cost_of_the_tenth(
     costs: list[tuple[int, int]] = []
     for prompt, _ in played.turns([step] * 100):
         costs.append((template.chars, tokenizer.chars))
-        flagged = Fidelity.TEMPLATE_REWRITE in prompt.match.reasons
+        flagged = types_pb2.FIDELITY_REASON_TEMPLATE_REWRITE in prompt.match.reasons
         assert flagged == (form == 3 and len(costs) > 1)
         template.chars = tokenizer.chars = 0
     assert costs[99][1] == costs[9][1]  # what is tokenised

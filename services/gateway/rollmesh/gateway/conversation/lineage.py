@@ -36,8 +36,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rollmesh.chat.messages import MessageGroup
-from rollmesh.gateway.conversation.reasons import Finish, Lineage
+from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.gateway.conversation.tree import Node, Tree
+from rollmesh.v1 import types_pb2
 
 _TURNS_BEFORE_COMPACTION = 2
 _QUOTED_CHARS = 65_536
@@ -79,7 +80,7 @@ class _Ways:
             below = max((self._turns[child.node_id] for child in node.children), default=0)
             self._turns[node.node_id] = below + (node.sample is not None)
             says = any(child.node_id in self._says_main for child in node.children)
-            if says or node.said is Lineage.MAIN:
+            if says or node.said == types_pb2.LINEAGE_MAIN:
                 self._says_main.add(node.node_id)
         heads = [node for node in tree.nodes.values() if _is_head(node)]
         self._chosen: dict[int, Node] = {}
@@ -112,12 +113,14 @@ class _Ways:
         """Returns the lineage of the branch that ends with a path."""
         main = self._main
         assert main is not None
-        if way.said is not None and way.said is not Lineage.MAIN:
+        if way.said is not None and way.said != types_pb2.LINEAGE_MAIN:
             return way.said
         if way.first is None or way.last is None:
-            return Lineage.MAIN
+            return types_pb2.LINEAGE_MAIN
         if way.head is main and (way.shared or way.first.sample is not None):
-            return Lineage.BRANCH if way.last.sample is None else Lineage.SIBLING
+            return (
+                types_pb2.LINEAGE_BRANCH if way.last.sample is None else types_pb2.LINEAGE_SIBLING
+            )
         key = way.head.node_id, 0 if way.begun is None else way.begun.node_id
         if key not in self._known:
             self._known[key] = self._beside(way.head, way.begun, main)
@@ -156,7 +159,7 @@ class _Ways:
     def _said(self, node: Node) -> tuple[bool, bool]:
         """Says whether a request below calls its turn MAIN, and whether the first is not other."""
         first = _first_turn(node)
-        other = first is not None and first.said not in {None, Lineage.MAIN}
+        other = first is not None and first.said not in {None, types_pb2.LINEAGE_MAIN}
         return node.node_id in self._says_main, not other
 
     def _is_first(self, node: Node) -> bool:
@@ -177,20 +180,24 @@ class _Ways:
         same_system = _system(head) == _system(main)
         same_context = head.render_context.key == main.render_context.key
         if one_turn and first is not None and _is_probe(first):
-            return Lineage.AUXILIARY
+            return types_pb2.LINEAGE_AUXILIARY
         toolless = bool(main.render_context.tools_json) and not head.render_context.tools_json
         if one_turn and toolless and not same_system:
-            return Lineage.AUXILIARY
+            return types_pb2.LINEAGE_AUXILIARY
         if same_context and same_system and first is not None and _follows(first, self._trunk):
-            return Lineage.COMPACTION
+            return types_pb2.LINEAGE_COMPACTION
         if not same_system or (not same_context and bool(head.render_context.tools_json)):
-            return Lineage.SUB_AGENT
-        return Lineage.BRANCH if head is main else Lineage.ROOT
+            return types_pb2.LINEAGE_SUB_AGENT
+        return types_pb2.LINEAGE_BRANCH if head is main else types_pb2.LINEAGE_ROOT
 
 
 def _is_probe(node: Node) -> bool:
     sample = node.sample
-    return sample is not None and len(sample.token_ids) <= 1 and sample.finish is Finish.LENGTH
+    return (
+        sample is not None
+        and len(sample.token_ids) <= 1
+        and sample.finish == types_pb2.FINISH_REASON_LENGTH
+    )
 
 
 def _is_head(node: Node) -> bool:

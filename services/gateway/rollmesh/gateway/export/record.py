@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from rollmesh.gateway.conversation.reasons import ExportMode
 from rollmesh.gateway.conversation.tree import Node, VersionSpan, path_bytes
 from rollmesh.gateway.export.rewards import write_rewards
 from rollmesh.gateway.export.trajectories import (
@@ -13,7 +12,7 @@ from rollmesh.gateway.export.trajectories import (
     export_turns,
     pack_tree,
 )
-from rollmesh.gateway.protocol.wire import write_reasons, write_role
+from rollmesh.gateway.protocol.wire import write_role
 from rollmesh.gateway.sessions.session import Session
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, pack_mask
 from rollmesh.runtime.codec.enums import name_of
@@ -29,12 +28,12 @@ def write_record(
     """
     spec, tree = session.spec, session.tree
     packed, trajectories = None, []
-    match ExportMode(spec.export_mode):
-        case ExportMode.TREE:
+    match spec.export_mode:
+        case gateway_pb2.EXPORT_MODE_TREE:
             packed = _write_tree(pack_tree(tree))
-        case ExportMode.TURNS:
+        case gateway_pb2.EXPORT_MODE_TURNS:
             trajectories = [_write_trajectory(spec.session_id, one) for one in export_turns(tree)]
-        case ExportMode.LEAVES:
+        case gateway_pb2.EXPORT_MODE_LEAVES:
             trajectories = [_write_trajectory(spec.session_id, one) for one in export_tree(tree)]
     record = types_pb2.SessionRecord(
         session_id=spec.session_id,
@@ -59,7 +58,7 @@ def write_record(
 
 def trajectory_ids(session: Session) -> set[str] | None:
     """Returns the ids of the trajectories that a close gives; None where the tree is exported."""
-    if ExportMode(session.spec.export_mode) is ExportMode.TREE:
+    if session.spec.export_mode == gateway_pb2.EXPORT_MODE_TREE:
         return None
     return {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
 
@@ -68,12 +67,12 @@ def trajectory_ends(session: Session) -> list[int]:
     """Returns the last node of each trajectory that a close gives, oldest first."""
     tree = session.tree
     ends: Iterable[Node]
-    match ExportMode(session.spec.export_mode):
-        case ExportMode.TREE:
+    match session.spec.export_mode:
+        case gateway_pb2.EXPORT_MODE_TREE:
             ends = ()
-        case ExportMode.TURNS:
+        case gateway_pb2.EXPORT_MODE_TURNS:
             ends = (node for node in tree.nodes.values() if node.sample is not None)
-        case ExportMode.LEAVES:
+        case gateway_pb2.EXPORT_MODE_LEAVES:
             ends = tree.leaves()
     return [node.node_id for node in ends]
 
@@ -81,12 +80,12 @@ def trajectory_ends(session: Session) -> list[int]:
 def record_bytes(session: Session) -> int:
     """Returns the size of a session's record, about, at most."""
     tree = session.tree
-    match ExportMode(session.spec.export_mode):
-        case ExportMode.TREE:
+    match session.spec.export_mode:
+        case gateway_pb2.EXPORT_MODE_TREE:
             return path_bytes(tree.tokens, len(tree.nodes))
-        case ExportMode.TURNS:
+        case gateway_pb2.EXPORT_MODE_TURNS:
             return tree.turn_bytes
-        case ExportMode.LEAVES:
+        case _:
             return tree.leaf_bytes
 
 
@@ -110,7 +109,7 @@ def _write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Traj
         trajectory_id=trajectory_id(session_id, trajectory.leaf_node_id),
         session_id=session_id,
         leaf_node_id=trajectory.leaf_node_id,
-        lineage=types_pb2.Lineage.ValueType(trajectory.lineage),
+        lineage=trajectory.lineage,
         token_ids_u32le=pack_ids(trajectory.token_ids),
         logprobs_f32le=pack_logprobs(trajectory.logprobs),
         loss_mask_u8=pack_mask(trajectory.loss_mask),
@@ -124,16 +123,14 @@ def _write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Traj
                 role=write_role(segment.role),
                 sampled=segment.sampled,
                 trained=segment.trained,
-                reasons=write_reasons(segment.reasons),
-                finish_reason=(
-                    types_pb2.FinishReason.ValueType(segment.finish) if segment.finish else None
-                ),
+                reasons=sorted(segment.reasons),
+                finish_reason=segment.finish,
                 engine_id=segment.engine_id,
                 prompt_crc32=segment.prompt_crc32,
             )
             for segment in trajectory.segments
         ],
-        reasons=write_reasons(trajectory.reasons),
+        reasons=sorted(trajectory.reasons),
         turns=trajectory.turns,
     )
 
@@ -145,7 +142,7 @@ def _write_tree(tree: PackedTree) -> types_pb2.TrajectoryTree:
         logprobs_f32le=pack_logprobs(tree.logprobs),
         loss_mask_u8=pack_mask(tree.loss_mask),
         version_spans=_write_spans(tree.spans),
-        reasons=write_reasons(tree.reasons),
+        reasons=sorted(tree.reasons),
     )
 
 
@@ -159,11 +156,9 @@ def _write_node(node: TreeNode) -> types_pb2.TrajectoryNode:
         role=write_role(node.role),
         sampled=node.sample is not None,
         trained=node.trained,
-        lineage=types_pb2.Lineage.ValueType(node.lineage),
-        reasons=write_reasons(node.reasons),
-        finish_reason=(
-            types_pb2.FinishReason.ValueType(node.sample.finish) if node.sample else None
-        ),
+        lineage=node.lineage,
+        reasons=sorted(node.reasons),
+        finish_reason=node.sample.finish if node.sample else None,
         engine_id=node.sample.engine_id if node.sample else "",
         prompt_crc32=node.sample.prompt_crc32 if node.sample else None,
     )

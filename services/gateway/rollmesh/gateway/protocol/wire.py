@@ -14,7 +14,7 @@ from rollmesh.chat.messages import Message, RenderContext, RoleName
 from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent
 from rollmesh.chat.parsing.formats import tool_schemas
 from rollmesh.gateway.conversation.lineage import lineages
-from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
+from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.gateway.conversation.sampled import Returns, Shown
 from rollmesh.gateway.conversation.tree import Node, Tree
 from rollmesh.gateway.protocol.reading import ROLES
@@ -200,7 +200,7 @@ def _read_lineage(request: gateway_pb2.ChatRequest) -> Lineage | None:
         raise InvalidFieldError(
             "lineage", f"is {request.lineage}; give MAIN, SUB_AGENT, COMPACTION or AUXILIARY"
         )
-    return Lineage(request.lineage) if request.lineage else None
+    return request.lineage or None
 
 
 def _read_wanted(request: gateway_pb2.ChatRequest, render_context: RenderContext) -> Wanted:
@@ -322,12 +322,12 @@ def _write_answer(answered: Answered) -> gateway_pb2.ChatAnswer:
     assert sample is not None
     return gateway_pb2.ChatAnswer(
         message=write_message(node.messages[0]),
-        finish_reason=types_pb2.FinishReason.ValueType(sample.finish),
+        finish_reason=sample.finish,
         prompt_tokens=sample.prompt_tokens,
         completion_tokens=len(sample.token_ids),
         cached_tokens=sample.cached_tokens,
         node_id=node.node_id,
-        reasons=write_reasons(node.reasons),
+        reasons=sorted(node.reasons),
         answer_id=answered.record.answer_id,
         created_unix_ms=answered.record.created_unix_ms,
         tokens=None if report is None else _write_tokens(report.tokens),
@@ -353,19 +353,14 @@ def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
         token_ids_u32le=pack_ids(node.token_ids),
         glue_tokens=node.scaffold_tokens,
         sampled=node.sample is not None,
-        lineage=types_pb2.Lineage.ValueType(lineage),
-        reasons=write_reasons(node.reasons),
+        lineage=lineage,
+        reasons=sorted(node.reasons),
     )
     if node.sample is not None:
-        result.finish_reason = types_pb2.FinishReason.ValueType(node.sample.finish)
+        result.finish_reason = node.sample.finish
     return result
 
 
 def write_role(role: RoleName) -> types_pb2.Role.ValueType:
     """Returns the proto of a role."""
     return types_pb2.Role.ValueType(_ROLE_NUMBERS[role])
-
-
-def write_reasons(reasons: Iterable[Fidelity]) -> list[types_pb2.FidelityReason.ValueType]:
-    """Returns the protos of reasons, sorted."""
-    return [types_pb2.FidelityReason.ValueType(reason) for reason in sorted(reasons)]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from google.protobuf import json_format
 
 from rollmesh.gateway import metrics
-from rollmesh.gateway.conversation.reasons import ExportMode
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import (
     record_bytes,
@@ -200,7 +199,7 @@ class Gateway:
             sampling=json_format.MessageToJson(request.sampling, indent=None),
             metadata=dict(request.metadata),
             finish_on_disconnect=request.disconnect_policy == gateway_pb2.DISCONNECT_POLICY_FINISH,
-            export_mode=request.export_mode or ExportMode.LEAVES,
+            export_mode=request.export_mode or gateway_pb2.EXPORT_MODE_LEAVES,
         )
         self._groups.add(spec.group_id, spec.group_size)
         opening = begun(self._tasks, self._open(spec))

@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from rollmesh.gateway import metrics
-from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.conversation.tree import Node
 from rollmesh.gateway.sessions.ending import subscribed
 from rollmesh.gateway.sessions.session import (
@@ -29,6 +28,7 @@ from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import begun
 from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -127,12 +127,12 @@ class Replies:
 
         The answer is committed and goes out all the same where that cannot be stored: it informs.
         """
-        if Fidelity.RETRY_REPLAY in node.reasons:
+        if types_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons:
             return
-        node.reasons |= {Fidelity.RETRY_REPLAY}
+        node.reasons |= {types_pb2.FIDELITY_REASON_RETRY_REPLAY}
         session_id = session.spec.session_id
         try:
             await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
         except RollmeshError as error:
-            node.reasons -= {Fidelity.RETRY_REPLAY}  # the next replay tries again
+            node.reasons -= {types_pb2.FIDELITY_REASON_RETRY_REPLAY}  # the next replay tries again
             _log.warning("replay not recorded", extra=fields(session=session_id, error=str(error)))

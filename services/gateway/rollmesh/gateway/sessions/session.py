@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from rollmesh.chat.constraints.structural_tag import Wanted
 from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
-from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
+from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.gateway.conversation.sampled import Returns, Shown
 from rollmesh.gateway.conversation.tree import Node, Tree
 from rollmesh.gateway.protocol.reading import MessageReader
@@ -392,6 +392,10 @@ class Session:
             if turn.answered is not None and not (turn.handed or turn.waiting)
         ]
         for node in nodes:
-            reasons = node.reasons - {Fidelity.ORPHANED}  # of a close that was not stored
-            node.reasons = reasons if node.children else reasons | {Fidelity.ORPHANED}
+            reasons = node.reasons - {
+                types_pb2.FIDELITY_REASON_ORPHANED
+            }  # of a close that was not stored
+            node.reasons = (
+                reasons if node.children else reasons | {types_pb2.FIDELITY_REASON_ORPHANED}
+            )
         return nodes

@@ -11,11 +11,11 @@ import numpy as np
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall
-from rollmesh.gateway.conversation.reasons import ExportMode, Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.sampled import Tops
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
+from rollmesh.v1 import gateway_pb2, types_pb2
 
 SCHEMA_VERSION = 7  # counts up with every change of what is below
 SCHEMA = """
@@ -83,7 +83,7 @@ class SessionSpec:
     """Default sampling parameters: the JSON form of `SamplingParams`."""
     metadata: dict[str, str] = field(default_factory=dict)
     finish_on_disconnect: bool = False
-    export_mode: int = ExportMode.LEAVES
+    export_mode: int = gateway_pb2.EXPORT_MODE_LEAVES
     """In which form the tree is exported: an `ExportMode`."""
 
 
@@ -300,13 +300,25 @@ def attach_row(stored: StoredSession, row: Any, contexts: dict[bytes, RenderCont
             token_ids,
             scaffold,
             sample=_sample(token_ids[scaffold:], *sampled) if sampled[0] else None,
-            reasons=frozenset(map(Fidelity, json.loads(reasons))),
+            reasons=frozenset(_known(types_pb2.FidelityReason, one) for one in json.loads(reasons)),
             stored=True,
         )
     )
     if answer:
         record = stored.answers[node_id] = AnswerRecord(**json.loads(answer))
-        stored.tree.nodes[node_id].said = Lineage(record.lineage) if record.lineage else None
+        stored.tree.nodes[node_id].said = (
+            _known(types_pb2.Lineage, record.lineage) if record.lineage else None
+        )
+
+
+def _known(enum: Any, number: Any) -> Any:
+    """Returns the number of an enum value.
+
+    Raises:
+        ValueError: The enum has no such number: the row is damaged.
+    """
+    enum.Name(number)
+    return number
 
 
 def _message(fields: dict[str, Any]) -> Message:
@@ -320,7 +332,7 @@ def _sample(token_ids: Any, text: str, logprobs: bytes, tops: bytes | None) -> S
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),
         tuple(VersionSpan(*span) for span in spans),
-        Finish(finish),
+        _known(types_pb2.FinishReason, finish),
         engine_id,
         prompt_tokens,
         cached_tokens,

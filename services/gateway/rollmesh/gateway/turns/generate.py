@@ -6,7 +6,6 @@ An engine is another process, and may be wrong: a message is checked before anyt
 from dataclasses import dataclass, field
 
 from rollmesh.chat.parsing.answer import Answer
-from rollmesh.gateway.conversation.reasons import Finish
 from rollmesh.gateway.conversation.sampled import Sampled, Tops, joined
 from rollmesh.gateway.conversation.tree import Sample, VersionSpan
 from rollmesh.gateway.turns.engines import SampledTokens
@@ -147,7 +146,7 @@ def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,
         spans=spans,
-        finish=Finish.STOP if cut is not None else Finish(finish.reason),
+        finish=types_pb2.FINISH_REASON_STOP if cut is not None else finish.reason,
         engine_id=generation.engine_id,
         prompt_tokens=prompt_tokens,
         cached_tokens=finish.cached_tokens,

@@ -18,7 +18,7 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway import metrics
-from rollmesh.gateway.conversation.reasons import ExportMode, Fidelity
+from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.conversation.tree import Node, Sample, path_bytes
 from rollmesh.gateway.export.record import record_bytes
 from rollmesh.gateway.sessions.session import (
@@ -48,7 +48,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.v1 import engine_pb2, router_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, gateway_pb2, router_pb2, types_pb2
 
 _STREAMED_CHUNK = 16
 _INLINE_IDS = 128  # more ids than these are decoded off the event loop
@@ -133,7 +133,11 @@ class TurnRunner:
         if request.returns.token_ids:
             turn.begin(PromptIds(prepared.packed))
         sampling = self._preparer.sampling(request, prepared)
-        known = prepared.prompt.match.node.end if session.spec.export_mode == ExportMode.TREE else 0
+        known = (
+            prepared.prompt.match.node.end
+            if session.spec.export_mode == gateway_pb2.EXPORT_MODE_TREE
+            else 0
+        )
         tokens = prepared.prompt_tokens - known + sampling.max_tokens
         self._limits.reserve(
             session, turn, record_bytes(session), path_bytes(tokens, len(request.messages) + 1)
@@ -151,11 +155,11 @@ class TurnRunner:
         )
         reasons = set(prepared.prompt.match.reasons)
         if generation.answer.malformed:
-            reasons.add(Fidelity.MALFORMED_TOOL_CALL)
+            reasons.add(types_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
-            reasons.add(Fidelity.STOP_STRING)
+            reasons.add(types_pb2.FIDELITY_REASON_STOP_STRING)
         if prepared.constraint is not None or is_masked(sampling):
-            reasons.add(Fidelity.CONSTRAINED)
+            reasons.add(types_pb2.FIDELITY_REASON_CONSTRAINED)
         return prepared, generation.answer.message(), sample, frozenset(reasons)
 
     async def _generate_somewhere(
