@@ -11,7 +11,7 @@ import grpc
 from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
-from rollmesh.sidecar.app import Sidecar
+from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.server import HttpServer
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
@@ -213,7 +213,7 @@ async def sidecar_of(config: SidecarConfig) -> AsyncIterator[str]:
     async with asyncio.timeout(60), open_channel(config.gateway) as channel:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            server = HttpServer(Sidecar(config, channel).app(), config)
+            server = HttpServer(make_app(config, channel), config)
             listener.listen()
             async with asyncio.TaskGroup() as group:
                 group.create_task(server.serve([listener]))

@@ -15,7 +15,7 @@ from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.listening import Bound, bind_host
 from rollmesh.runtime.telemetry.logs import configure_logging
 from rollmesh.runtime.telemetry.metrics import metrics_endpoint
-from rollmesh.sidecar.app import Sidecar
+from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.server import HttpServer
 
@@ -33,7 +33,7 @@ async def _serve_on(
     listener: socket.socket, config: SidecarConfig, metrics_port: int | None
 ) -> None:
     async with open_channel(config.gateway) as channel:
-        server = HttpServer(Sidecar(config, channel).app(), config)
+        server = HttpServer(make_app(config, channel), config)
         with stop_signals(supervised=config.supervised) as stop:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(server.serve([listener]))

@@ -1,12 +1,15 @@
 """Errors as the official SDKs expect them: one table from gRPC code and reason to HTTP."""
 
+import logging
 from dataclasses import dataclass
 
 import orjson
+from starlette.responses import Response
 
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.rpc.statuses import MAX_MESSAGE_BYTES, cut_text
 
+_log = logging.getLogger(__name__)
 _STATUS = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
     "OUT_OF_RANGE": (400, "invalid_request_error"),
@@ -131,6 +134,26 @@ def to_http(error: RollmeshError) -> HttpError:
     if status == 409:  # SDKs retry a conflict; a closed session stays closed
         headers.append((b"x-should-retry", b"false"))
     return HttpError(status, orjson.dumps({"error": body}), tuple(headers))
+
+
+def error_response(error: RollmeshError, request_id: str) -> Response:
+    """Returns the HTTP answer that reports an error."""
+    http = to_http(error)
+    response = Response(http.body, http.status)
+    for name, value in http.headers:
+        response.headers[name.decode()] = value.decode()
+    response.headers["x-request-id"] = request_id
+    return response
+
+
+def typed(error: Exception) -> RollmeshError:
+    """Returns the first typed error of a group; details of any other error stay in the log."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, RollmeshError):
+        return error
+    _log.error("unexpected error", exc_info=error)
+    return RollmeshError("unexpected error; see the log under the request id")
 
 
 def error_event(error: RollmeshError) -> bytes:
