@@ -10,10 +10,10 @@ import pytest
 
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.control import Control
 from rollmesh.router.leases import Engine, LeaseTable
 from rollmesh.router.members import Members
 from rollmesh.router.servicer import RouterServicer
+from rollmesh.router.weights.models import Models
 from rollmesh.runtime.errors import EngineFaultError, InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
@@ -26,8 +26,8 @@ class NotingRouter(RouterServicer):
     def __init__(self, data_dir: Path) -> None:
         self.table = LeaseTable()
         members = Members(10_000)
-        control = Control(self.table, members, RouterConfig(data_dir=data_dir))
-        super().__init__(self.table, members, control)
+        models = Models(self.table, members, data_dir)
+        super().__init__(self.table, members, models, RouterConfig(data_dir=data_dir))
         self.messages: list[router_pb2.DispatchRequest] = []
         self.address = ""
         self.released = asyncio.Event()

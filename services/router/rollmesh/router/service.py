@@ -8,25 +8,25 @@ import grpc
 
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.control import Control
 from rollmesh.router.leases import LeaseTable
 from rollmesh.router.members import Members
 from rollmesh.router.servicer import RouterServicer
+from rollmesh.router.weights.models import Models
 from rollmesh.v1 import router_pb2_grpc, server_pb2
 
 
 class RouterService:
-    """One router process; its state is what its members say."""
+    """One router process; its state is what its members report."""
 
     name = "rollmesh.v1.RouterService"
 
     def __init__(self, config: RouterConfig) -> None:
-        """Begins with nobody registered."""
+        """Starts without members."""
         self.table = LeaseTable()
         metrics.watch(self.table)
         members = Members(config.replica_silence_ms)
-        self._control = Control(self.table, members, config)
-        self._servicer = RouterServicer(self.table, members, self._control)
+        models = Models(self.table, members, config.data_dir)
+        self._servicer = RouterServicer(self.table, members, models, config)
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
@@ -39,21 +39,21 @@ class RouterService:
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Takes up the kept weights, and owns the updates of engines.
+        """Restores the kept weights, and owns the updates of engines.
 
         Raises:
             StoreError: The folder for weights cannot be read or written.
         """
-        async with self._control.running():
+        async with self._servicer.running():
             yield
 
     async def ready(self) -> None:
-        """Returns at once: members come when they come."""
+        """Returns at once: members may register at any time."""
 
     async def drain(self) -> None:
-        """Does nothing: members find out by their streams."""
+        """Does nothing: members see their streams end."""
 
     async def failed(self) -> str:
-        """Waits for ever: a router fails only with its process."""
+        """Waits forever: a router fails only with its process."""
         await asyncio.Event().wait()
         return ""

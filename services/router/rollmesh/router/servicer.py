@@ -3,11 +3,15 @@
 import logging
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
 from rollmesh.router import metrics
+from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
 from rollmesh.router.leases import Booker, Engine, Grant, LeaseTable, Refusal, RefusalReason
 from rollmesh.router.members import Members
+from rollmesh.router.weights.models import Models
+from rollmesh.router.weights.pushes import Pushes
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidFieldError,
@@ -20,6 +24,7 @@ from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.runtime.rpc.statuses import to_status
+from rollmesh.runtime.rpc.uploads import chunks_of
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
@@ -31,13 +36,25 @@ _MAX_FAULT_CHARS = 500
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """Serves one router."""
 
-    def __init__(self, table: LeaseTable, members: Members, control: Control) -> None:
-        """Takes the state and the control of engines."""
+    def __init__(
+        self, table: LeaseTable, members: Members, models: Models, config: RouterConfig
+    ) -> None:
+        """Takes the state and the settings."""
         self._table = table
         self._members = members
-        self._control = control
+        self._models = models
+        self._control = Control(models, config.control_timeout_ms / 1000)
+        self._pushes = Pushes(models, config)
         self._router_id = uuid.uuid4().hex
         self._repeats = Repeats()
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Restores the kept weights, and owns the updates of engines.
+
+        Raises:
+            StoreError: The folder of weights cannot be read or written.
+        """
+        return self._pushes.running()
 
     async def Register(
         self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
@@ -53,11 +70,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 self._members.reported(member, message.load)
                 if engine is not None:
                     _take_load(engine, message.load)
-                    self._control.heed(engine)
+                    self._pushes.heed(engine)
         finally:
             self._members.leave(member)
             if engine is not None:
-                self._control.gone(engine)
+                self._pushes.gone(engine)
                 if self._table.engines.get(engine.engine_id) is engine:
                     self._table.remove_engine(engine.engine_id)
 
@@ -96,7 +113,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def ListReplicas(
         self, request: router_pb2.ListReplicasRequest, context: Context
     ) -> router_pb2.ListReplicasResponse:
-        response = router_pb2.ListReplicasResponse(models=self._control.models())
+        response = router_pb2.ListReplicasResponse(models=self._models.weights())
         for hello in self._members.hellos():
             replica = response.replicas.add(hello=hello)
             engine = self._table.engines.get(hello.replica_id)
@@ -138,7 +155,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
             async def push() -> router_pb2.PushWeightsResponse:
                 header = _update_header(first.header)
-                version, results = await self._control.push(header, _chunks(request_iterator))
+                version, results = await self._pushes.push(header, chunks_of(request_iterator))
                 return router_pb2.PushWeightsResponse(policy_version=version, results=results)
 
             return await self._repeats.once(first.header, push)
@@ -147,7 +164,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ForgetWeightsRequest, context: Context
     ) -> router_pb2.ForgetWeightsResponse:
         async def forget() -> router_pb2.ForgetWeightsResponse:
-            model, version = await self._control.forget(request.model)
+            model, version = await self._pushes.forget(request.model)
             return router_pb2.ForgetWeightsResponse(model=model, policy_version=version)
 
         return await self._repeats.once(request, forget)
@@ -218,7 +235,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         _take_load(engine, hello.load)
         self._table.add_engine(engine)
         self._warn_of_misfits()
-        self._control.heed(engine)
+        self._pushes.heed(engine)
         return engine
 
 
@@ -253,15 +270,6 @@ def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWei
 def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
     engine.policy_version, engine.push_id = load.policy_version, load.push_id
     engine.draining = load.draining
-
-
-async def _chunks(
-    requests: AsyncIterator[router_pb2.PushWeightsRequest],
-) -> AsyncIterator[bytes]:
-    async for request in requests:
-        if not request.HasField("safetensors_chunk"):
-            raise InvalidFieldError("part", "is not a chunk; send one header and then chunks")
-        yield request.safetensors_chunk
 
 
 def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.ReplicaHello:

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from rollmesh.router.engine_calls import call_engine, failed
 from rollmesh.router.leases import Engine
-from rollmesh.router.weights.engine_calls import call_engine, failed
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     EngineFaultError,

@@ -1,4 +1,4 @@
-"""One control call to one engine, and what came of it."""
+"""One control call to one engine, and its result."""
 
 from collections.abc import Awaitable, Callable
 
@@ -12,7 +12,7 @@ from rollmesh.v1 import engine_pb2_grpc, router_pb2
 async def call_engine(
     engine: Engine, call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]]
 ) -> router_pb2.EngineResult:
-    """Returns what came of one call to one engine; never raises for the engine's sake."""
+    """Calls an engine; returns the result, also of a call that failed."""
     try:
         async with open_channel(engine.address) as channel:
             with typed_errors():
@@ -23,5 +23,5 @@ async def call_engine(
 
 
 def failed(engine: Engine, error: RollmeshError) -> router_pb2.EngineResult:
-    """Returns that an engine did not do what was asked, and why."""
+    """Returns the result of a call that failed."""
     return router_pb2.EngineResult(engine_id=engine.engine_id, status=to_status(error))

@@ -1,4 +1,4 @@
-"""The control of engines by itself: what it says while it starts, and of a full disk."""
+"""Pushes without engines: while the router starts, and on a full disk."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -6,19 +6,24 @@ from pathlib import Path
 import pytest
 
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.control import Control
 from rollmesh.router.leases import Engine, LeaseTable
 from rollmesh.router.members import Members
 from rollmesh.router.weights.kept import KeptWeights
+from rollmesh.router.weights.models import Models
+from rollmesh.router.weights.pushes import Pushes
 from rollmesh.runtime.errors import StartingError, StoreFullError
 from rollmesh.v1 import engine_pb2, router_pb2
 
 
-async def control_in(folder: Path) -> Control:
-    """Returns the control of a mesh with one gateway."""
+async def models_in(folder: Path) -> Models:
+    """Returns the models of a mesh with one gateway."""
     members = Members(silence_ms=10_000)
     await members.join(router_pb2.ReplicaHello(replica_id="g", model="policy"))
-    return Control(LeaseTable(), members, RouterConfig(data_dir=folder))
+    return Models(LeaseTable(), members, folder)
+
+
+async def pushes_in(folder: Path) -> Pushes:
+    return Pushes(await models_in(folder), RouterConfig(data_dir=folder))
 
 
 def header() -> engine_pb2.UpdateWeightsHeader:
@@ -32,30 +37,31 @@ async def chunks() -> AsyncIterator[bytes]:
 
 
 async def kept_before(folder: Path) -> None:
-    control = await control_in(folder)
-    async with control.running():
-        await control.push(header(), chunks())
+    pushes = await pushes_in(folder)
+    async with pushes.running():
+        await pushes.push(header(), chunks())
 
 
 async def test_nothing_is_pushed_or_forgotten_before_it_is_known_what_is_kept(
     tmp_path: Path,
 ) -> None:
     await kept_before(tmp_path)
-    control = await control_in(tmp_path)
+    models = await models_in(tmp_path)
+    pushes = Pushes(models, RouterConfig(data_dir=tmp_path))
     with pytest.raises(StartingError):
-        await control.push(header(), chunks())
+        await pushes.push(header(), chunks())
     with pytest.raises(StartingError):
-        await control.forget("policy")
-    control.heed(Engine("e", "127.0.0.1:1", "policy", 1))  # registers meanwhile
-    async with control.running():
-        assert [one.target_policy_version for one in control.models()] == [1]
+        await pushes.forget("policy")
+    pushes.heed(Engine("e", "127.0.0.1:1", "policy", 1))  # registers meanwhile
+    async with pushes.running():
+        assert [one.target_policy_version for one in models.weights()] == [1]
 
 
 async def test_a_disk_that_fills_up_while_weights_come_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KeptWeights, "open_part", lambda *_: Path("/dev/full").open("wb"))  # noqa: SIM115 - Control closes it
-    control = await control_in(tmp_path)
-    async with control.running():
+    monkeypatch.setattr(KeptWeights, "open_part", lambda *_: Path("/dev/full").open("wb"))  # noqa: SIM115 - Pushes closes it
+    pushes = await pushes_in(tmp_path)
+    async with pushes.running():
         with pytest.raises(StoreFullError):
-            await control.push(header(), chunks())
+            await pushes.push(header(), chunks())

@@ -1,0 +1,72 @@
+"""Checks a request to generate."""
+
+from rollmesh.engine.backend import GenerateInput, Limits
+from rollmesh.engine.requests.constraint import read_constraint
+from rollmesh.engine.requests.sampling import MAX_TOP_LOGPROBS, read_sampling
+from rollmesh.runtime.codec.arrays import unpack_ids
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    PromptEmptyError,
+    PromptTooLongError,
+    TokenOutOfVocabularyError,
+)
+from rollmesh.v1 import engine_pb2
+
+_MAX_ID_CHARS = 128
+
+
+def read_generate(
+    request: engine_pb2.GenerateRequest, limits: Limits, max_chunk_tokens: int
+) -> GenerateInput:
+    """Returns a checked request.
+
+    Args:
+        request: The request.
+        limits: Limits of the backend.
+        max_chunk_tokens: Most tokens of one streamed chunk; 0 asks for one final chunk.
+
+    Raises:
+        InvalidFieldError: Names the field and what is wrong with it.
+    """
+    if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
+        raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
+    token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
+    room = max(limits.max_context_tokens - len(token_ids), 1)
+    sampling = read_sampling(request.sampling, room, limits.vocabulary_tokens)
+    if request.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidFieldError(
+            "top_logprobs", f"is {request.top_logprobs}; give at most {MAX_TOP_LOGPROBS}"
+        )
+    result = GenerateInput(
+        request.request_id,
+        token_ids,
+        sampling,
+        max_chunk_tokens,
+        read_constraint(request, sampling),
+        request.top_logprobs,
+    )
+    _check_prompt(result, limits)
+    return result
+
+
+def _check_prompt(request: GenerateInput, limits: Limits) -> None:
+    """Checks a prompt against what the model can take.
+
+    Raises:
+        PromptEmptyError: It has no ids.
+        TokenOutOfVocabularyError: It has an id that the model does not know.
+        PromptTooLongError: It leaves no room for an answer.
+    """
+    ids, field = request.token_ids, "token_ids_u32le"
+    if not len(ids):
+        raise PromptEmptyError(field, "is empty; send at least one id")
+    largest = int(ids.max())
+    if largest >= limits.vocabulary_tokens:
+        raise TokenOutOfVocabularyError(
+            field, f"has id {largest}; ids are below {limits.vocabulary_tokens}"
+        )
+    if len(ids) + 1 > limits.max_context_tokens:
+        raise PromptTooLongError(
+            field,
+            f"has {len(ids)} ids; the context holds {limits.max_context_tokens} with the answer",
+        )

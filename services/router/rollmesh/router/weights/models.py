@@ -1,0 +1,100 @@
+"""The models of a mesh: their engines, and the weights that these must hold."""
+
+import asyncio
+from pathlib import Path
+
+from rollmesh.router import metrics
+from rollmesh.router.leases import Engine, LeaseTable, Target
+from rollmesh.router.members import Members
+from rollmesh.router.weights.kept import KeptWeights, check_folder, kept_models
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import router_pb2
+
+
+class Models:
+    """The models of engines and gateways, and those with kept weights.
+
+    Invariant: the table's target of a model is `current` of its kept weights.
+    """
+
+    def __init__(self, table: LeaseTable, members: Members, data_dir: Path) -> None:
+        """Takes the state of the mesh and the folder of kept weights."""
+        self._table = table
+        self._members = members
+        self._data_dir = data_dir
+        self._kept: dict[str, KeptWeights] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self.restored = False
+        """Whether the kept weights of earlier runs are known."""
+
+    async def restore(self) -> None:
+        """Reads the kept weights of earlier runs, in a thread, while members register.
+
+        Raises:
+            StoreError: The folder cannot be read or written.
+        """
+        for kept in await asyncio.to_thread(_restored, self._data_dir):
+            self._kept[kept.model] = kept
+            self.set_target(kept)
+        self.restored = True
+
+    def weights(self) -> list[router_pb2.ModelWeights]:
+        """Returns the target and the last version of every model, sorted by name."""
+        names = self._members.models() | {name for name, kept in self._kept.items() if kept.current}
+        return [
+            router_pb2.ModelWeights(
+                model=name,
+                target_policy_version=self.kept(name).target_version,
+                last_policy_version=self.kept(name).last_version,
+            )
+            for name in sorted(names)
+        ]
+
+    def named(self, model: str, field: str = "model") -> str:
+        """Returns the model that a call names; an empty name means the only one.
+
+        Args:
+            model: Name in the call.
+            field: Its field, for errors.
+
+        Raises:
+            InvalidFieldError: The mesh does not have the model, or has several and none is named.
+        """
+        known = [one.model for one in self.weights()]
+        if model in known or (not model and len(known) == 1):
+            return model or known[0]
+        names = ", ".join(known) or "none: no engine or gateway is registered yet"
+        problem = f"{model!r} is not in the mesh" if model else "is empty"
+        raise InvalidFieldError(field, f"{problem}; give one of those there are ({names})")
+
+    def engines(self, model: str) -> list[Engine]:
+        """Returns the registered engines of a model."""
+        return [engine for engine in self._table.engines.values() if engine.model == model]
+
+    def kept(self, model: str) -> KeptWeights:
+        """Returns the kept weights of a model."""
+        kept = self._kept.get(model)
+        if kept is None:
+            kept = self._kept[model] = KeptWeights(self._data_dir, model)
+        return kept
+
+    def lock(self, model: str) -> asyncio.Lock:
+        """Returns the lock under which the kept weights of a model change."""
+        return self._locks.setdefault(model, asyncio.Lock())
+
+    def set_target(self, kept: KeptWeights) -> None:
+        """Makes the current weights of a model its target."""
+        current = kept.current
+        if current is None:
+            self._table.targets.pop(kept.model, None)
+        else:
+            self._table.targets[kept.model] = Target(current.policy_version, current.push_id)
+        metrics.TARGET_VERSION.labels(kept.model).set(kept.target_version)
+
+
+def _restored(data_dir: Path) -> list[KeptWeights]:
+    check_folder(data_dir)
+    found = [KeptWeights(data_dir, model) for model in kept_models(data_dir)]
+    for kept in found:
+        kept.restore()
+    return found

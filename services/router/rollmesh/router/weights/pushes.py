@@ -1,0 +1,225 @@
+"""Pushes of new weights: received, offered to engines, accepted or withdrawn."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rollmesh.router.config import RouterConfig
+from rollmesh.router.leases import Engine
+from rollmesh.router.weights.kept import KeptWeights, sync, typed_errors
+from rollmesh.router.weights.models import Models
+from rollmesh.router.weights.updates import Updates
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    StaleVersionError,
+    StartingError,
+    WeightTransferError,
+)
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.statuses import from_status
+from rollmesh.runtime.rpc.uploads import write_chunks
+from rollmesh.runtime.tasks import begun, finish
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import engine_pb2, router_pb2
+
+_log = logging.getLogger(__name__)
+_RETRY_MS = 200
+_REFUSALS = (InvalidFieldError, WeightTransferError)
+"""Errors of an engine that will never take the push."""
+
+
+class Pushes:
+    """Brings pushed weights to the engines of their model, including engines that join later.
+
+    Invariant: a push becomes the target of its model only after an engine has taken the weights
+    and their header is on disk.
+    """
+
+    def __init__(self, models: Models, config: RouterConfig) -> None:
+        """Takes the models and the settings."""
+        self._models = models
+        self._config = config
+        self._claimed = 0
+        """Bytes announced by the pushes that are being received."""
+        self._updates = Updates(
+            config.control_timeout_ms / 1000,
+            wanted=self._wanted,
+            file_of=lambda header: models.kept(header.model).file_of(header),
+            taken=self._taken,
+        )
+        self._tasks: asyncio.TaskGroup
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Restores the kept weights, and owns the updates of engines.
+
+        Raises:
+            StoreError: The folder cannot be read or written.
+        """
+        await self._models.restore()
+        async with asyncio.TaskGroup() as self._tasks:
+            self._updates.tasks = self._tasks
+            try:
+                yield
+            finally:
+                await self._updates.close()
+
+    async def push(
+        self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]
+    ) -> tuple[int, list[router_pb2.EngineResult]]:
+        """Receives new weights and offers them to the engines of their model.
+
+        Returns:
+            The version that engines must hold now, and one result for each engine.
+
+        Raises:
+            StaleVersionError: The version is not above the last one.
+            InvalidFieldError: A field is wrong, or the size is not as announced.
+            StoreFullError: The disk has too little room.
+            StoreError: The weights could not be stored.
+            DeadlineError: The sender paused for too long.
+            StartingError: The router is still starting.
+        """
+        self._check_restored()
+        header.model = self._models.named(header.model, "header.model")
+        header.push_id = uuid.uuid4().hex
+        kept = self._models.kept(header.model)
+        self._check(header, kept)
+        if header.HasField("safetensors_bytes"):
+            await self._receive(header, kept, chunks)
+        results = await finish(self._tasks, self._offer(header, kept))
+        return kept.target_version, results
+
+    async def forget(self, model: str) -> tuple[str, int]:
+        """Forgets the kept weights of a model; returns its name and their version.
+
+        Raises:
+            InvalidFieldError: The mesh does not have the model.
+            StoreError: The files cannot be removed.
+            StartingError: The router is still starting.
+        """
+        self._check_restored()
+        model = self._models.named(model)
+        kept = self._models.kept(model)
+        async with self._models.lock(model):
+            former = kept.target_version
+            await asyncio.to_thread(kept.forget)
+            self._models.set_target(kept)
+        _log.warning("forgot the kept weights", extra=fields(model=model, policy_version=former))
+        return model, former
+
+    def heed(self, engine: Engine) -> None:
+        """Compares the weights that an engine reports with those that it should hold."""
+        if not self._models.restored:
+            return  # its next report comes soon enough
+        kept = self._models.kept(engine.model)
+        if kept.offered is not None and _holds(engine, kept.offered):
+            begun(self._tasks, self._accept(engine, kept))
+        self._updates.bring(engine)
+
+    def gone(self, engine: Engine) -> None:
+        """Cancels the update of an engine that left."""
+        self._updates.drop(engine)
+
+    def _check_restored(self) -> None:
+        if not self._models.restored:
+            raise StartingError("the router is reading its kept weights", retry_delay_ms=_RETRY_MS)
+
+    def _check(self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights) -> None:
+        last, step = kept.last_version, self._config.max_version_step
+        if header.policy_version <= last:
+            raise StaleVersionError(
+                f"policy_version {header.policy_version} is not above {last}; count up",
+                policy_version=last,
+            )
+        if header.policy_version > last + step:
+            raise InvalidFieldError(
+                "header.policy_version",
+                f"is {header.policy_version}, more than {step} above {last}; count up in smaller "
+                "steps, or raise the router's max_version_step",
+            )
+        if header.pause_mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
+            raise InvalidFieldError(
+                "header.pause_mode", "is not set; say what happens to running requests"
+            )
+        if header.WhichOneof("source") is None:
+            raise InvalidFieldError("header.source", "is not set; name where weights come from")
+
+    async def _receive(
+        self,
+        header: engine_pb2.UpdateWeightsHeader,
+        kept: KeptWeights,
+        chunks: AsyncIterator[bytes],
+    ) -> None:
+        """Writes the chunks to a file of their own; kept weights stay as they are."""
+        file = await asyncio.to_thread(kept.open_part, header, self._claimed)
+        self._claimed += header.safetensors_bytes
+        try:
+            with typed_errors(kept.folder), file:
+                await write_chunks(
+                    file, header.safetensors_bytes, chunks, self._config.push_silence_ms
+                )
+                await asyncio.to_thread(sync, file)
+        except BaseException:
+            await asyncio.to_thread(kept.discard_part, header)
+            raise
+        finally:
+            self._claimed -= header.safetensors_bytes
+
+    async def _offer(
+        self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights
+    ) -> list[router_pb2.EngineResult]:
+        """Offers a received push: accepted once one engine has it, withdrawn if all refuse it."""
+        async with self._models.lock(kept.model):
+            try:
+                self._check(header, kept)  # another push may have been faster
+                await asyncio.to_thread(kept.offer, header)
+            except BaseException:
+                await asyncio.to_thread(kept.discard_part, header)
+                raise
+        await faults.reach("router-offered")
+        engines = self._models.engines(kept.model)
+        if not engines:
+            await self._accept(None, kept)
+        results = await asyncio.gather(*(self._updates.offer(one, header) for one in engines))
+        if results and all(_refused(result) for result in results):
+            async with self._models.lock(kept.model):
+                if kept.offered is header:
+                    await asyncio.to_thread(kept.withdraw)
+        return results
+
+    async def _taken(self, engine: Engine) -> None:
+        # Runs to completion even if the update that called it is superseded.
+        await finish(self._tasks, self._accept(engine, self._models.kept(engine.model)))
+
+    async def _accept(self, engine: Engine | None, kept: KeptWeights) -> None:
+        """Accepts the offer if an engine holds it, or if there is no engine to ask."""
+        async with self._models.lock(kept.model):
+            offered = kept.offered
+            if offered is None or (engine is not None and not _holds(engine, offered)):
+                return
+            await faults.reach("router-before-accept")
+            await asyncio.to_thread(kept.accept)
+            self._models.set_target(kept)
+        for other in self._models.engines(kept.model):
+            self._updates.bring(other)
+
+    def _wanted(self, engine: Engine) -> engine_pb2.UpdateWeightsHeader | None:
+        """Returns the weights that an engine lacks; None if it has them, or they cannot be had."""
+        kept = self._models.kept(engine.model)
+        for header in (kept.offered, kept.current):
+            if header is not None and _holds(engine, header):
+                return None
+        current = kept.current
+        # A transfer cannot be replayed; the engine stays fenced until the next push.
+        return None if current is None or current.HasField("transfer") else current
+
+
+def _refused(result: router_pb2.EngineResult) -> bool:
+    return result.status.code != 0 and isinstance(from_status(result.status), _REFUSALS)
+
+
+def _holds(engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> bool:
+    return (engine.policy_version, engine.push_id) == (header.policy_version, header.push_id)

@@ -1,0 +1,61 @@
+"""Weights that arrive as a stream: one header, then chunks of a safetensors file."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import IO, TypeAlias
+
+from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, InvalidWeightsError
+from rollmesh.v1 import engine_pb2, router_pb2
+
+
+UploadRequest: TypeAlias = router_pb2.PushWeightsRequest | engine_pb2.UpdateWeightsRequest
+
+
+async def chunks_of(requests: AsyncIterator[UploadRequest]) -> AsyncIterator[bytes]:
+    """Yields the chunks that follow the header.
+
+    Raises:
+        InvalidFieldError: A message is not a chunk.
+    """
+    async for request in requests:
+        if not request.HasField("safetensors_chunk"):
+            raise InvalidFieldError("part", "is not a chunk; send one header and then chunks")
+        yield request.safetensors_chunk
+
+
+async def write_chunks(
+    file: IO[bytes], size: int, chunks: AsyncIterator[bytes], silence_ms: int
+) -> None:
+    """Writes the chunks to a file.
+
+    Args:
+        file: Open for writing; written in threads.
+        size: Announced size of the file, bytes.
+        chunks: Its parts in order.
+        silence_ms: Longest wait for a chunk, milliseconds.
+
+    Raises:
+        InvalidWeightsError: The chunks are shorter or longer than announced.
+        DeadlineError: The sender paused for too long.
+    """
+    written = 0
+    while (chunk := await _next(chunks, silence_ms)) is not None:
+        written += len(chunk)
+        if written > size:
+            break
+        await asyncio.to_thread(file.write, chunk)
+    if written != size:
+        received = f"at least {written}" if written > size else written
+        raise InvalidWeightsError(
+            "safetensors_chunk", f"{received} bytes were received, {size} were announced"
+        )
+
+
+async def _next(chunks: AsyncIterator[bytes], silence_ms: int) -> bytes | None:
+    try:
+        async with asyncio.timeout(silence_ms / 1000):
+            return await anext(chunks, None)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"no chunk arrived for {silence_ms} ms; send the weights again"
+        ) from error
