@@ -10,11 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
-from rollmesh.runtime.errors import (
-    PromptEmptyError,
-    PromptTooLongError,
-    TokenOutOfVocabularyError,
-)
 from rollmesh.v1 import engine_pb2, types_pb2
 
 FinishReason: TypeAlias = types_pb2.FinishReason.ValueType
@@ -215,26 +210,3 @@ class Backend(Protocol):
     def load(self) -> Load:
         """Says what the backend is doing."""
         ...
-
-
-def check_prompt(request: GenerateInput, limits: Limits) -> None:
-    """Checks a prompt against what the model can take.
-
-    Raises:
-        PromptEmptyError: It has no ids.
-        TokenOutOfVocabularyError: It has an id the model does not know.
-        PromptTooLongError: It leaves no room for `max_tokens` sampled ids.
-    """
-    ids, field_name = request.token_ids, "token_ids_u32le"
-    if not len(ids):
-        raise PromptEmptyError(field_name, "is empty; send at least one id")
-    largest = int(ids.max())
-    if largest >= limits.vocabulary_tokens:
-        raise TokenOutOfVocabularyError(
-            field_name, f"has id {largest}; ids are below {limits.vocabulary_tokens}"
-        )
-    if len(ids) + 1 > limits.max_context_tokens:
-        raise PromptTooLongError(
-            field_name,
-            f"has {len(ids)} ids; the context holds {limits.max_context_tokens} with the answer",
-        )

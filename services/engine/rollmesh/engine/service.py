@@ -84,8 +84,8 @@ class EngineService:
     async def _report(self) -> None:
         """Tells the router of a new policy version at once."""
         while True:
-            await self._servicer.changed.wait()
-            self._servicer.changed.clear()
+            await self._servicer.weights.changed.wait()
+            self._servicer.weights.changed.clear()
             if self._membership is not None:
                 self._membership.notify()
 
@@ -106,7 +106,7 @@ class EngineService:
             policy_version=load.policy_version,
             running=load.running,
             waiting=load.waiting,
-            push_id=self._servicer.push_id,
+            push_id=self._servicer.weights.push_id,
         )
 
 

@@ -1,64 +1,47 @@
 """EngineService: checks fields, calls the backend, answers."""
 
-import asyncio
-import tempfile
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
-from typing import Any, TypeVar
 
 from rollmesh.engine import metrics
 from rollmesh.engine.backend import (
     Backend,
     Chunk,
     Finish,
-    GenerateInput,
     PauseMode,
-    Sampling,
-    Transfer,
-    check_prompt,
 )
-from rollmesh.engine.requests.constraint import read_constraint
-from rollmesh.engine.requests.sampling import MAX_TOP_LOGPROBS, read_sampling
-from rollmesh.engine.requests.transfer import read_init, read_transfer
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids
+from rollmesh.engine.requests.generate import read_generate
+from rollmesh.engine.requests.transfer import read_init
+from rollmesh.engine.weights import WeightUpdates
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import (
-    DeadlineError,
     EngineDeadError,
     InvalidFieldError,
-    InvalidWeightsError,
     ModelMismatchError,
     RequestIdInUseError,
-    StaleVersionError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
+from rollmesh.runtime.rpc.uploads import chunks_of
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
-
-_MAX_ID_CHARS = 128
-_SILENCE_S = 60.0  # of an update whose sender is there and sends nothing: it keeps others waiting
-_T = TypeVar("_T")
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Serves one backend."""
 
     def __init__(self, backend: Backend, engine_id: str, model: str) -> None:
-        """Takes the backend and what the engine is called."""
+        """Takes the backend, and the names of the engine and its model."""
         self._backend = backend
         self._engine_id = engine_id
         self._model = model
         self._running: set[str] = set()
-        self._updating = asyncio.Lock()
         self._repeats = Repeats()
         metrics.watch(backend)
-        self.push_id = ""
-        """Id of the push that brought the weights in use; empty for those of the start."""
-        self.changed = asyncio.Event()
-        """Set when the policy version changed."""
+        self.weights = WeightUpdates(backend)
+        """Updates of the backend's weights."""
 
     async def Generate(
         self, request: engine_pb2.GenerateRequest, context: Context
@@ -97,8 +80,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _run(
         self, request: engine_pb2.GenerateRequest, max_chunk_tokens: int
     ) -> AsyncGenerator[Chunk | Finish, None]:
-        """Yields what the backend samples for a request, its finish last."""
-        generate = self._read_request(request, max_chunk_tokens)
+        """Yields what the backend samples for a request, and the finish last."""
+        self._check_model(request.model)
+        generate = read_generate(request, self._backend.limits, max_chunk_tokens)
         if self._backend.died.is_set():
             raise EngineDeadError("the model's process died; the engine is about to restart")
         if request.request_id in self._running:
@@ -170,55 +154,21 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             first = await anext(request_iterator, None)
             if first is None or not first.HasField("header"):
                 raise InvalidFieldError("header", "is missing; send it in the first message")
-            return await self._update_once(first.header, request_iterator)
+            header = first.header
+            self._check_model(header.model, "header.model")
+            _check_pause_mode(header.pause_mode, "header.pause_mode")
+            paused_ms = await self.weights.update(header, chunks_of(request_iterator))
+        return engine_pb2.UpdateWeightsResponse(
+            policy_version=header.policy_version, paused_ms=paused_ms
+        )
 
     async def InitWeightTransfer(
         self, request: engine_pb2.InitWeightTransferRequest, context: Context
     ) -> engine_pb2.InitWeightTransferResponse:
         self._check_model(request.model)
         init_info = read_init(request, self._backend.weight_transfer)
-
-        async def init() -> None:
-            async with self._updating:
-                await _to_the_end(self._backend.init_weight_transfer(init_info))
-
-        await self._repeats.once(request, init)
+        await self._repeats.once(request, lambda: self.weights.join(init_info))
         return engine_pb2.InitWeightTransferResponse()
-
-    async def _update_once(
-        self,
-        header: engine_pb2.UpdateWeightsHeader,
-        request_iterator: AsyncIterator[engine_pb2.UpdateWeightsRequest],
-    ) -> engine_pb2.UpdateWeightsResponse:
-        _check_pause_mode(header.pause_mode, "header.pause_mode")
-        self._check_model(header.model, "header.model")
-        async with self._updating:
-            if self._has(header):
-                return engine_pb2.UpdateWeightsResponse(policy_version=header.policy_version)
-            try:
-                paused_ms = await self._update(header, header.pause_mode, request_iterator)
-                metrics.PAUSED_SECONDS.observe(paused_ms / 1000)
-            finally:  # the version may have changed though the caller went away
-                self.changed.set()
-        return engine_pb2.UpdateWeightsResponse(
-            policy_version=header.policy_version, paused_ms=paused_ms
-        )
-
-    def _has(self, header: engine_pb2.UpdateWeightsHeader) -> bool:
-        """Says whether the engine holds a push already.
-
-        Raises:
-            StaleVersionError: Without a push id, the version must be above the present one.
-        """
-        present = self._backend.load().policy_version
-        if header.push_id:
-            return (header.policy_version, header.push_id) == (present, self.push_id)
-        if header.policy_version <= present:
-            raise StaleVersionError(
-                f"policy_version {header.policy_version} is not above {present}; count up",
-                policy_version=present,
-            )
-        return False
 
     async def Sleep(
         self, request: engine_pb2.SleepRequest, context: Context
@@ -244,110 +194,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         reset = await self._repeats.once(request, self._backend.reset_prefix_cache)
         return engine_pb2.ResetPrefixCacheResponse(reset=reset)
 
-    def _read_request(
-        self, request: engine_pb2.GenerateRequest, max_chunk_tokens: int
-    ) -> GenerateInput:
-        self._check_model(request.model)
-        if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
-            raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
-        limits = self._backend.limits
-        token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
-        room = max(limits.max_context_tokens - len(token_ids), 1)
-        sampling: Sampling = read_sampling(request.sampling, room, limits.vocabulary_tokens)
-        if request.top_logprobs > MAX_TOP_LOGPROBS:
-            raise InvalidFieldError(
-                "top_logprobs", f"is {request.top_logprobs}; give at most {MAX_TOP_LOGPROBS}"
-            )
-        result = GenerateInput(
-            request.request_id,
-            token_ids,
-            sampling,
-            max_chunk_tokens,
-            read_constraint(request, sampling),
-            request.top_logprobs,
-        )
-        check_prompt(result, limits)
-        return result
-
     def _check_model(self, model: str, field: str = "model") -> None:
         if model not in {"", self._model}:
             raise ModelMismatchError(field, f"is {model!r}; this engine serves {self._model!r}")
-
-    async def _update(
-        self,
-        header: engine_pb2.UpdateWeightsHeader,
-        mode: PauseMode,
-        requests: AsyncIterator[engine_pb2.UpdateWeightsRequest],
-    ) -> int:
-        match header.WhichOneof("source"):
-            case "checkpoint_dir":
-                source = Path(header.checkpoint_dir)
-                if not source.is_dir():  # noqa: ASYNC240 - one stat
-                    raise InvalidWeightsError(
-                        "header.checkpoint_dir", f"{source} is no folder the engine can read"
-                    )
-                return await _to_the_end(self._load(source, header, mode))
-            case "safetensors_bytes":
-                with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
-                    path = Path(folder) / "weights.safetensors"
-                    await _spool(path, header.safetensors_bytes, requests)
-                    return await _to_the_end(self._load(path, header, mode))
-            case "transfer":
-                transfer = read_transfer(header.transfer, self._backend.weight_transfer)
-                return await _to_the_end(self._load(transfer, header, mode))
-            case _:
-                raise InvalidFieldError("header.source", "is not set; name where weights come from")
-
-    async def _load(
-        self, source: Path | Transfer, header: engine_pb2.UpdateWeightsHeader, mode: PauseMode
-    ) -> int:
-        paused_ms = await self._backend.update_weights(source, header.policy_version, mode)
-        self.push_id = header.push_id
-        return paused_ms
-
-
-async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """Runs an update to its end even when the caller goes away, and only then says so.
-
-    Cut in the middle it would leave the model paused, or new weights under the old version.
-    """
-    update = asyncio.get_running_loop().create_task(work)
-    try:
-        return await asyncio.shield(update)
-    except asyncio.CancelledError:
-        await asyncio.wait({update})
-        raise
-
-
-async def _spool(
-    path: Path, size: int, requests: AsyncIterator[engine_pb2.UpdateWeightsRequest]
-) -> None:
-    """Writes the chunks of an update to a file, as many bytes as announced."""
-    written = 0
-    with path.open("wb") as file:
-        while (request := await _next(requests)) is not None:
-            if not request.HasField("safetensors_chunk"):
-                raise InvalidFieldError("part", "is not a chunk; send one header and then chunks")
-            written += len(request.safetensors_chunk)
-            if written > size:
-                break
-            await asyncio.to_thread(file.write, request.safetensors_chunk)
-    if written != size:
-        raise InvalidWeightsError(
-            "safetensors_chunk", f"{written} bytes came, {size} were announced"
-        )
-
-
-async def _next(
-    requests: AsyncIterator[engine_pb2.UpdateWeightsRequest],
-) -> engine_pb2.UpdateWeightsRequest | None:
-    try:
-        async with asyncio.timeout(_SILENCE_S):
-            return await anext(requests, None)
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"no chunk came for {_SILENCE_S:.0f} s; send the update again"
-        ) from error
 
 
 def _check_pause_mode(mode: PauseMode, field: str) -> None:

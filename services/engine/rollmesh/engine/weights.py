@@ -14,6 +14,7 @@ from rollmesh.runtime.rpc.uploads import write_chunks
 from rollmesh.v1 import engine_pb2
 
 _SILENCE_MS = 60_000  # longest wait for a chunk: other updates wait for this one
+_LIMIT = "the engine's limit"
 _T = TypeVar("_T")
 
 
@@ -97,7 +98,13 @@ class WeightUpdates:
                 with tempfile.TemporaryDirectory(prefix="rollmesh-weights-") as folder:
                     path = Path(folder) / "weights.safetensors"
                     with path.open("wb") as file:
-                        await write_chunks(file, header.safetensors_bytes, chunks, _SILENCE_MS)
+                        await write_chunks(
+                            file,
+                            header.safetensors_bytes,
+                            chunks,
+                            _SILENCE_MS,
+                            "the engine's limit",
+                        )
                     return await _to_the_end(self._load(path, header))
             case "transfer":
                 transfer = read_transfer(header.transfer, self._backend.weight_transfer)

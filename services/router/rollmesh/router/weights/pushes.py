@@ -159,7 +159,11 @@ class Pushes:
         try:
             with typed_errors(kept.folder), file:
                 await write_chunks(
-                    file, header.safetensors_bytes, chunks, self._config.push_silence_ms
+                    file,
+                    header.safetensors_bytes,
+                    chunks,
+                    self._config.push_silence_ms,
+                    "the router's push_silence_ms",
                 )
                 await asyncio.to_thread(sync, file)
         except BaseException:

@@ -7,7 +7,6 @@ from typing import IO, TypeAlias
 from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, InvalidWeightsError
 from rollmesh.v1 import engine_pb2, router_pb2
 
-
 UploadRequest: TypeAlias = router_pb2.PushWeightsRequest | engine_pb2.UpdateWeightsRequest
 
 
@@ -24,7 +23,7 @@ async def chunks_of(requests: AsyncIterator[UploadRequest]) -> AsyncIterator[byt
 
 
 async def write_chunks(
-    file: IO[bytes], size: int, chunks: AsyncIterator[bytes], silence_ms: int
+    file: IO[bytes], size: int, chunks: AsyncIterator[bytes], silence_ms: int, limit: str
 ) -> None:
     """Writes the chunks to a file.
 
@@ -33,13 +32,14 @@ async def write_chunks(
         size: Announced size of the file, bytes.
         chunks: Its parts in order.
         silence_ms: Longest wait for a chunk, milliseconds.
+        limit: Names that limit in errors.
 
     Raises:
         InvalidWeightsError: The chunks are shorter or longer than announced.
         DeadlineError: The sender paused for too long.
     """
     written = 0
-    while (chunk := await _next(chunks, silence_ms)) is not None:
+    while (chunk := await _next(chunks, silence_ms, limit)) is not None:
         written += len(chunk)
         if written > size:
             break
@@ -51,11 +51,11 @@ async def write_chunks(
         )
 
 
-async def _next(chunks: AsyncIterator[bytes], silence_ms: int) -> bytes | None:
+async def _next(chunks: AsyncIterator[bytes], silence_ms: int, limit: str) -> bytes | None:
     try:
         async with asyncio.timeout(silence_ms / 1000):
             return await anext(chunks, None)
     except TimeoutError as error:
         raise DeadlineError(
-            f"no chunk arrived for {silence_ms} ms; send the weights again"
+            f"no chunk arrived for {silence_ms} ms, {limit}; send the weights again"
         ) from error
