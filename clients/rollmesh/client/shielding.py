@@ -1,4 +1,4 @@
-"""Work that runs to its end although the task that waits for it is cancelled."""
+"""Lets work finish even if the task that awaits it is cancelled."""
 
 import asyncio
 import logging
@@ -12,11 +12,11 @@ _Result = TypeVar("_Result")
 
 
 async def shielded(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
-    """Runs work to its end; a cancellation waits for that, for `timeout_s` seconds at most.
+    """Runs work to its end; a cancellation is delayed until then, by at most `timeout_s` seconds.
 
     Raises:
-        Exception: The work's own.
-        CancelledError: It was cancelled meanwhile; the work has ended one way or the other.
+        Exception: The work raised it.
+        CancelledError: The caller was cancelled; the work has finished or was cancelled too.
     """
     loop = asyncio.get_running_loop()
     task, deadline = loop.create_task(work), None
@@ -33,5 +33,7 @@ async def shielded(work: Coroutine[Any, Any, _Result], timeout_s: float) -> _Res
         return task.result()
     failure = None if task.cancelled() else task.exception()
     if failure is not None:
-        _log.warning("cut short", extra=fields(error=type(failure).__name__))
+        _log.warning(
+            "work failed during a cancellation", extra=fields(error=type(failure).__name__)
+        )
     raise cancelled

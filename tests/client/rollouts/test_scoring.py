@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.client import Client, Episode, Limits, Rewards, SampleOutcome, Session
 from rollmesh.client.rollouts.rollout import rollout
-from rollmesh.client.rollouts.scoring import Scorer
+from rollmesh.client.rollouts.scoring import RewardCalls
 from rollmesh.client.sessions.rewards import read_rewards
 from rollmesh.client.sessions.transcripts import Transcript
 from rollmesh.runtime.errors import InvalidFieldError
@@ -80,7 +80,7 @@ async def test_no_more_threads_score_at_once_than_allowed() -> None:
             running -= 1
         return 1.0
 
-    scorer, empty = Scorer(reward, timeout_s=60, threads=2), gateway_pb2.GetSessionResponse()
+    scorer, empty = RewardCalls(reward, timeout_s=60, threads=2), gateway_pb2.GetSessionResponse()
     episode = Episode("q", Session("s", "", ""), None, Transcript.from_proto(empty))
     async with asyncio.TaskGroup() as tasks:
         scores = [tasks.create_task(scorer(episode)) for _ in range(6)]
@@ -215,7 +215,7 @@ def test_a_transcript_leaves_auxiliary_turns_out_of_what_is_last() -> None:
 async def test_a_thread_that_cannot_be_started_holds_no_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scorer = Scorer(lambda _: 1.0, timeout_s=60, threads=1)
+    scorer = RewardCalls(lambda _: 1.0, timeout_s=60, threads=1)
     empty = gateway_pb2.GetSessionResponse()
     episode = Episode("q", Session("s", "", ""), None, Transcript.from_proto(empty))
     with monkeypatch.context() as patch:

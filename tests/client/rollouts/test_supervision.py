@@ -68,7 +68,7 @@ async def test_an_agent_that_never_ends_is_left_behind_and_said(
     async with asyncio.timeout(60):
         with pytest.raises(AgentTimeLimitError):
             await supervised(agent(), 0.01, 0.02, stop())
-        assert "left behind" in caplog.text
+        assert "abandoned" in caplog.text
         over.set()
         await ended.wait()
 

@@ -1,7 +1,7 @@
-"""One place of a group: its attempts, each in a session of its own, until one counts.
+"""Runs one place of a group: attempts, each in its own session, until one counts.
 
-A failed attempt that is followed by another closes *superseded*: it is kept, and its place in the
-group is the next one's. That close must be known to be durable before there is a next attempt; so
+A failed attempt that is retried is closed as *superseded*: the collector keeps it, and its place in
+the group belongs to the next attempt. The next attempt starts only after that close is durable, so
 a group never has two sessions in one place.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from rollmesh.client.client import Client
 from rollmesh.client.deliveries.arrivals import Arrival, Arrivals
 from rollmesh.client.rollouts.groups import GroupState, SampleOutcome
-from rollmesh.client.rollouts.scoring import Episode, Scorer
+from rollmesh.client.rollouts.scoring import Episode, RewardCalls
 from rollmesh.client.rollouts.settings import RolloutSettings
 from rollmesh.client.rollouts.supervision import (
     AgentStoppedError,
@@ -41,38 +41,38 @@ _ERROR_CHARS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an attempt belongs."""
+    """The place of an attempt: a group and an index in it."""
 
     group: GroupState
     index: int
     stop: asyncio.Future[None]
-    """Done when the group needs its sessions no more."""
+    """Done when the group has failed and needs no more sessions."""
 
 
 class Attempts:
-    """Runs places; the same settings for all of a rollout."""
+    """Runs the places of one rollout."""
 
     def __init__(
         self, client: Client, settings: RolloutSettings, arrivals: Arrivals | None
     ) -> None:
-        """Takes what every attempt needs; `arrivals` is None without `on_session`."""
+        """Takes the rollout's settings; `arrivals` is None without `on_session`."""
         self._client = client
         self._settings = settings
         self._arrivals = arrivals
         self._limits = settings.limits
         self._retries = settings.retries
         limits, reward = settings.limits, settings.reward
-        self._scorer = reward and Scorer(
+        self._score = reward and RewardCalls(
             reward, timeout_s=limits.reward_s, threads=settings.reward_threads
         )
 
     async def run(self, place: Place) -> SampleOutcome:
-        """Runs a place to its end; whatever the agent does becomes an outcome."""
+        """Runs a place to its end and returns the outcome; errors of the agent are part of it."""
         attempt, backoff = 1, Backoff(self._retries.delay_s, math.inf)
         while True:
             try:
                 outcome = await self._attempt(place, attempt)
-            except Exception as error:  # noqa: BLE001 - the edge to the mesh: a lost place is data
+            except Exception as error:  # noqa: BLE001 - a lost session is an outcome
                 _log.warning("session lost", extra=_where(place, attempt, error))
                 return _outcome(place, attempt, "FAILED", error=error)
             if outcome is not None:
@@ -81,10 +81,10 @@ class Attempts:
             attempt += 1
 
     async def _attempt(self, place: Place, attempt: int) -> SampleOutcome | None:
-        """Runs an agent in a new session and closes it; returns None if another has to follow.
+        """Runs an agent in a new session and closes it; returns None if it must be retried.
 
         Raises:
-            RollmeshError: The session could not be opened, or its good end not be kept.
+            RollmeshError: The session could not be opened, or its close was not confirmed.
         """
         started_ms = clock.monotonic_ms()
         session = await self._open(place, attempt)
@@ -95,11 +95,14 @@ class Attempts:
             session.rewards = Rewards()
             await self._abort(session)
             raise
-        except Exception as error:  # noqa: BLE001 - the edge to the user's code: a failed agent is data
+        except Exception as error:  # noqa: BLE001 - a failed agent is an outcome
             return await self._failed(place, session, attempt, error, ended)
         try:
             return await self._completed(session, partial(ended, "COMPLETED", result=result))
-        except InvalidFieldError as error:  # a reward of what is not there; the session is open
+        except InvalidFieldError as error:
+            if session.closed:
+                raise
+            # A reward names a turn or trajectory that does not exist; the session is still open.
             return await self._failed(place, session, attempt, error, ended)
 
     async def _completed(
@@ -108,8 +111,8 @@ class Attempts:
         """Closes a session and, with `on_session`, hands over what the collector delivers.
 
         Raises:
-            InvalidFieldError: The rewards are not of this session, which is still open.
-            RollmeshError: The session may be open or closed.
+            InvalidFieldError: The rewards do not fit the session, which is still open.
+            RollmeshError: The close was not confirmed.
         """
         async with self._awaited(session) as arrival:
             await self._close(session, "COMPLETED")
@@ -119,7 +122,7 @@ class Attempts:
             try:
                 delivered = await arrival.session(self._limits.delivery_s)
                 await self._settings.on_session(outcome, delivered)
-            except Exception as error:  # noqa: BLE001 - the edge to the user's code
+            except Exception as error:  # noqa: BLE001 - the trainer's code failed
                 said, kind = _text(error), type(error).__name__
                 _log.warning("session lost", extra=fields(session=session.session_id, error=said))
                 return replace(outcome, outcome="FAILED", result=None, error=said, error_type=kind)
@@ -129,10 +132,10 @@ class Attempts:
         return self._arrivals.awaited(session.session_id) if self._arrivals else nullcontext()
 
     async def _work(self, place: Place, session: Session) -> Any:
-        """Returns what the runner returned; the session has its rewards by then."""
+        """Runs and scores the agent; returns the runner's result."""
         sample = place.group.sample
         if place.stop.done():
-            raise AgentStoppedError("the group had failed")
+            raise AgentStoppedError("its group has failed")
         run = find_runner(place.group.runner)
 
         async def agent() -> Any:
@@ -144,12 +147,12 @@ class Attempts:
 
         timeout_s, grace_s = self._settings.timeout_s, self._limits.grace_s
         result = await supervised(agent(), timeout_s, grace_s, place.stop)
-        if self._scorer is None:
+        if self._score is None:
             scored: Any = result
         else:
             transcript = await self._client.transcript(session)
-            scored = await self._scorer(Episode(sample, session, result, transcript))
-        if scored is not None:  # else what the runner may have left in the session
+            scored = await self._score(Episode(sample, session, result, transcript))
+        if scored is not None:  # otherwise the runner may have set them itself
             session.rewards = read_rewards(scored)
         return result
 
@@ -161,7 +164,7 @@ class Attempts:
         error: Exception,
         ended: Callable[..., SampleOutcome],
     ) -> SampleOutcome | None:
-        """Closes the session of a failed attempt; returns None if another has to follow."""
+        """Closes the session of a failed attempt; returns None if it must be retried."""
         again = self._retries.after(error, attempt) and not place.stop.done()
         stopped = isinstance(error, (AgentStoppedError, AgentTimeLimitError))
         outcome: Outcome = "ABORTED" if stopped else "FAILED"
@@ -169,13 +172,13 @@ class Attempts:
         _log.warning("agent failed", extra=_where(place, attempt, error, session.session_id))
         try:
             await self._close(session, outcome, superseded=again)
-        except RollmeshError as refused:  # without its close there is no room for another attempt
+        except RollmeshError as refused:  # its place is not free for another attempt
             _log.warning("session left open", extra=fields(error=type(refused).__name__))
             again = False
         return None if again else ended(outcome, error=error)
 
     async def _open(self, place: Place, attempt: int) -> Session:
-        """Opens a session; one that opens while the rollout is cancelled is closed again."""
+        """Opens a session; if the rollout is cancelled meanwhile, closes it again."""
         metadata = dict(place.group.metadata)
         if attempt > 1:
             metadata["attempt"] = str(attempt)
@@ -212,7 +215,7 @@ class Attempts:
         await shielded(closing, self._limits.close_s)
 
     async def _abort(self, session: Session) -> None:
-        """Closes on the way out: late or refused is logged, and left to the gateway's idle time."""
+        """Closes a session after a cancellation; on failure, the gateway's idle limit closes it."""
 
         async def closing() -> None:
             try:
@@ -234,7 +237,7 @@ def _outcome(
     result: Any = None,
     error: Exception | None = None,
 ) -> SampleOutcome:
-    """Returns what came of a place; without a session where none could be opened or closed."""
+    """Returns the outcome of a place; it has no session if opening or closing it failed."""
     return SampleOutcome(
         group_id=place.group.group_id,
         sample_index=place.index,

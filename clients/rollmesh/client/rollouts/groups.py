@@ -1,4 +1,4 @@
-"""Groups of a rollout: what is asked for, what has ended, and whether one can still succeed."""
+"""Groups of a rollout: their settings, their outcomes, and whether they can still succeed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ Needed: TypeAlias = Literal["all", "any"] | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A sample with settings of its own, which win over those of the rollout."""
+    """A sample with its own settings, which override those of the rollout."""
 
     sample: Any
-    """What the runner gets."""
+    """The runner's first argument."""
     group_id: str = ""
-    """Id of the group; empty leaves it to the rollout."""
+    """Id of the group; if empty, the rollout chooses one."""
     n: int | None = None
-    """Sessions in the group."""
+    """Number of sessions in the group."""
     runner: str | AgentRunner | None = None
-    """Runs the agent, whatever the sample's `agent_name` says."""
+    """Runs the agent; overrides the sample's `agent_name`."""
     sampling: Mapping[str, Any] | None = None
     """Defaults of all turns, by the names of `SamplingParams`."""
     metadata: Mapping[str, str] | None = None
@@ -32,36 +32,36 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutcome:
-    """What came of one place of a group: of its last attempt, which alone is in the group."""
+    """The outcome of one place of a group: that of its last attempt."""
 
     group_id: str
     sample_index: int
     outcome: Outcome
-    """COMPLETED; FAILED; ABORTED (past its time, or its group had failed)."""
+    """COMPLETED, FAILED, or ABORTED (time limit exceeded, or the group had failed)."""
     session_id: str = ""
-    """Empty where no session could be opened."""
+    """Empty if no session could be opened."""
     reward: float | None = None
     """Reward of the whole session."""
     result: Any = None
-    """What the runner returned; None unless it completed."""
+    """The runner's return value; None unless the session completed."""
     error: str = ""
-    """What went wrong, cut to a page."""
+    """Text of the error, up to 4,000 characters."""
     error_type: str = ""
-    """Class of the error; empty where there was none."""
+    """Class of the error; empty if there was none."""
     attempts: int = 1
     seconds: float = 0.0
-    """Time from the opening of its last session to the close of it."""
+    """Time from opening to closing the last session."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """What came of one sample."""
+    """The outcome of one sample."""
 
     group_id: str
     sample: Any
-    """As it was given to the rollout."""
+    """The sample, as it was given to the rollout."""
     succeeded: bool
-    """Whether as many sessions completed as the rollout needs."""
+    """Whether at least `needed` sessions completed."""
     sessions: tuple[SampleOutcome, ...]
     """One for each place, in order of sample_index."""
 
@@ -70,7 +70,7 @@ def needed_of(needed: Needed, size: int) -> int:
     """Returns how many of `size` sessions must complete.
 
     Raises:
-        InvalidFieldError: More than there are, or less than none.
+        InvalidFieldError: The number is not between 0 and `size`.
     """
     count = {"all": size, "any": 1}.get(needed, -1) if isinstance(needed, str) else needed
     if not 0 <= count <= size:
@@ -80,7 +80,7 @@ def needed_of(needed: Needed, size: int) -> int:
 
 @dataclass(slots=True)
 class GroupState:
-    """One group while it runs."""
+    """A running group."""
 
     group_id: str
     sample: Any
@@ -94,15 +94,15 @@ class GroupState:
 
     @property
     def failed(self) -> bool:
-        """Whether too few can complete, whatever the rest does."""
+        """Whether fewer than `needed` sessions can still complete."""
         lost = sum(outcome.outcome != "COMPLETED" for outcome in self._ended.values())
         return self.size - lost < self.needed
 
     def add(self, outcome: SampleOutcome) -> GroupOutcome | None:
-        """Takes the end of a place; returns the group with the last of them.
+        """Adds the outcome of a place; returns the outcome of the group with its last one.
 
         Raises:
-            ValueError: The place has ended before, or there is none.
+            ValueError: The place does not exist, or has ended already.
         """
         index = outcome.sample_index
         if index in self._ended or not 0 <= index < self.size:

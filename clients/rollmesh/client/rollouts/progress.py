@@ -1,4 +1,4 @@
-"""How far a rollout is: a bar where rich is installed and someone looks, else lines."""
+"""Shows the progress of a rollout: a bar on a terminal with rich installed, otherwise lines."""
 
 import importlib.util
 import sys
@@ -15,11 +15,11 @@ _LINE_MS = 5_000
 
 @contextmanager
 def showing(total: int | None, *, wanted: bool | None) -> Iterator[Show]:
-    """Yields what shows a summary, on standard error.
+    """Yields a function that shows a summary on standard error.
 
     Args:
-        total: Number of places; None where it is not known.
-        wanted: Whether to show anything; None: where standard error is a terminal.
+        total: Number of places; None if unknown.
+        wanted: Whether to show anything; None: if standard error is a terminal.
     """
     is_terminal = sys.stderr.isatty()
     if not (is_terminal if wanted is None else wanted):
@@ -60,7 +60,7 @@ def _write(summary: RolloutSummary, total: int | None) -> None:
 
 @contextmanager
 def _bar(total: int | None) -> Iterator[Show]:
-    from rich import console, progress  # noqa: PLC0415 - not everyone has it
+    from rich import console, progress  # noqa: PLC0415 - optional
 
     columns: tuple[Any, ...] = (
         progress.TextColumn("rollout"),

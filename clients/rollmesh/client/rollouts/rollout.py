@@ -1,8 +1,8 @@
-"""Runs agents: samples times n sessions, a cap on how many at once, failures kept apart.
+"""Rolls out samples: n sessions for each, with bounded concurrency and isolated failures.
 
-Memory does not grow with the samples: they are taken from their iterable as places become free, a
-group is held from its first session to its last, and what is not taken from the iterator of groups
-holds the places that follow.
+Memory does not grow with the number of samples. The next sample is taken when there is room for
+another session, a group is kept from its first session to its last, and groups that the caller has
+not read hold back new ones.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from rollmesh.client.runners import agent_name
 from rollmesh.runtime.errors import InvalidFieldError
 
 Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
-"""What runners get, or `Group`s, one group each; taken as places become free."""
+"""Samples for the runners, or `Group`s; each becomes one group."""
 _Keywords = ParamSpec("_Keywords")
 _Result = TypeVar("_Result")
 
 
 class Rollout(AsyncIterator[GroupOutcome]):
-    """A running rollout: iterates over its groups as they end. Made by `rollout_groups`."""
+    """A running rollout: an iterator over its groups as they end. Made by `rollout_groups`."""
 
     def __init__(
         self, attempts: Attempts, samples: Samples, settings: RolloutSettings, show: Show
     ) -> None:
-        """Takes what to run; nothing has begun."""
+        """Takes the samples; `feed` starts them."""
         self.summary = RolloutSummary()
-        """What has come of it so far."""
+        """Summary of the places and groups that have ended."""
         self._samples = samples
         self._settings = settings
         self._show = show
@@ -51,18 +51,18 @@ class Rollout(AsyncIterator[GroupOutcome]):
         """Waits for the next group to end.
 
         Raises:
-            Exception: What the samples' iterable raised, once the groups before it have ended.
+            Exception: The iterable of samples raised it; raised after the last group.
         """
         group = await self._ended.get()
         if group is not None:
             return group
-        self._ended.put_nowait(None)  # for whoever asks again
+        self._ended.put_nowait(None)  # for the next call
         if self._source_error is not None:
             raise self._source_error
         raise StopAsyncIteration
 
     async def feed(self, tasks: asyncio.TaskGroup) -> None:
-        """Begins a place whenever one is free, until the samples end."""
+        """Starts a session whenever there is room for one, until the samples end."""
         try:
             async for sample in _each(self._samples):
                 group, stop = self._begin(sample), asyncio.get_running_loop().create_future()
@@ -72,19 +72,19 @@ class Rollout(AsyncIterator[GroupOutcome]):
                     task = tasks.create_task(self._run(place))
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
-        except Exception as error:  # noqa: BLE001 - the edge to the user's code: the iterator raises it
+        except Exception as error:  # noqa: BLE001 - `__anext__` raises it
             self._source_error = error
         while self._running:
             await asyncio.wait(self._running)
         await self._ended.put(None)
 
     def cancel(self) -> None:
-        """Ends the places that run."""
+        """Cancels the running places."""
         for task in self._running:
             task.cancel()
 
     def _begin(self, given: Any) -> GroupState:
-        """Returns the group of a sample, with the settings that the sample leaves open."""
+        """Returns the group of a sample; its own settings override those of the rollout."""
         settings = self._settings
         group = given if isinstance(given, Group) else Group(sample=given)
         sample, n = group.sample, settings.n if group.n is None else group.n
@@ -107,7 +107,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
 
     def _group_id(self, sample: Any) -> str:
         group_id = self._settings.group_id(sample) if self._settings.group_id else uuid.uuid4().hex
-        if not isinstance(group_id, str) or not group_id:  # it would be no group at all
+        if not isinstance(group_id, str) or not group_id:
             raise InvalidFieldError("group_id", f"gave {group_id!r:.200}; return an id as text")
         return group_id
 
@@ -135,7 +135,7 @@ def _with_settings(
     [Callable[[Client, Samples, RolloutSettings], _Result]],
     Callable[Concatenate[Client, Samples, _Keywords], _Result],
 ]:
-    """Gives a function the settings as keyword arguments, types included."""
+    """Turns a function of the settings into one of keyword arguments, with their types."""
 
     def wrap(
         call: Callable[[Client, Samples, RolloutSettings], _Result],
@@ -157,28 +157,28 @@ def rollout_groups(
 ) -> AbstractAsyncContextManager[Rollout]:
     """Rolls samples out while the block runs: `async with ... as groups: async for g in groups`.
 
-    Leaving the block early ends what runs; no session stays open. The keyword arguments are those
-    of `RolloutSettings`.
+    Leaving the block early stops running agents and closes their sessions. The keyword arguments
+    are those of `RolloutSettings`.
 
     Raises:
-        InvalidFieldError: A setting is wrong.
-        Exception: What `on_sample` raised.
+        InvalidFieldError: A setting is invalid.
+        Exception: `on_sample` raised it.
     """
     return _rolling(client, samples, settings)
 
 
 @_with_settings(RolloutSettings)
 async def rollout(client: Client, samples: Samples, settings: RolloutSettings) -> RolloutSummary:
-    """Runs every sample `n` times, as one group each; waits for all.
+    """Runs every sample `n` times, as one group, and waits for all groups.
 
     The keyword arguments are those of `RolloutSettings`.
 
     Returns:
-        Counts, rewards and times; a session that fails never touches its siblings.
+        Counts, rewards and durations. A failed session does not affect its siblings.
 
     Raises:
-        InvalidFieldError: A setting is wrong.
-        Exception: What the samples' iterable or `on_sample` raised.
+        InvalidFieldError: A setting is invalid.
+        Exception: The iterable of samples or `on_sample` raised it.
     """
     async with _rolling(client, samples, settings) as groups:
         async for _ in groups:
@@ -207,7 +207,9 @@ async def _rolling(
                     for task in working:
                         task.cancel()
                     running.cancel()
-            except ExceptionGroup as group:  # what `on_sample` raised; the block came first
+            except (
+                ExceptionGroup
+            ) as group:  # of `on_sample`; an error of the block takes precedence
                 error = error or group.exceptions[0]
     if error is not None:
         raise error
@@ -216,7 +218,7 @@ async def _rolling(
 def _deliveries(
     client: Client, settings: RolloutSettings
 ) -> AbstractAsyncContextManager[Subscription | None]:
-    """Returns the subscription that `on_session` needs."""
+    """Returns the subscription for `on_session`."""
     if settings.on_session is None:
         return nullcontext()
     return client.subscribe(settings.consumer, unit="session", credits=settings.concurrency)

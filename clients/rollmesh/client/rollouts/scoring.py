@@ -1,4 +1,4 @@
-"""Calls of the user's reward function: asynchronous ones on the loop, others in threads."""
+"""Calls the user's reward function: on the event loop if it is asynchronous, else in a thread."""
 
 import asyncio
 import contextlib
@@ -15,27 +15,27 @@ from rollmesh.client.sessions.transcripts import Transcript
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What a reward function gets: one agent's finished work."""
+    """The argument of a reward function: one agent's finished work."""
 
     sample: Any
     session: Session
     result: Any
-    """What the runner returned."""
+    """The runner's return value."""
     transcript: Transcript
-    """What was said; `transcript.last` is the last turn."""
+    """The conversation; `transcript.last` is its last turn."""
 
 
 Score: TypeAlias = float | Rewards | None
 RewardFunction: TypeAlias = Callable[[Episode], Score | Awaitable[Score]]
-"""Scores an episode. A number is the session's reward and holds for all its trajectories."""
+"""Scores an episode. A number is the session's reward, which applies to all its trajectories."""
 
 
 class RewardTimeLimitError(Exception):
-    """A reward function took longer than it may."""
+    """A reward function exceeded its time limit."""
 
 
-class Scorer:
-    """Calls a reward function, at most so many at once in threads."""
+class RewardCalls:
+    """Calls a reward function under a time limit, in a bounded number of threads."""
 
     def __init__(self, function: RewardFunction, *, timeout_s: float, threads: int) -> None:
         """Takes the function and the limits of one call."""
@@ -44,12 +44,12 @@ class Scorer:
         self._places = asyncio.Semaphore(threads)
 
     async def __call__(self, episode: Episode) -> Score:
-        """Returns what the function gives.
+        """Returns the score of an episode.
 
         Raises:
-            RewardTimeLimitError: It took too long. A thread cannot be ended: it goes on, and holds
-                its place until it returns.
-            Exception: The function's own.
+            RewardTimeLimitError: The function exceeded the limit. Its thread cannot be stopped; it
+                keeps running, and counts towards the maximum, until the function returns.
+            Exception: The function raised it.
         """
         limit = asyncio.timeout(self._timeout_s)
         try:
@@ -60,7 +60,7 @@ class Scorer:
                 return cast("Score", await value if inspect.isawaitable(value) else value)
         except TimeoutError as error:
             if not limit.expired():
-                raise  # the function's own
+                raise  # raised by the function
             raise RewardTimeLimitError(
                 f"the reward function took over {self._timeout_s:g} s"
             ) from error
@@ -81,10 +81,12 @@ class Scorer:
             except BaseException as error:  # noqa: BLE001 - the edge of the thread: the loop raises it
                 kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 value, give_it = kept, scored.set_exception  # type: ignore[assignment]
-            with contextlib.suppress(RuntimeError):  # the loop is gone, and with it who asked
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop has been closed; nobody awaits the result
                 loop.call_soon_threadsafe(give, give_it, value)
 
-        # A thread of a pool would be waited for at exit, and one that hangs would stop that.
+        # The interpreter joins the threads of a pool at exit; one that hangs would block it.
         try:
             threading.Thread(target=work, name="rollmesh-reward", daemon=True).start()
         except BaseException:  # the machine has no more threads

@@ -1,4 +1,4 @@
-"""How a rollout is run: what its keyword arguments mean."""
+"""The settings of a rollout."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ from rollmesh.runtime.errors import InvalidFieldError
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long things beside the agents' own work may take, seconds."""
+    """Time limits of everything but the agents' own work, seconds."""
 
     grace_s: float = 30.0
-    """From asking an agent to end to forcing it, and again from that to leaving it behind."""
+    """From the first cancellation of an agent to the second, and from that to abandoning it."""
     close_s: float = 10.0
     """Opening or closing a session while the rollout is being cancelled."""
     reward_s: float = 60.0
-    """One call of the reward function, its wait for a thread included."""
+    """One call of the reward function, including the wait for a thread."""
     delivery_s: float = 600.0
     """Waiting until the collector delivers a closed session to `on_session`."""
 
@@ -30,7 +30,7 @@ class Limits:
         """Checks the limits.
 
         Raises:
-            InvalidFieldError: One is not above zero.
+            InvalidFieldError: A limit is not positive.
         """
         for name, limit_s in vars(self).items():
             if not limit_s > 0:
@@ -39,23 +39,23 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """Which failures are tried again, each time in a new session.
+    """Which failed attempts are retried, each time in a new session.
 
-    Errors that name a field are not: they would come again.
+    An `InvalidFieldError` is never retried: it would occur again.
     """
 
     tries: int = 1
-    """Most attempts at one place."""
+    """Maximum number of attempts, the first included."""
     delay_s: float = 2.0
     """Longest wait before the second attempt, seconds; doubled before each further one."""
     time_limits: bool = False
-    """Whether agents that ran too long are; that favours short answers."""
+    """Whether to retry agents that exceeded `timeout_s`; this favours short answers."""
 
     def __post_init__(self) -> None:
         """Checks the numbers.
 
         Raises:
-            InvalidFieldError: Names the one that is wrong.
+            InvalidFieldError: A number is too small.
         """
         if self.tries < 1:
             raise InvalidFieldError("retries.tries", f"is {self.tries}; give at least 1")
@@ -63,7 +63,7 @@ class Retries:
             raise InvalidFieldError("retries.delay_s", f"is {self.delay_s}; give at least 0")
 
     def after(self, error: Exception, attempt: int) -> bool:
-        """Returns whether there is another attempt after an error of this one."""
+        """Returns whether to retry after an error of this attempt (1 for the first)."""
         if attempt >= self.tries or isinstance(error, (AgentStoppedError, InvalidFieldError)):
             return False
         return self.time_limits or not isinstance(error, AgentTimeLimitError)
@@ -71,59 +71,61 @@ class Retries:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """How samples are rolled out: the keyword arguments of `rollout` and `rollout_groups`."""
+    """The keyword arguments of `rollout` and `rollout_groups`."""
 
     runner: str | AgentRunner | None = None
-    """For samples that name none in their `agent_name`: a function, or its registered name."""
+    """Runs the samples without an `agent_name`: a function, or its registered name."""
     n: int = 8
     """Sessions per sample: the size of its group."""
     concurrency: int = 64
-    """Most sessions at once."""
+    """Maximum number of concurrent sessions."""
     timeout_s: float = 1800.0
-    """Longest run of one agent, seconds."""
+    """Time limit of one agent, seconds."""
     limits: Limits = field(default_factory=Limits)
     retries: Retries = field(default_factory=Retries)
     needed: Needed = "any"
     """How many sessions of a group must complete for it to succeed: "all", "any", or a number.
 
-    A group that cannot succeed any more is ended: what runs is stopped, what has not begun is
-    opened and closed at once, all ABORTED, so that the group is delivered whole, with its outcomes.
+    A group that can no longer succeed is stopped: running agents are cancelled, and sessions that
+    have not started are opened and closed at once. All of them are ABORTED, so that the group is
+    delivered with the outcome of each session.
     """
     reward: RewardFunction | None = None
-    """Scores a finished agent; None: what the runner returns is the reward."""
+    """Scores a finished agent; None: the runner returns the rewards."""
     reward_timeout_ms: int | None = None
-    """Time for `Client.set_rewards` to score a completed session, milliseconds from when the
-    collector has it, which holds it back until then; None: what it has at its close is all."""
+    """Time for `Client.set_rewards` after the collector has stored a completed session,
+    milliseconds; the session is held back until then. None: it is delivered with the rewards that
+    it was closed with."""
     reward_threads: int = 8
-    """Most calls at once of a reward function that is not asynchronous."""
+    """Maximum number of concurrent calls of a reward function that is not asynchronous."""
     sampling: Mapping[str, Any] | None = None
     """Defaults of all turns, by the names of `SamplingParams`."""
     metadata: Callable[[Any], Mapping[str, str]] | None = None
-    """Gives what is carried to the trainer with a sample's sessions."""
+    """Returns the metadata of a sample's sessions, which the trainer receives."""
     group_id: Callable[[Any], str] | None = None
-    """Gives the id of a sample's group, each one once; None: a random one."""
+    """Returns the id of a sample's group, which must be unique; None: random ids."""
     export: ExportForm = "leaves"
-    """In which form the sessions are delivered: one trajectory for each leaf of the conversation
-    tree, or for each turn; or the tree itself, as `SessionResult.tree`."""
+    """The form in which sessions are delivered: one trajectory per leaf of the conversation tree,
+    one per turn, or the tree itself as `SessionResult.tree`."""
     on_sample: Callable[[SampleOutcome], None] | None = None
-    """Called with each outcome as it comes."""
+    """Called with the outcome of each place."""
     on_session: Callable[[SampleOutcome, SessionResult], Awaitable[None]] | None = None
-    """Puts a completed session, as the collector delivers it, where the trainer has it.
+    """Stores a completed session, as the collector delivers it, with the trainer.
 
-    The session is acknowledged when the call returns; its place is taken until then. An error makes
-    the outcome FAILED and is not retried. Other sessions of the consumer, such as those of failed
-    attempts, are acknowledged at once. None: the trainer subscribes itself.
+    The session is acknowledged when the call returns, and counts towards `concurrency` until then.
+    An error makes the outcome FAILED and is not retried. Other sessions of the consumer, such as
+    those of failed attempts, are acknowledged at once. None: the trainer subscribes itself.
     """
     consumer: str = ""
     """Name at the collector for `on_session`; one for each trainer."""
     progress: bool | None = None
-    """Whether to show progress on standard error; None: where that is a terminal."""
+    """Whether to show progress on standard error; None: if it is a terminal."""
 
     def __post_init__(self) -> None:
         """Checks the settings.
 
         Raises:
-            InvalidFieldError: Names the one that is wrong.
+            InvalidFieldError: A setting is invalid; the error names it.
         """
         for name in ("n", "concurrency", "reward_threads"):
             if getattr(self, name) < 1:

@@ -1,4 +1,4 @@
-"""What came of a rollout, in bounded memory however many samples there were."""
+"""The summary of a rollout, in bounded memory."""
 
 import math
 from collections import Counter
@@ -12,16 +12,16 @@ _STEP = 1.05
 
 @dataclass(slots=True)
 class Durations:
-    """Durations in buckets 5 % apart: quantiles of any number of them."""
+    """A histogram of durations, in buckets of 5 %."""
 
     _buckets: Counter[int] = field(default_factory=Counter)
 
     def add(self, seconds: float) -> None:
-        """Counts one."""
+        """Counts a duration."""
         self._buckets[round(math.log(max(seconds, 1e-3), _STEP))] += 1
 
     def quantile(self, share: float) -> float | None:
-        """Returns the duration that `share` of them do not exceed, within 5 %; None of none."""
+        """Returns a quantile, accurate to 5 %; None if the histogram is empty."""
         left = share * self._buckets.total()
         for bucket in sorted(self._buckets):
             left -= self._buckets[bucket]
@@ -32,7 +32,7 @@ class Durations:
 
 @dataclass(slots=True)
 class RolloutSummary:
-    """What came of a rollout."""
+    """The summary of a rollout."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """Places by outcome: COMPLETED, FAILED, ABORTED."""
@@ -41,18 +41,18 @@ class RolloutSummary:
     errors: Counter[str] = field(default_factory=Counter)
     """Places by class of the error; "other" beyond 64 classes."""
     messages: dict[str, str] = field(default_factory=dict)
-    """What the first error of each of these classes said."""
+    """Text of the first error of each class."""
     retries: int = 0
-    """Attempts beyond the first."""
+    """Attempts after the first."""
     rewarded: int = 0
     """Sessions with a reward."""
     reward_sum: float = 0.0
     seconds: Durations = field(default_factory=Durations)
-    """How long the sessions were open."""
+    """Time that sessions were open."""
 
     @property
     def mean_reward(self) -> float | None:
-        """Mean of the sessions' rewards that were given."""
+        """Mean reward of the sessions that have one."""
         return self.reward_sum / self.rewarded if self.rewarded else None
 
     def add(self, outcome: SampleOutcome) -> None:
@@ -75,7 +75,7 @@ class RolloutSummary:
         self.groups["succeeded" if group.succeeded else "failed"] += 1
 
     def __str__(self) -> str:
-        """Returns all of it in a line."""
+        """Returns the summary as one line."""
         parts = [f"{outcome.lower()} {count}" for outcome, count in sorted(self.counts.items())]
         parts += [f"groups {name} {count}" for name, count in sorted(self.groups.items())]
         if self.retries:

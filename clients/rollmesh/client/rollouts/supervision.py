@@ -1,9 +1,9 @@
-"""Agents under a time limit.
+"""Runs an agent under a time limit.
 
-An agent that is to end is cancelled twice at most: the first time asks it to end, the second,
-after a grace, forces it. Runners that hold something outside (a process, a remote run) end it in
-order at the first and at once at the second. What still runs then is left behind, with its session
-closed under it; only here tasks exist that no TaskGroup owns, because a TaskGroup would wait.
+An agent is stopped by cancelling it, and once more after a grace period. Runners that own a process
+or a remote run end it gracefully at the first cancellation and immediately at the second. An agent
+that ignores both is abandoned and its session is closed. Its task belongs to no TaskGroup, because
+a TaskGroup would wait for it.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ _log = logging.getLogger(__name__)
 
 
 class AgentTimeLimitError(Exception):
-    """An agent ran longer than it may."""
+    """An agent exceeded its time limit."""
 
 
 class AgentStoppedError(Exception):
-    """An agent was ended because nobody needs its result."""
+    """An agent was stopped because its result is no longer needed."""
 
 
 class AgentExitedError(Exception):
-    """An agent left by SystemExit, or by a CancelledError that nobody sent it."""
+    """An agent raised SystemExit, or CancelledError without having been cancelled."""
 
 
 async def supervised(
@@ -33,19 +33,19 @@ async def supervised(
     grace_s: float,
     stop: asyncio.Future[None],
 ) -> _Result:
-    """Returns what an agent returns, and ends it where it may not go on.
+    """Returns the result of an agent; stops it at its time limit or when `stop` is done.
 
     Args:
-        agent: The run of the agent.
-        timeout_s: Longest run, seconds.
-        grace_s: From asking it to end to forcing it, seconds.
-        stop: Ends the agent when it is done.
+        agent: The agent's coroutine.
+        timeout_s: Time limit, seconds.
+        grace_s: Time between the two cancellations, seconds.
+        stop: Stops the agent when it is done.
 
     Raises:
-        AgentTimeLimitError: It ran too long.
-        AgentStoppedError: `stop` was done first.
-        AgentExitedError: It left by something that is no Exception.
-        Exception: The agent's own.
+        AgentTimeLimitError: The agent exceeded the limit.
+        AgentStoppedError: `stop` was done before the agent.
+        AgentExitedError: The agent raised SystemExit, KeyboardInterrupt or CancelledError.
+        Exception: The agent raised it.
     """
     task = asyncio.get_running_loop().create_task(_contained(agent))
     try:
@@ -65,7 +65,7 @@ async def supervised(
 
 
 async def _contained(agent: Coroutine[Any, Any, _Result]) -> _Result:
-    """Keeps an agent that exits from ending the event loop."""
+    """Prevents an agent that exits from stopping the event loop."""
     try:
         return await agent
     except (SystemExit, KeyboardInterrupt) as error:
@@ -73,16 +73,16 @@ async def _contained(agent: Coroutine[Any, Any, _Result]) -> _Result:
 
 
 async def _end(task: asyncio.Task[Any], grace_s: float) -> None:
-    """Asks a task to end, then forces it; leaves it behind where it still runs."""
+    """Cancels a task up to twice and abandons it if it is still running."""
     try:
         task.cancel()
         await asyncio.wait({task}, timeout=grace_s)
-    finally:  # a cancellation of the wait is a reason to force it at once
+    finally:  # also if the wait itself is cancelled
         if not task.done():
             task.cancel()
     if not task.done():
         await asyncio.wait({task}, timeout=grace_s)
     if not task.done():
-        _log.error("an agent does not end and is left behind; its session is closed")
+        _log.error("agent abandoned: it ignores cancellation")
     elif not task.cancelled():
-        task.exception()  # seen: what it raises while it is being ended does not count
+        task.exception()  # retrieved, so that asyncio does not report it
