@@ -1,4 +1,4 @@
-"""What callers give, as the protocol says it; what has no place there is named."""
+"""Turns arguments into messages; errors name the argument."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -9,7 +9,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
-"""In which form a session's conversation tree goes to the trainer."""
+"""The form in which a session's conversation tree is delivered."""
 _EXPORT_FORMS = {
     "leaves": gateway_pb2.EXPORT_MODE_LEAVES,
     "turns": gateway_pb2.EXPORT_MODE_TURNS,
@@ -25,10 +25,10 @@ _Value = TypeVar("_Value")
 
 
 def chosen(field: str, name: object, values: Mapping[str, _Value]) -> _Value:
-    """Returns the value that a name stands for.
+    """Returns the value of a name.
 
     Raises:
-        InvalidFieldError: It is none of the names.
+        InvalidFieldError: There is no such name.
     """
     if not isinstance(name, str) or name not in values:
         raise InvalidFieldError(field, f"{name!r} is none of {', '.join(values)}")
@@ -39,7 +39,7 @@ def export_mode(form: object) -> gateway_pb2.ExportMode.ValueType:
     """Returns the mode of an `ExportForm`.
 
     Raises:
-        InvalidFieldError: It is none.
+        InvalidFieldError: There is no such form.
     """
     return chosen("export", form, _EXPORT_FORMS)
 
@@ -48,16 +48,16 @@ def outcome_of(name: object) -> types_pb2.SessionOutcome.ValueType:
     """Returns the outcome of a name.
 
     Raises:
-        InvalidFieldError: There is none of that name.
+        InvalidFieldError: There is no such outcome.
     """
     return chosen("outcome", name, _OUTCOMES)
 
 
 def filled(kind: type[_Message], /, **values: Any) -> _Message:
-    """Returns a message with these values; None leaves a field out.
+    """Returns a message with these values; fields that are None stay unset.
 
     Raises:
-        InvalidFieldError: Names the field that cannot hold what is given.
+        InvalidFieldError: A field cannot hold its value; the error names the field.
     """
     try:
         return kind(**values)
@@ -71,7 +71,7 @@ def read_sampling(sampling: Mapping[str, Any] | None) -> types_pb2.SamplingParam
     """Returns sampling parameters.
 
     Raises:
-        InvalidFieldError: One does not exist or has the wrong type; its name is in the message.
+        InvalidFieldError: A parameter does not exist or has the wrong type.
     """
     try:
         return filled(types_pb2.SamplingParams, **(sampling or {}))

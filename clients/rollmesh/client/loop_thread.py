@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers without one; Ctrl-C ends what they wait for."""
+"""An event loop in a thread, for callers without one; Ctrl-C cancels what they wait for."""
 
 import asyncio
 import signal
@@ -33,18 +33,18 @@ class LoopThread:
         """Runs work on the loop and waits for it.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C. The work was cancelled and has ended, its sessions are
-                closed; a second Ctrl-C does not wait for that.
+            KeyboardInterrupt: Ctrl-C. The work was cancelled and has finished; a second Ctrl-C does
+                not wait for it.
         """
         running = _Running(work)
         with _interrupts(lambda: self.call(running.cancel)) as interrupted:
             future = asyncio.run_coroutine_threadsafe(running.run(), self._loop)
             try:
                 while not wait([future], _LOOK_S).done:
-                    pass  # a signal that comes just before a thread blocks does not wake it
+                    pass  # a signal just before a thread blocks does not wake it
                 return future.result()
             except BaseException:
-                if not interrupted():  # a handler of the caller's raised here, or the work did
+                if not interrupted():  # the caller's signal handler or the work raised
                     self.call(running.cancel)
                     wait([future], _END_S)
                 raise
@@ -72,7 +72,7 @@ class LoopThread:
 
     @staticmethod
     def _end(result: Any, error: BaseException) -> None:
-        """Waits for the exit; the error that caused it is the caller's to raise again."""
+        """Waits for the exit; the caller re-raises the error that caused it."""
         try:
             result()
         except BaseException as raised:
@@ -112,11 +112,11 @@ class _Running(Generic[_Result]):
 def _interrupts(cancel: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Makes the first Ctrl-C call `cancel`, as `asyncio.run` does; yields whether there was one.
 
-    Raised wherever it happens to come, `KeyboardInterrupt` would leave work behind that was about
-    to be waited for, or a lock that nobody frees. A handler of the caller's own stays in place.
+    A `KeyboardInterrupt` raised at an arbitrary point could leave work running that was about to be
+    awaited, or a lock held. The caller's own signal handler stays in place.
 
     Raises:
-        KeyboardInterrupt: There was one, once the block has ended.
+        KeyboardInterrupt: There was a Ctrl-C; raised when the block has ended.
     """
     count = 0
 
@@ -164,10 +164,10 @@ async def _hold(
     entry: asyncio.Future[_Result],
     leave: asyncio.Future[BaseException | None],
 ) -> None:
-    """Enters a context, waits to leave it, and leaves it, with an error where there is one."""
+    """Enters a context, waits until it is to be left, and leaves it, possibly with an error."""
     try:
         value = await scope.__aenter__()
-    except Exception as error:  # noqa: BLE001 - the edge of the thread: the caller gets it
+    except Exception as error:  # noqa: BLE001 - raised in the caller's thread
         entry.set_exception(error)
         return
     except BaseException:  # the context ended its own task

@@ -1,4 +1,4 @@
-"""Calls that are safe to repeat, repeated while a service is away or full."""
+"""Retries of idempotent calls while a service is unavailable or full."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,7 @@ from rollmesh.runtime.errors import RemoteError, RollmeshError
 from rollmesh.runtime.rpc.channels import typed_errors
 
 _Result = TypeVar("_Result")
-_HEALED_BY_WAITING = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
+_TRANSIENT = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 
 
@@ -18,15 +18,15 @@ async def retried(
     timeout_s: float,
     *also: type[RollmeshError],
 ) -> _Result:
-    """Returns the result of a call, tried again after errors that waiting may heal.
+    """Returns the result of a call, retrying after transient errors.
 
     Args:
-        call: Makes the call once, with the time it may take in seconds. Must be repeatable.
-        timeout_s: Time for all tries together, seconds.
-        also: Errors that waiting heals here, beside those that it heals everywhere.
+        call: Makes the call once, within the given number of seconds. Must be idempotent.
+        timeout_s: Time limit of all tries together, seconds.
+        also: Further errors that are transient for this call.
 
     Raises:
-        RollmeshError: The last try's error, or one that waiting does not heal.
+        RollmeshError: The error is permanent, or the time is over.
     """
     now = asyncio.get_running_loop().time
     deadline, backoff = now() + timeout_s, Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
@@ -37,12 +37,12 @@ async def retried(
         except RollmeshError as error:
             asked_s = (error.retry_delay_ms or 0) / 1000
             wait_s = max(asked_s, backoff.next_s())
-            healing = error.code in _HEALED_BY_WAITING or isinstance(error, also)
+            transient = error.code in _TRANSIENT or isinstance(error, also)
             if isinstance(error, RemoteError) and error.code == "DEADLINE_EXCEEDED":
                 said = (
                     f"no answer within {timeout_s:g} s: the service is away, or not at its address"
                 )
                 raise RemoteError(said, error.code) from error
-            if not healing or now() + wait_s >= deadline:
+            if not transient or now() + wait_s >= deadline:
                 raise
         await asyncio.sleep(wait_s)

@@ -1,13 +1,13 @@
-"""TRL's GRPOTrainer over a mesh, through its `rollout_func`.
+"""Connects TRL's GRPOTrainer to a mesh through its `rollout_func`.
 
     rollouts = MeshRollouts(addresses, runner)
     trainer = GRPOTrainer(..., reward_funcs=rollouts.reward, rollout_func=rollouts)
     rollouts.attach(trainer)
     trainer.train()
 
-The trainer's prompts become groups of sessions; agents run in them; what the collector delivers is
-trained. `attach` pushes the weights to the mesh before every generation and makes the trainer weigh
-each token by what it was worth when it was sampled.
+The trainer's prompts become groups of sessions, in which agents run; the delivered sessions are
+trained. `attach` makes the trainer push its weights to the mesh before every generation and weigh
+each token by its importance ratio against the sampling policy.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 
 
 class MeshRollouts:
-    """A `rollout_func`, and the reward that goes with it."""
+    """A `rollout_func` and its reward function."""
 
     def __init__(  # noqa: PLR0913 - keywords, each with a default
         self,
@@ -53,16 +53,17 @@ class MeshRollouts:
 
         Args:
             addresses: Of the mesh.
-            runner: Gets an entry of the data set's `prompt` column.
-            consumer: Name at the collector; one for each trainer.
-            concurrency: As of `rollmesh.client.rollout`, like all that follow.
-            timeout_s: Longest run of one agent, seconds.
-            limits: How long other things may take.
-            retries: Which failures are tried again.
+            runner: Runs the agent; receives an entry of the data set's `prompt` column.
+            consumer: Consumer name at the collector; one per trainer.
+            concurrency: Maximum number of concurrent sessions. This and the following are settings
+                of `rollmesh.client.rollout`.
+            timeout_s: Time limit of one agent, seconds.
+            limits: Other time limits.
+            retries: Which failed attempts are retried.
             reward: Scores a finished agent; None: the runner returns the rewards.
 
         Raises:
-            InvalidFieldError: Names the setting that is wrong.
+            InvalidFieldError: A setting is invalid.
         """
         self._addresses = addresses
         self._consumer = consumer
@@ -76,18 +77,18 @@ class MeshRollouts:
         }
         RolloutSettings(**self._settings)
         self.counts: Counter[str] = Counter()
-        """Samples so far: "trained"; "failed" (in the batch with nothing trained and no reward);
-        "retried" (attempts beyond the first); "left_out" (further trajectories of a session: TRL
-        takes one for each prompt)."""
+        """Samples so far: "trained"; "failed" (in the batch without trained tokens or reward);
+        "retried" (attempts after the first); "left_out" (further trajectories of a session: TRL
+        takes one per prompt)."""
         self.rows: list[Row | None] = []
-        """What the last call returned, one per prompt; None where the sample failed."""
+        """The rows of the last call, one per prompt; None if the sample failed."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Runs one agent for each prompt, as TRL calls it.
+        """Runs one agent per prompt; called by TRL.
 
         Returns:
-            `prompt_ids`, `completion_ids` (lists of ids), `logprobs` (of the policy that sampled;
-            0.0 where nothing was), `env_mask` (1 where the token is trained), `mesh_reward`.
+            `prompt_ids`, `completion_ids` (lists of ids), `logprobs` (of the sampling policy; 0.0
+            for tokens that were not sampled), `env_mask` (1 for trained tokens), `mesh_reward`.
 
         Raises:
             InvalidFieldError: The trainer's temperature is not 1.
@@ -115,7 +116,7 @@ class MeshRollouts:
     def reward(
         self, *, completions: Sequence[Any], mesh_reward: Sequence[float | None], **_: Any
     ) -> list[float | None]:
-        """Returns what the sessions earned, as TRL calls a reward function; None where one failed.
+        """Returns the rewards of the sessions, None for failed ones; TRL's reward function.
 
         Raises:
             InvalidFieldError: The completions are not those of the last rollout.
@@ -125,16 +126,16 @@ class MeshRollouts:
         return list(mesh_reward)
 
     def attach(self, trainer: Any) -> None:
-        """Makes a trainer push its weights to the mesh and correct by our log-probabilities.
+        """Makes a trainer push its weights to the mesh and use our log-probabilities.
 
-        It then behaves as with `use_vllm`, with the mesh in the place of its own vLLM: the weights
-        go out before the first generation after each step, and with
-        `vllm_importance_sampling_correction` (its default) every token is weighed by
-        exp(trainer's log-probability - ours).
+        The trainer behaves as with `use_vllm`, with the mesh instead of its own vLLM: it pushes the
+        weights before the first generation after each step, and by default
+        (`vllm_importance_sampling_correction`) it weighs every token by exp(trainer's
+        log-probability - ours).
         """
         trainer.vllm_generation = _Weights(self._addresses, trainer)
         trainer.use_vllm = True
-        trainer._last_loaded_step = -1  # noqa: SLF001 - what its own set-up of vLLM sets
+        trainer._last_loaded_step = -1  # noqa: SLF001 - set as for its own vLLM
 
     async def _run(self, groups: Sequence[Group], consumer: str) -> list[Row | None]:
         """Returns the row of each session, in the order of the groups."""
@@ -161,7 +162,7 @@ class MeshRollouts:
         return found
 
     def _main(self, result: SessionResult) -> Row:
-        """Returns the main trajectory, and counts the others."""
+        """Returns the row of the main trajectory; counts the others."""
         rows = sorted(
             rows_of([result]), key=lambda row: (row.trajectory.lineage != "MAIN", -row.index)
         )
@@ -172,7 +173,7 @@ class MeshRollouts:
 
 
 class _Weights:
-    """Stands where a trainer has its own vLLM: `sync_weights` pushes to the mesh."""
+    """Replaces a trainer's own vLLM: `sync_weights` pushes to the mesh."""
 
     def __init__(self, addresses: MeshAddresses, trainer: Any) -> None:
         self._addresses = addresses
@@ -193,7 +194,7 @@ class _Weights:
 
 
 def _groups(prompts: Sequence[Any], size: int, sampling: Mapping[str, Any]) -> Iterator[Group]:
-    """Yields a group for each run of at most `size` equal prompts: TRL repeats them."""
+    """Yields a group per run of at most `size` equal prompts, because TRL repeats prompts."""
     for prompt, run in groupby(prompts):
         count = sum(1 for _ in run)
         for begin in range(0, count, size):

@@ -22,7 +22,7 @@ from rollmesh.v1 import router_pb2
 
 
 class MeshWeightSync:
-    """What vLLM calls a `VLLMWeightSyncClient`; its calls may come from any thread."""
+    """Implements vLLM's `VLLMWeightSyncClient`; may be called from any thread."""
 
     def __init__(
         self,
@@ -32,12 +32,12 @@ class MeshWeightSync:
         ranks_per_engine: int = 1,
         mode: Literal["keep", "abort", "wait"] = "keep",
     ) -> None:
-        """Takes the engines that are in the mesh now.
+        """Reads the engines that are in the mesh now.
 
         Args:
-            client: The SDK without async.
-            backend: Name of the backend that the engines were started with.
-            ranks_per_engine: Workers of one engine: its tensor times its pipeline parallel size.
+            client: The synchronous client.
+            backend: Backend that the engines were started with.
+            ranks_per_engine: Workers of one engine: tensor times pipeline parallel size.
             mode: What happens to running requests during an update.
         """
         self._client = client
@@ -51,15 +51,15 @@ class MeshWeightSync:
         )
         self._updated = False
         self.policy_version: int | None = None
-        """Version of the weights that are sent next; set it before each `send_weights`."""
+        """Version of the next weights; set it before each `send_weights`."""
 
     @property
     def ranks(self) -> int:
-        """Workers of all engines: what the trainer's `world_size` counts beside itself."""
+        """Workers of all engines; the trainer's `world_size` is this number plus its own ranks."""
         return self._ranks_per_engine * len(self._engines)
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Makes all engines join; where ranks count, each engine's follow those of the last."""
+        """Connects all engines; with ranks, each engine's follow those of the previous one."""
         by_engine = {}
         if "rank_offset" in init_info:
             first = int(init_info["rank_offset"])
@@ -73,7 +73,7 @@ class MeshWeightSync:
         """Begins a push.
 
         Raises:
-            InvalidFieldError: No version was set.
+            InvalidFieldError: `policy_version` is not set.
         """
         if self.policy_version is None:
             raise InvalidFieldError("policy_version", "is not set; set it before send_weights")
@@ -83,8 +83,8 @@ class MeshWeightSync:
         """Pushes; returns when all engines sample with the new weights.
 
         Raises:
-            InvalidFieldError: It is the second of one push.
-            WeightsPushError: An engine did not take them.
+            InvalidFieldError: It is the second update of one push.
+            WeightsPushError: An engine did not apply the weights.
         """
         if self.policy_version is None or self._updated:
             raise InvalidFieldError("update_info", "comes in pieces; send it whole (packed=False)")
@@ -96,7 +96,7 @@ class MeshWeightSync:
         """Ends a push: engines are done when `update_weights` returns.
 
         Raises:
-            InvalidFieldError: vLLM names a version of its own.
+            InvalidFieldError: vLLM passes another version.
         """
         if weight_version not in {None, str(self.policy_version)}:
             raise InvalidFieldError("weight_version", "is not policy_version; leave it out")

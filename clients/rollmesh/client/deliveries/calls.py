@@ -31,12 +31,12 @@ class DeliveryCalls(Connections):
         """Returns a subscription: `async with ... as groups: async for delivery in groups: ...`.
 
         Args:
-            consumer: Name; a known one goes on where it stopped.
-            unit: What one delivery holds.
-            credits: Most deliveries that may wait in this process; 0: none comes unless
-                `Subscription.grant` asked for it.
-            lease_ms: Time to acknowledge, milliseconds.
-            options: Where to begin, when groups are whole, what is kept back.
+            consumer: Name; a known consumer resumes where it stopped.
+            unit: Whether a delivery holds a session or a group.
+            credits: Maximum number of deliveries that wait in this process; 0: deliveries come only
+                when `Subscription.grant` asks for them.
+            lease_ms: Time to acknowledge a delivery, milliseconds.
+            options: Start position, group policy and filter.
         """
         return Subscription(
             self.addresses.collector,
@@ -56,18 +56,18 @@ class DeliveryCalls(Connections):
         turn_rewards: Mapping[str | int, float] | None = None,
         request_id: str = "",
     ) -> None:
-        """Gives a closed session rewards; what is left out stays as it was.
+        """Sets rewards of a closed session; omitted ones keep their value.
 
         Args:
-            session_id: The session; waits for a while until the collector has it.
-            reward: Of the whole session.
+            session_id: The session; the call waits a while until the collector has it.
+            reward: Reward of the whole session.
             trajectory_rewards: By the ids of `Rewards`; each wins over the session's.
             turn_rewards: By the ids of `Rewards`.
-            request_id: Makes the call repeatable by another process too.
+            request_id: Lets another process repeat the call.
 
         Raises:
-            InvalidFieldError: What is given is no reward.
-            RollmeshError: The session stays unknown, or lacks the trajectory or turn.
+            InvalidFieldError: A reward is not a finite number.
+            RollmeshError: The session stays unknown, or has no such trajectory or turn.
         """
         rewards = Rewards(reward, dict(trajectory_rewards or {}), dict(turn_rewards or {}))
         request = collector_pb2.SetRewardsRequest(
@@ -80,14 +80,14 @@ class DeliveryCalls(Connections):
     async def seek(
         self, consumer: str, position: collector_pb2.Position
     ) -> collector_pb2.SeekResponse:
-        """Moves a known consumer; says how many units come again and how many do not come."""
+        """Moves a known consumer; returns how many units are redelivered and how many skipped."""
         with typed_errors():
             return await self._collector().Seek(
                 collector_pb2.SeekRequest(consumer=consumer, position=position), timeout=CALL_S
             )
 
     async def drop_consumer(self, consumer: str) -> bool:
-        """Forgets a consumer, so that it holds no sessions; says whether it was known."""
+        """Deletes a consumer, which then retains no sessions; returns whether it was known."""
         with typed_errors():
             response = await self._collector().DropConsumer(
                 collector_pb2.DropConsumerRequest(consumer=consumer), timeout=CALL_S
@@ -95,7 +95,7 @@ class DeliveryCalls(Connections):
         return response.known
 
     async def filtered(self, consumer: str) -> list[collector_pb2.FilteredEntry]:
-        """Returns what a subscription's rules kept from a consumer and why, oldest first."""
+        """Returns what was filtered out for a consumer, and why, oldest first."""
         request = collector_pb2.ListFilteredRequest(consumer=consumer, page_size=_PAGE)
         entries: list[collector_pb2.FilteredEntry] = []
         with typed_errors():
@@ -107,10 +107,10 @@ class DeliveryCalls(Connections):
                     return entries
 
     async def stored_session(self, session_id: str) -> SessionResult:
-        """Returns a closed session as the collector has it, delivered or not.
+        """Returns a closed session from the collector, delivered or not.
 
         Raises:
-            SessionUnknownError: The collector has not got it, or no longer has.
+            SessionUnknownError: The collector does not have it, or has removed it.
         """
         request = collector_pb2.ReadSessionsRequest(session_id=session_id)
         call = self._collector().ReadSessions(request, timeout=CALL_S)

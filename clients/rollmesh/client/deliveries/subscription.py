@@ -1,4 +1,4 @@
-"""Reads sessions or groups from a collector, with credits and acknowledgement."""
+"""A consumer's stream of sessions or groups, with credits and acknowledgements."""
 
 import asyncio
 import logging
@@ -37,23 +37,23 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SubscribeOptions:
-    """What a subscription may ask for beside its unit; see docs/delivery.md."""
+    """Optional settings of a subscription; see docs/delivery.md."""
 
     start: collector_pb2.Position | None = None
-    """Where a new name begins; None: at the oldest session."""
+    """Where a new consumer starts; None: at the oldest session."""
     groups: collector_pb2.GroupPolicy | None = None
-    """When a group is whole; None: with all its samples."""
+    """When a group is delivered; None: when all its samples have arrived."""
     filter: collector_pb2.DeliveryFilter | None = None
-    """What is kept back; None: nothing."""
+    """Which sessions are filtered out; None: none."""
     policy_version: int | None = None
-    """The version trained now; `Subscription.report_version` tells the next ones."""
+    """The version being trained; update it with `Subscription.report_version`."""
 
 
 class Subscription(AbstractAsyncContextManager["Subscription"]):
     """A named consumer's stream of deliveries; survives restarts of the collector.
 
-    What was handed out and not acknowledged is not handed out again by this object, also when the
-    collector sends it again after a restart; another process that takes the name over gets it.
+    A delivery that was handed out and not acknowledged is not handed out twice by this object, even
+    if the collector redelivers it after a restart. A process that takes over the name gets it.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
 
         Args:
             collector: host:port.
-            consumer: Name; a known one goes on where it stopped.
-            unit: What one delivery holds.
-            credits: Most deliveries that may wait in this process; 0: none comes unless `grant`
-                asked for it.
-            lease_ms: Time to acknowledge, milliseconds.
-            options: Where to begin, when groups are whole, what is kept back.
+            consumer: Name; a known consumer resumes where it stopped.
+            unit: Whether a delivery holds a session or a group.
+            credits: Maximum number of deliveries that wait in this process; 0: deliveries come only
+                when `grant` asks for them.
+            lease_ms: Time to acknowledge a delivery, milliseconds.
+            options: Start position, group policy and filter.
 
         Raises:
-            InvalidFieldError: Names the argument that is wrong.
+            InvalidFieldError: An argument is invalid.
         """
         self._collector = collector
         options = options or SubscribeOptions()
@@ -95,13 +95,13 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         )
         self._credits = credits
         self._by_hand = credits == 0
-        # No more deliveries than credits: whoever takes one allows the next. The limit is not the
-        # queue's own, because `grant` raises it.
+        # Bounded by the credits: each delivery taken grants the next. The queue itself has no bound
+        # because `grant` raises it.
         self._ready: asyncio.Queue[Delivery | RollmeshError] = asyncio.Queue()
         self._held: set[str] = set()
-        # A credit for each delivery that was taken, an acknowledgement for each caller that waits
-        # for one, a few bytes for each version that was reported: what the trainer has done while
-        # the collector did not read. A new stream begins with an empty one.
+        # Bounded by the trainer's own actions while the collector does not read: a credit per
+        # delivery taken, an acknowledgement per waiting caller, a few bytes per reported version.
+        # A new stream starts with an empty queue.
         self._outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None] = asyncio.Queue()
         self._acknowledging: dict[str, asyncio.Future[None]] = {}
         self._refusal: RollmeshError | None = None
@@ -110,10 +110,10 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Subscription":
-        """Begins to read; returns at once."""
+        """Starts reading; returns at once."""
         await self._group.__aenter__()
         self._task = self._group.create_task(self._stay())
-        # Whatever ends the task, nobody waits for what it would have brought.
+        # However the task ends, nobody keeps waiting for its deliveries.
         self._task.add_done_callback(lambda _: self._refuse(_ended()))
         return self
 
@@ -123,17 +123,17 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Ends the stream; what is not acknowledged will be delivered to the next one."""
+        """Ends the stream; unacknowledged deliveries go to the next subscription."""
         if self._task is not None:
             self._task.cancel()
         await self._group.__aexit__(None, None, None)
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
-        """Iterates over deliveries, for ever."""
+        """Iterates over deliveries without end."""
         return self
 
     async def __anext__(self) -> Delivery:
-        """Waits for the next delivery and lets the collector send another.
+        """Waits for the next delivery and grants the collector another one.
 
         Raises:
             ShuttingDownError: The subscription has ended.
@@ -141,7 +141,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         """
         item = await self._ready.get()
         if isinstance(item, RollmeshError):
-            self._ready.put_nowait(item)  # so it is for whoever asks next
+            self._ready.put_nowait(item)  # for the next caller
             raise item
         if self._by_hand:
             self._credits -= 1
@@ -150,10 +150,10 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         return item
 
     def grant(self, count: int) -> None:
-        """Asks for more deliveries, on top of the `credits`.
+        """Asks for more deliveries, in addition to `credits`.
 
-        With none of those every delivery is judged by the version that was reported last before
-        it was asked for: nothing grows stale while it waits here.
+        With `credits=0`, every delivery is filtered by the policy version reported last before it
+        was asked for, so that no delivery becomes stale while it waits here.
 
         Raises:
             InvalidFieldError: It is not 1 to 65,536.
@@ -163,10 +163,10 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         self._grant(count)
 
     async def acknowledge(self, *deliveries: Delivery) -> None:
-        """Says that deliveries are safe here; returns once the collector has that on disk.
+        """Acknowledges deliveries; returns when the collector has stored it durably.
 
         Raises:
-            ShuttingDownError: The subscription has ended; the deliveries will come again.
+            ShuttingDownError: The subscription has ended; the deliveries will be redelivered.
             RollmeshError: The collector refuses the subscription.
         """
         if self._refusal is not None:
@@ -216,14 +216,14 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
                 await asyncio.sleep(self._backoff.next_s())
 
     def _forget_waiting(self) -> None:
-        """Drops what nobody took yet: from its new place the collector sends it, or does not."""
+        """Drops waiting deliveries; the collector resends those at or after the new position."""
         while not self._ready.empty():
             item = self._ready.get_nowait()
             if isinstance(item, Delivery):
                 self._held.discard(item.delivery_id)
 
     def _refuse(self, error: RollmeshError) -> None:
-        """Lets all who wait, now and later, get an error; the first one counts."""
+        """Fails all current and future waits with an error; the first error wins."""
         if self._refusal is not None:
             return
         self._refusal = error
@@ -235,7 +235,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
     async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
         self._outgoing = asyncio.Queue()
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
-        if self._acknowledging:  # sent before the stream broke, perhaps in vain
+        if self._acknowledging:  # the broken stream may have lost them
             self._send_acknowledgements(list(self._acknowledging))
         if (wanted := self._credits - self._ready.qsize()) > 0:
             self._grant(wanted)
@@ -249,10 +249,10 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
                     else:
                         self._settle(response.acknowledged)
         finally:
-            self._outgoing.put_nowait(None)  # lets the call's own task end
+            self._outgoing.put_nowait(None)  # ends the request iterator
 
     def _take(self, proto: collector_pb2.Delivery) -> None:
-        if proto.delivery_id in self._held:  # sent again after a restart: it is here already
+        if proto.delivery_id in self._held:  # redelivered after a restart
             self._grant(1)
             return
         self._held.add(proto.delivery_id)

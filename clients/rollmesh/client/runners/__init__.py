@@ -1,7 +1,7 @@
-"""Agent runners: what runs one agent on one sample in one session.
+"""Agent runners: functions that run one agent on one sample in one session.
 
-Here are the functions known by name; beside it what runs agents elsewhere: as a command
-(`commands`), behind HTTP (`remote`), as a Ray task (`ray_tasks`).
+This module has the registry of runners. The other ones run agents as commands (`commands`), behind
+HTTP (`remote`) and as Ray tasks (`ray_tasks`). May import `sessions` and the modules below it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,18 +13,18 @@ from rollmesh.runtime.errors import InvalidFieldError
 AgentRunner: TypeAlias = Callable[[Any, Session], Awaitable[Any]]
 """Runs one agent on one sample in one session.
 
-Returns the reward (a number, `Rewards`, None to leave it out), or anything else where the rollout
-has a reward function, which then gets it.
+Returns the reward (a number, `Rewards`, a mapping, or None), or anything else if the rollout has a
+reward function, which receives it.
 """
 
 _RUNNERS: dict[str, AgentRunner] = {}
 
 
 def register_runner(name: str, runner: AgentRunner) -> None:
-    """Makes a runner known by name.
+    """Registers a runner under a name.
 
     Raises:
-        InvalidFieldError: The name is taken by another one.
+        InvalidFieldError: The name is registered for another runner.
     """
     if _RUNNERS.get(name, runner) is not runner:
         raise InvalidFieldError("name", f"{name!r} is taken; give another")
@@ -32,10 +32,10 @@ def register_runner(name: str, runner: AgentRunner) -> None:
 
 
 def find_runner(runner: str | AgentRunner | None) -> AgentRunner:
-    """Returns a runner by its name, or the one that is given.
+    """Returns the runner of a name, or the given function.
 
     Raises:
-        InvalidFieldError: There is none, or it cannot be called.
+        InvalidFieldError: The name is not registered, or the runner is not callable.
     """
     found = _RUNNERS.get(runner) if isinstance(runner, str) else runner
     if found is None:
@@ -47,7 +47,7 @@ def find_runner(runner: str | AgentRunner | None) -> AgentRunner:
 
 
 def agent_name(sample: Any) -> str:
-    """Returns the name of the runner that a sample asks for: its `agent_name`; empty for none."""
+    """Returns the `agent_name` of a sample; empty if it has none."""
     if isinstance(sample, Mapping):
         return str(sample.get("agent_name") or "")
     return str(getattr(sample, "agent_name", None) or "")

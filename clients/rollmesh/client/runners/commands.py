@@ -1,8 +1,7 @@
-"""Agents as commands: one process for each session, with the base URL and key in its environment.
+"""Agents as commands: one process per session, with the base URL and key in its environment.
 
-The protocol is in docs/runners.md. Whatever happens, nothing of the command's process group is left
-when the runner is done, or when its process was killed; a process that leaves its group (setsid) is
-beyond reach.
+The protocol is in docs/runners.md. The command's whole process group is killed when the runner ends
+or when its own process dies; a process that leaves the group (setsid) cannot be reached.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ _REAPER = Reaper()
 
 
 class CommandError(Exception):
-    """A command failed; the message ends with the last of what it wrote."""
+    """A command failed; the message ends with the end of its output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,26 +39,26 @@ class CommandRunner:
 
     argv: Sequence[str]
     """The command. `{base_url}`, `{model}`, `{session_id}`, `{sample_file}` and `{result_file}` are
-    filled in; the key is in the environment only, because everybody can read command lines, so an
-    agent that is told `{base_url}` has to send `OPENAI_API_KEY`."""
+    replaced. Command lines are public, so the key is in the environment only: an agent that uses
+    `{base_url}` must send `OPENAI_API_KEY`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to this process's environment; wins over it, and the protocol's names over both."""
+    """Added to this process's environment, which it overrides; the protocol's names come last."""
     cwd: Path | None = None
-    """Where it runs; None: a folder of its own, gone afterwards."""
+    """Working directory; None: a temporary one."""
     model: str = "policy"
-    """Name of the model, for agents that must be told one."""
+    """Name of the model, for agents that need one."""
     encode: Callable[[Any], Any] = lambda sample: sample
-    """Makes what is written as JSON of a sample."""
+    """Converts a sample to JSON values."""
     grace_s: float = 10.0
-    """From SIGTERM to SIGKILL, seconds; shorter where the rollout's grace is."""
+    """Time from SIGTERM to SIGKILL, seconds; limited by the rollout's grace."""
     max_output_bytes: int = 64 * 1024
-    """What is kept of the end of standard output and of standard error, each."""
+    """Bytes kept from the end of standard output and of standard error, each."""
 
     def __post_init__(self) -> None:
         """Checks the command.
 
         Raises:
-            InvalidFieldError: It is not a sequence of words, or a variable is no text.
+            InvalidFieldError: `argv` is not a sequence of strings, or a variable is not a string.
         """
         words = [] if isinstance(self.argv, str) else list(self.argv)
         if not words or not all(isinstance(word, str) and "\0" not in word for word in words):
@@ -69,11 +68,11 @@ class CommandRunner:
                 raise InvalidFieldError(f"env.{name}", f"is {value!r:.200}; give a text")
 
     async def __call__(self, sample: Any, session: Session) -> Any:
-        """Runs the command; returns its result as JSON values, None where it gives none.
+        """Runs the command; returns its result as JSON values, None if it gives none.
 
         Raises:
-            CommandError: It did not start, ended with another code than 0, or its result cannot be
-                read.
+            CommandError: It did not start, exited with a code other than 0, or gave an unreadable
+                result.
             InvalidFieldError: The sample is not JSON.
         """
         with tempfile.TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as name:
@@ -133,14 +132,14 @@ class CommandRunner:
         }
 
     async def _until_ended(self, process: asyncio.subprocess.Process) -> None:
-        """Waits for the process; kills what is left of its group, however it ends."""
+        """Waits for the process and then kills the rest of its group."""
         try:
             _REAPER.watch(process.pid)
             try:
                 await process.wait()
             except asyncio.CancelledError:
                 _signal(process, signal.SIGTERM)
-                with suppress(TimeoutError):  # a second cancellation does not wait any more
+                with suppress(TimeoutError):  # a second cancellation does not wait
                     async with asyncio.timeout(self.grace_s):
                         await process.wait()
                 raise
@@ -151,18 +150,18 @@ class CommandRunner:
 
 
 class _Tail(asyncio.Protocol):
-    """The reading end of a pipe, which keeps the last bytes and forgets the others."""
+    """The read end of a pipe; keeps the last bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.data = bytearray()
         self.cut = False
-        """Whether something was forgotten."""
+        """Whether earlier bytes were dropped."""
         self.ended = asyncio.Event()
         self._max_bytes = max_bytes
         self.read_end, self.write_end = os.pipe()
 
     def close_write_end(self) -> None:
-        """Leaves the writing end to the process."""
+        """Closes this process's copy of the write end."""
         if self.write_end >= 0:
             os.close(self.write_end)
             self.write_end = -1
@@ -199,7 +198,7 @@ def _same(tail: _Tail) -> _Tail:
 
 
 async def _drained(*tails: _Tail) -> None:
-    """Reads what is still in the pipes; a process outside of the group may hold them open."""
+    """Reads the rest of the pipes; a process outside the group may hold them open."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
             for tail in tails:
@@ -207,12 +206,12 @@ async def _drained(*tails: _Tail) -> None:
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:
-    with suppress(ProcessLookupError):  # nobody is left in the group
+    with suppress(ProcessLookupError):  # the group is empty
         os.killpg(process.pid, number)
 
 
 def _filled(argument: str, values: Mapping[str, str]) -> str:
-    """Fills in the names we know; other braces are the command's own."""
+    """Replaces the known names; other braces belong to the command."""
     for name, value in values.items():
         argument = argument.replace(f"{{{name}}}", value)
     return argument
@@ -225,7 +224,7 @@ def _why(argv: Sequence[str], code: int, errors: _Tail, output: _Tail) -> str:
 
 
 def _result(path: Path, output: _Tail) -> Any:
-    """Returns what the result file says, else the last line of output where that is JSON."""
+    """Returns the result file, or else the last line of output if it is JSON."""
     if path.exists():
         if path.stat().st_size > _MAX_RESULT_BYTES:
             raise CommandError(f"the result file has over {_MAX_RESULT_BYTES} bytes")

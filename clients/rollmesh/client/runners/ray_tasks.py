@@ -1,4 +1,4 @@
-"""Agents as Ray tasks: one task for each session, with the base URL and key in its environment.
+"""Agents as Ray tasks: one task per session, with the base URL and key in its environment.
 
 The protocol is in docs/runners.md. Ray is imported when the first agent runs.
 """
@@ -18,25 +18,25 @@ class RayRunner:
     """Runs a function as a Ray task for each session; an `AgentRunner`."""
 
     agent: Callable[[Any], Any]
-    """Gets the sample, in the task; plain or asynchronous. Returns what a runner returns."""
+    """Called with the sample in the task; plain or asynchronous. Returns a runner's result."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task: `num_cpus`, `resources`, `runtime_env`, ..."""
+    """Options of the task: `num_cpus`, `resources`, `runtime_env`, ..."""
     model: str = "policy"
-    """Name of the model, for agents that must be told one."""
+    """Name of the model, for agents that need one."""
     grace_s: float = 10.0
-    """From asking a task to end to killing its worker, seconds; shorter where the rollout's is."""
+    """From cancelling a task to killing its worker, seconds; limited by the rollout's grace."""
 
     async def __call__(self, sample: Any, session: Session) -> Any:
-        """Runs the agent in a task; returns what it returns.
+        """Runs the agent in a task; returns its result.
 
         Raises:
             InvalidFieldError: This process is not connected to Ray.
-            RayError: The agent failed, or its worker died; the agent's own class is among its
-                bases.
+            RayError: The agent failed, or its worker died. The class of the agent's error is among
+                its bases.
         """
-        import ray  # noqa: PLC0415 - not everyone has it
+        import ray  # noqa: PLC0415 - optional
 
-        if not ray.is_initialized():  # Ray would start a cluster here, and block the loop meanwhile
+        if not ray.is_initialized():  # Ray would start a cluster and block the loop
             raise InvalidFieldError("runner", "Ray is not connected; call ray.init() first")
         environment = {
             "OPENAI_BASE_URL": session.base_url,
@@ -44,7 +44,7 @@ class RayRunner:
             "OPENAI_MODEL": self.model,
             "ROLLMESH_SESSION_ID": session.session_id,
         }
-        # A task that Ray ran again by itself would mix two attempts in one session.
+        # Ray's own retries would mix two attempts in one session.
         task = _task().options(**self.options, max_retries=0, retry_exceptions=False)
         ref = task.remote(self.agent, sample, environment)
         result: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
@@ -55,7 +55,7 @@ class RayRunner:
             raise
 
     async def _end(self, ray: Any, ref: Any, result: asyncio.Future[Any]) -> None:
-        """Interrupts a task; kills its worker where it goes on, or at a second cancellation."""
+        """Cancels a task; kills its worker after the grace or at a second cancellation."""
         ray.cancel(ref, force=False)
         try:
             await asyncio.wait({result}, timeout=self.grace_s)
@@ -64,12 +64,12 @@ class RayRunner:
                 ray.cancel(ref, force=True)
         await asyncio.wait({result}, timeout=self.grace_s)
         if result.done() and not result.cancelled():
-            result.exception()  # seen: that it was cancelled
+            result.exception()  # retrieved, so that asyncio does not report it
 
 
 @functools.cache
 def _task() -> Any:
-    """Returns the remote function; it goes to the workers by value, which may lack rollmesh."""
+    """Returns the remote function; sent by value, because workers may lack rollmesh."""
     import ray  # noqa: PLC0415
 
     def run_agent(agent: Callable[[Any], Any], sample: Any, environment: dict[str, str]) -> Any:

@@ -1,8 +1,8 @@
-"""Kills what the commands of a runner left behind when the runner's process is gone.
+"""Kills the commands of a runner when the runner's process dies.
 
-One small process for each process that runs commands, started with the first of them. It reads
-which process groups run from a pipe; the pipe's end, or another parent, means that the runner died,
-however it died. As a script it needs the standard library alone.
+Each process that runs commands starts one small process with its first command. That process reads
+the running process groups from a pipe; the end of the pipe, or a new parent, means that the runner
+died. As a script it needs only the standard library.
 """
 
 import os
@@ -20,7 +20,7 @@ class Reaper:
     """The runner's side: tells the process which groups run."""
 
     def __init__(self) -> None:
-        """Starts nothing before there is a group."""
+        """Starts no process yet."""
         self._lock = threading.Lock()
         self._groups: set[int] = set()
         self._owner = _NOBODY
@@ -34,7 +34,7 @@ class Reaper:
             self._tell(b"+%d\n" % group)
 
     def forget(self, group: int) -> None:
-        """Says that a group has ended; its number may be another's soon."""
+        """Removes a group that has ended; its number may be reused."""
         with self._lock:
             self._disown()
             self._groups.discard(group)
@@ -42,7 +42,7 @@ class Reaper:
                 self._tell(b"-%d\n" % group)
 
     def _disown(self) -> None:
-        """Forgets, in a fork, what is the parent's: its groups and its pipe."""
+        """Drops the parent's groups and pipe in a forked process."""
         if self._owner not in {_NOBODY, os.getpid()}:
             self._owner = _NOBODY
             self._groups.clear()
@@ -78,7 +78,7 @@ class Reaper:
 
 
 def serve(runner: int) -> None:
-    """Follows the pipe until the runner is gone; kills the groups that are left."""
+    """Reads the pipe until the runner is gone; kills the remaining groups."""
     groups: set[int] = set()
     text = b""
     while True:

@@ -1,8 +1,8 @@
 """Agents behind an agent server: submit, poll, collect and cancel over HTTP.
 
-The protocol is in docs/runners.md. A run is named by its session, so submitting it again is safe
-while the server remembers it. A server that has forgotten a run which may have begun fails the
-attempt: to begin it again in the same session would mix two attempts.
+The protocol is in docs/runners.md. A run is named by its session, so resubmitting it is safe while
+the server remembers it. If the server has forgotten a run that may have started, the attempt fails:
+restarting it in the same session would mix two attempts.
 """
 
 import asyncio
@@ -27,42 +27,42 @@ _JSON = {"content-type": "application/json"}
 
 
 class RemoteAgentError(Exception):
-    """An agent server refused a run, or the agent failed there; the message says which and why."""
+    """An agent server refused a run, or the agent failed there."""
 
 
 class RemoteAgentLostError(Exception):
-    """An agent server has forgotten a run, or was away for too long."""
+    """An agent server has forgotten a run, or was unavailable for too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRunner:
     """Runs agents on an agent server; an `AgentRunner`.
 
-    Use it as a context, or `close` it: it keeps connections.
+    Use it as a context or `close` it, because it keeps connections open.
     """
 
     url: str
-    """Of the server, without `/runs`."""
+    """Base URL of the server, without `/runs`."""
     token: str = ""
     """Sent as a bearer token; empty sends none."""
     model: str = "policy"
-    """Name of the model, for agents that must be told one."""
+    """Name of the model, for agents that need one."""
     encode: Callable[[Any], Any] = lambda sample: sample
-    """Makes what is sent as JSON of a sample."""
+    """Converts a sample to JSON values."""
     poll_s: float = 10.0
-    """How long the server is asked to hold a poll open, seconds."""
+    """Time for which the server may hold a poll open, seconds."""
     away_s: float = 60.0
-    """How long the server may be away at a stretch before the attempt fails, seconds."""
+    """Time for which the server may be unavailable before the attempt fails, seconds."""
     cancel_s: float = 5.0
-    """Time for telling the server that a run is not needed any more, seconds."""
+    """Time limit for deleting a run, seconds."""
     max_connections: int = 256
-    """Most connections: a run holds one while it is polled."""
+    """Maximum number of connections; a run holds one while it is polled."""
 
     def __post_init__(self) -> None:
         """Makes the connection pool; nothing connects yet.
 
         Raises:
-            InvalidFieldError: The URL is none of HTTP.
+            InvalidFieldError: The URL is not an HTTP URL.
         """
         if not self.url.startswith(("http://", "https://")):
             raise InvalidFieldError("url", f"is {self.url!r}; begin it with http:// or https://")
@@ -72,7 +72,7 @@ class RemoteRunner:
         http = httpx2.AsyncClient(
             base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False
         )
-        object.__setattr__(self, "_http", http)  # frozen, but for what is made of its fields
+        object.__setattr__(self, "_http", http)  # derived from the frozen fields
 
     async def __aenter__(self) -> "RemoteRunner":
         """Returns itself."""
@@ -87,11 +87,11 @@ class RemoteRunner:
         await self._client.aclose()
 
     async def __call__(self, sample: Any, session: Session) -> Any:
-        """Runs an agent on the server; returns the result it gave.
+        """Runs an agent on the server; returns its result.
 
         Raises:
             RemoteAgentError: The server refused the run, or the agent failed.
-            RemoteAgentLostError: The server forgot the run, or was away for too long.
+            RemoteAgentLostError: The server forgot the run, or was unavailable for too long.
             InvalidFieldError: The sample is not JSON.
         """
         path = f"/runs/{session.session_id}"
@@ -101,7 +101,7 @@ class RemoteRunner:
             while run.get("status") == "running":
                 run = await self._poll(path)
         finally:
-            with suppress(httpx2.HTTPError, TimeoutError):  # it may be gone; it is only told
+            with suppress(httpx2.HTTPError, TimeoutError):  # best effort
                 await shielded(self._forget(path), self.cancel_s)
         if run.get("status") != "completed":
             raise RemoteAgentError(f"the agent failed: {run.get('error')!s:.{_ERROR_CHARS}}")
@@ -127,14 +127,17 @@ class RemoteRunner:
     async def _submit(self, path: str, body: bytes) -> Mapping[str, Any]:
         """Submits a run until the server has it.
 
-        A request whose reply was lost may have begun the run. Then the server is asked for it: if
-        it does not know it, nobody can say whether it ran.
+        If the reply to a request was lost, the run may have started, so the server is polled.
+        If the server does not know the run, the attempt is lost.
         """
         waits = _Waits(self.away_s)
         while True:
             try:
                 response = await self._client.put(path, content=body, headers=_JSON)
-            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:  # it was not sent
+            except (
+                httpx2.ConnectError,
+                httpx2.ConnectTimeout,
+            ) as error:  # the request was not sent
                 await waits.next(error)
             except httpx2.TransportError:
                 return await self._poll(path)

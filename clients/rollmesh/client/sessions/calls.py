@@ -34,18 +34,18 @@ class SessionCalls(Connections):
     ) -> AsyncIterator[Session]:
         """Holds a session open; leaving closes it with `session.rewards`.
 
-        It is closed FAILED after an exception and ABORTED after a cancellation.
+        After an exception it is closed as FAILED, after a cancellation as ABORTED.
 
         Args:
-            group_id: The sessions of one prompt share it; empty makes a group of one.
-            sample_index: Place in the group.
+            group_id: Shared by the sessions of one prompt; empty: a group of one.
+            sample_index: Index in the group.
             group_size: Number of sessions in the group.
             sampling: Defaults of all turns, by the names of `SamplingParams`.
-            metadata: Carried to the trainer.
-            export: One trajectory for each leaf of the conversation tree, or for each turn; or
-                the tree itself, each token once, as `SessionResult.tree`.
-            request_id: Makes opening repeatable.
-            reward_timeout_ms: As of `close_session`, where the block ends well.
+            metadata: Delivered to the trainer with the session.
+            export: One trajectory per leaf of the conversation tree, one per turn, or the tree
+                itself, each token once, as `SessionResult.tree`.
+            request_id: Makes the call repeatable.
+            reward_timeout_ms: As of `close_session`, if the block ends without an error.
 
         Raises:
             RollmeshError: The gateway refuses.
@@ -82,10 +82,10 @@ class SessionCalls(Connections):
         export: ExportForm = "leaves",
         request_id: str = "",
     ) -> gateway_pb2.CreateSessionRequest:
-        """Returns what asks for a session; the arguments are those of `session`.
+        """Returns the request for a session; the arguments are those of `session`.
 
         Raises:
-            InvalidFieldError: Names the argument that is wrong.
+            InvalidFieldError: An argument is invalid.
         """
         return filled(
             gateway_pb2.CreateSessionRequest,
@@ -99,8 +99,8 @@ class SessionCalls(Connections):
         )
 
     async def open_session(self, request: gateway_pb2.CreateSessionRequest) -> Session:
-        """Opens a session, trying again while the gateway is full; the caller closes it."""
-        if not request.request_id:  # one session, however often it is tried
+        """Opens a session, retrying while the gateway is full; the caller closes it."""
+        if not request.request_id:  # retries must not open another session
             request.request_id = uuid.uuid4().hex
         opened = await self._repeated(self._gateway().CreateSession, request)
         base_url = f"http://{self.addresses.sidecar}/sessions/{opened.session_key}/v1"
@@ -120,15 +120,15 @@ class SessionCalls(Connections):
         Args:
             session: The session.
             outcome: How it ended.
-            metadata: Added to the session's.
+            metadata: Added to the session's metadata.
             superseded: Whether another session takes its place in the group.
-            reward_timeout_ms: Time for `set_rewards` to come, milliseconds from when the collector
-                has the session; it is delivered then, or with them. None delivers it at once.
+            reward_timeout_ms: Time that the collector holds the session back for `set_rewards`,
+                milliseconds. None: it is delivered at once.
 
         Raises:
-            InvalidFieldError: A reward is of what the session does not have, or another argument
-                is wrong; it stays open.
-            RollmeshError: The gateway refuses, or is away for too long.
+            InvalidFieldError: A reward names an unknown turn or trajectory, or another argument is
+                invalid; the session stays open.
+            RollmeshError: The gateway refuses, or is unavailable for too long.
         """
         request = filled(
             gateway_pb2.CloseSessionRequest,
@@ -145,7 +145,7 @@ class SessionCalls(Connections):
         return list(response.trajectory_ids)
 
     async def transcript(self, session: Session) -> Transcript:
-        """Returns what was said so far in an open session."""
+        """Returns the conversation of an open session so far."""
         request = gateway_pb2.GetSessionRequest(
             session_id=session.session_id, session_key=session.api_key, with_messages=True
         )

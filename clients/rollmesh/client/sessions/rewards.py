@@ -1,4 +1,4 @@
-"""Rewards of one session: of the whole, of single trajectories, of single turns."""
+"""Rewards of a session, of its trajectories and of its turns."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,23 +15,23 @@ _ANSWER = "chatcmpl-"
 
 @dataclass(slots=True)
 class Rewards:
-    """What a session earned; what is left out stays without a reward.
+    """The rewards of one session; omitted ones are not set.
 
-    A reward of the session holds for all its trajectories that have none of their own.
+    The session's reward applies to all its trajectories without one of their own.
     """
 
     session: float | None = None
     """Reward of the whole session."""
     trajectories: dict[str, float] = field(default_factory=dict)
-    """By trajectory id, or by the id of the answer that the trajectory ends with."""
+    """By trajectory id, or by the id of the last answer of the trajectory."""
     turns: dict[str | int, float] = field(default_factory=dict)
-    """By the id of the answer that the agent got (`chatcmpl-...`), or by node id."""
+    """By the id of the answer (`chatcmpl-...`), or by node id."""
 
     def to_proto(self, session_id: str) -> types_pb2.SessionRewards:
-        """Returns the wire form.
+        """Returns the rewards as a message.
 
         Raises:
-            InvalidFieldError: A reward is not a finite number, or an id is another session's.
+            InvalidFieldError: A reward is not a finite number, or an id belongs to another session.
         """
         values = (*self.trajectories.values(), *self.turns.values())
         _check_finite(values if self.session is None else (self.session, *values))
@@ -48,14 +48,14 @@ class Rewards:
 
 
 def read_rewards(value: object) -> Rewards:
-    """Returns the rewards that a runner or a reward function gave.
+    """Reads the result of a runner or a reward function.
 
     Args:
-        value: A number; `Rewards`; None; or, as runners elsewhere say it in JSON, a mapping with
-            `reward`, `trajectory_rewards` and `turn_rewards`, each of which may be absent.
+        value: A number, `Rewards`, None, or (the JSON result of a remote runner) a mapping with
+            `reward`, `trajectory_rewards` and `turn_rewards`, all optional.
 
     Raises:
-        InvalidFieldError: It is something else.
+        InvalidFieldError: It is none of these.
     """
     if value is None:
         return Rewards()

@@ -14,19 +14,19 @@ class Session:
     """An open session: one attempt of an agent at one task."""
 
     session_id: str
-    """Opens nothing: it may be logged and shown."""
+    """Grants no access, so it may be logged and shown."""
     api_key: str = field(repr=False)
-    """Bearer token that opens this session and nothing else."""
+    """Bearer token of this session only."""
     base_url: str = field(repr=False)
-    """What an agent sets as its base URL. It holds the key: it works with any API key or none, and
-    is to be kept as a key is."""
+    """The agent's base URL. It contains the key, so it works with any API key or none; keep it as
+    secret as the key."""
     rewards: Rewards = field(default_factory=Rewards)
-    """Set by whoever scores the session, before it is closed."""
+    """Set before the session is closed."""
     closed: bool = False
 
     @property
     def keyless_url(self) -> str:
-        """The base URL with the id in place of the key: an agent has to send `api_key` to it."""
+        """The base URL with the id instead of the key; the agent must send `api_key`."""
         return self.base_url.replace(self.api_key, self.session_id)
 
     @property

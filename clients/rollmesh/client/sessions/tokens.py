@@ -1,4 +1,4 @@
-"""The token arrays that trajectories and trees have in common."""
+"""The token arrays of trajectories and trees."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class TokenArrays(NamedTuple):
     loss_mask: Mask
     """bool [N]."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]; -1 where a token was not sampled."""
+    """int64 [N]; -1 for tokens that were not sampled."""
 
 
 def unpack_tokens(proto: types_pb2.Trajectory | types_pb2.TrajectoryTree) -> TokenArrays:
@@ -52,5 +52,5 @@ def unpack_tokens(proto: types_pb2.Trajectory | types_pb2.TrajectoryTree) -> Tok
 
 
 def reason_names(reasons: Iterable[types_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
-    """Returns the names of reasons; `UNKNOWN_99` for a number that only a newer mesh names."""
+    """Returns the names of reasons; `UNKNOWN_99` for a value that only a newer mesh knows."""
     return tuple(name_of(types_pb2.FidelityReason.DESCRIPTOR, reason) for reason in reasons)

@@ -1,4 +1,4 @@
-"""Sessions and trajectories as a trainer sees them: NumPy arrays and plain fields."""
+"""Closed sessions and their trajectories, as NumPy arrays and plain fields."""
 
 from dataclasses import dataclass, field
 
@@ -18,26 +18,26 @@ class Trajectory:
 
     trajectory_id: str
     token_ids: TokenIds
-    """uint32 [N]: what the engine saw and sampled."""
+    """uint32 [N]: prompt and sampled ids, exactly as the engine had them."""
     logprobs: Logprobs
-    """float32 [N]: under the policy that sampled; 0.0 where a token was not sampled."""
+    """float32 [N]: under the sampling policy; 0.0 for tokens that were not sampled."""
     loss_mask: Mask
-    """bool [N]: true where the token is trained in this trajectory."""
+    """bool [N]: true if the token is trained in this trajectory."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]: version that sampled the token; -1 where it was not sampled."""
+    """int64 [N]: version that sampled the token; -1 for tokens that were not sampled."""
     prompt_tokens: int
     """Number of ids before the first sampled one."""
     turns: int
     """Number of sampled turns along the path."""
     lineage: str
-    """How the branch came to be: MAIN, SIBLING, BRANCH, ROOT."""
+    """Origin of the branch: MAIN, SIBLING, BRANCH, ROOT, ..."""
     reasons: tuple[str, ...]
-    """What is to be known; ("EXACT",) where nothing is."""
+    """Fidelity reasons; ("EXACT",) if there are none."""
     path: types_pb2.Trajectory = field(repr=False)
-    """What `segments` reads: a message with nothing else. A tuple of messages would be hundreds of
-    objects for each trajectory, which the garbage collector looks at again and again."""
+    """A message that holds only the segments. A tuple of messages would be hundreds of objects per
+    trajectory for the garbage collector to traverse."""
     reward: float | None
-    """Where it differs from the session's."""
+    """The trajectory's own reward; None: the session's applies."""
 
     @property
     def segments(self) -> tuple[types_pb2.TrajectorySegment, ...]:
@@ -71,22 +71,22 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class SessionResult:
-    """One closed session."""
+    """A closed session."""
 
     session_id: str
     group_id: str
     sample_index: int
     outcome: str
-    """COMPLETED, FAILED or ABORTED; `UNKNOWN_99` for a number that only a newer mesh names. The
-    same holds for lineages and reasons."""
+    """COMPLETED, FAILED or ABORTED. Values that only a newer mesh knows, also of lineages and
+    reasons, become `UNKNOWN_99`."""
     reward: float | None
     turns: int
     metadata: dict[str, str]
     trajectories: tuple[Trajectory, ...]
     tree: TrajectoryTree | None = None
-    """Instead of trajectories, where the session was opened with `export="tree"`."""
+    """Replaces the trajectories if the session was opened with `export="tree"`."""
     superseded: bool = False
-    """Whether another session has its place in the group: it failed and was tried again."""
+    """Whether it failed and was retried: another session has its place in the group."""
 
     @classmethod
     def from_proto(cls, proto: types_pb2.SessionRecord) -> "SessionResult":
@@ -107,15 +107,15 @@ class SessionResult:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A session or a whole group, to be acknowledged once it is safe with the trainer."""
+    """A session or a group; acknowledge it when the trainer has stored it."""
 
     delivery_id: str
-    """The same on every redelivery: use it to tell a repeat."""
+    """The same on every redelivery."""
     attempt: int
-    """1 the first time."""
+    """1 for the first delivery."""
     sessions: tuple[SessionResult, ...]
     """One, or all of the group in order of sample_index."""
     removed: tuple[collector_pb2.RemovedTrajectories, ...] = ()
-    """What the subscription's filter took out of the sessions."""
+    """Trajectories that the subscription's filter removed."""
     partial: bool = False
-    """Whether the group has fewer samples than were announced."""
+    """Whether the group has fewer samples than its size."""

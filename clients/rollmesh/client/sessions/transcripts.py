@@ -1,4 +1,4 @@
-"""What was said in a session, for those who score it: messages as text, turn by turn."""
+"""The conversation of a session as text, for reward functions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,16 @@ class TranscriptTurn:
     """One answer of the model."""
 
     answer_id: str
-    """What the agent got as the completion's id."""
+    """The completion's id, as the agent received it."""
     node_id: int
     parent_node_id: int
-    """What it answered; the conversation goes on from there."""
+    """Node that it continues."""
     lineage: str
     """MAIN, SIBLING, BRANCH, ROOT, AUXILIARY, SUB_AGENT or COMPACTION."""
     finish_reason: str
     """STOP or LENGTH."""
     message: dict[str, Any]
-    """The answer, in OpenAI's form."""
+    """The answer, as an OpenAI message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Transcript:
     """An open session's conversation tree as text."""
 
     turns: tuple[TranscriptTurn, ...]
-    """In the order in which they were answered."""
+    """In the order of the answers."""
     _nodes: dict[int, tuple[int, list[dict[str, Any]]]]
     """Parent and messages by node id."""
 
@@ -56,11 +56,11 @@ class Transcript:
 
     @property
     def last(self) -> TranscriptTurn | None:
-        """The last turn of the agent's work; None where it never got an answer."""
+        """The last turn that is not auxiliary; None if there is none."""
         return next((turn for turn in reversed(self.turns) if turn.lineage != "AUXILIARY"), None)
 
     def messages(self, turn: TranscriptTurn | None = None) -> list[dict[str, Any]]:
-        """Returns the conversation that ends with a turn, by default the last one's."""
+        """Returns the conversation up to a turn, by default the last one."""
         end = turn or self.last
         found: list[list[dict[str, Any]]] = []
         at = end.node_id if end else 0

@@ -1,4 +1,4 @@
-"""A session's conversation tree as a tree trainer sees it: each token once, packed."""
+"""A session's conversation tree for tree training: each token once, packed."""
 
 from dataclasses import dataclass
 
@@ -13,39 +13,40 @@ from rollmesh.v1 import types_pb2
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTree:
-    """A whole conversation tree of M nodes and N tokens; a forest where tools changed.
+    """A conversation tree of M nodes and N tokens; a forest if the tools changed.
 
-    The tokens of a node stand together, those of its parent before them. A token's context is its
-    own path only: `position_ids` count along it and `attention_mask` shows nothing else.
+    The tokens of a node are contiguous and follow those of its parent. A token attends only to its
+    own path: `position_ids` count along it, and `attention_mask` hides everything else.
     """
 
     token_ids: TokenIds
-    """uint32 [N]: what the engine saw and sampled."""
+    """uint32 [N]: prompt and sampled ids, exactly as the engine had them."""
     logprobs: Logprobs
-    """float32 [N]: under the policy that sampled; 0.0 where a token was not sampled."""
+    """float32 [N]: under the sampling policy; 0.0 for tokens that were not sampled."""
     loss_mask: Mask
-    """bool [N]: true where the token is trained."""
+    """bool [N]: true if the token is trained."""
     policy_versions: NDArray[np.int64]
-    """int64 [N]: version that sampled the token; -1 where it was not sampled."""
+    """int64 [N]: version that sampled the token; -1 for tokens that were not sampled."""
     position_ids: NDArray[np.int64]
     """int64 [N]: number of tokens before it on its path."""
     node_index: NDArray[np.int64]
-    """int64 [N]: which node the token is of, 0 to M - 1."""
+    """int64 [N]: node of the token, 0 to M - 1."""
     parents: NDArray[np.int64]
     """int64 [M]: index of each node's parent, below its own; -1 for a root."""
     turn_rewards: NDArray[np.float64]
-    """float64 [M]: reward of each node's turn alone; NaN where none was given."""
+    """float64 [M]: reward of each node's turn; NaN if it has none."""
     nodes: tuple[types_pb2.TrajectoryNode, ...]
-    """M of them: message, lineage, reasons, engine, prompt CRC."""
+    """Message, lineage, reasons, engine and prompt CRC of each of the M nodes."""
     reasons: tuple[str, ...]
-    """What is to be known of the whole; ("EXACT",) where nothing is."""
+    """Fidelity reasons of the tree; ("EXACT",) if there are none."""
 
     @classmethod
     def from_proto(cls, proto: types_pb2.TrajectoryTree) -> "TrajectoryTree":
         """Reads a tree.
 
         Raises:
-            InvalidFieldError: Arrays differ in length, or nodes do not cover them parents first.
+            InvalidFieldError: Arrays differ in length, nodes do not cover them, or a child
+                precedes its parent.
         """
         arrays = unpack_tokens(proto)
         parents = np.array(
@@ -84,7 +85,7 @@ class TrajectoryTree:
 
         Returns:
             Indices into the token arrays, int64 [P], ascending: `token_ids[path]` is the sequence
-            as the engine saw it, and `position_ids[path]` is 0 to P - 1.
+            that the engine had, and `position_ids[path]` is 0 to P - 1.
         """
         runs: list[NDArray[np.int64]] = []
         while node >= 0:
@@ -93,28 +94,28 @@ class TrajectoryTree:
         return np.concatenate([np.empty(0, np.int64), *runs[::-1]])
 
     def paths(self) -> list[NDArray[np.int64]]:
-        """Returns `path` of every leaf: what `export="leaves"` gives as trajectories."""
+        """Returns `path` of every leaf; these are the trajectories of `export="leaves"`."""
         return [self.path(int(leaf)) for leaf in self.leaves()]
 
     def attention_mask(self) -> NDArray[np.bool_]:
-        """Returns which tokens each token sees: itself and those before it on its path.
+        """Returns which tokens each token attends to: itself and those before it on its path.
 
         Returns:
-            bool [N, N], row: the token that looks, column: what it sees. It is dense: N times N
-            bytes; kernels with block masks need only `node_index` and `parents`.
+            bool [N, N], row: the attending token, column: the visible ones. Dense, N * N bytes;
+            kernels with block masks need only `node_index` and `parents`.
         """
         return path_mask(self.parents, self.node_index)
 
 
 def path_mask(parents: NDArray[np.int64], node_index: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns which tokens each token sees: itself and those before it on its path.
+    """Returns which tokens each token attends to: itself and those before it on its path.
 
     Args:
         parents: int64 [M], each below its child's own index; -1 for a root.
         node_index: int64 [N], ascending: the node of each token.
 
     Returns:
-        bool [N, N], row: the token that looks, column: what it sees.
+        bool [N, N], row: the attending token, column: the visible ones.
     """
     count = len(parents)
     above = np.zeros((count, count), np.bool_)  # [M, M]: row, its ancestors and itself
@@ -123,4 +124,4 @@ def path_mask(parents: NDArray[np.int64], node_index: NDArray[np.int64]) -> NDAr
             above[at] = above[parent]
         above[at, at] = True
     seen = above[node_index[:, None], node_index[None, :]]
-    return np.tril(seen)  # parents stand before their children: only later tokens go
+    return np.tril(seen)  # parents precede their children, so this hides only later tokens

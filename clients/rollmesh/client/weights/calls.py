@@ -27,34 +27,34 @@ class WeightCalls(Connections):
         allow_partial: bool = False,
         model: str = "",
     ) -> list[router_pb2.EngineResult]:
-        """Gives all engines of a model new weights; what is sampled next carries the version.
+        """Pushes weights to all engines of a model; tokens sampled afterwards carry the version.
 
         Args:
-            weights: torch tensors or NumPy arrays by the checkpoint's names, where no disk is
-                shared; a directory of safetensors files, where every engine can read it; or a
-                `Transfer`, where GPUs of trainer and engines share NCCL or a machine, after
-                `init_weight_transfer`. Late engines wait for the push after a `Transfer`.
-            policy_version: Above the last one, which `policy_version` returns.
-            mode: What happens to running requests; "keep" lets them go on with the new weights.
-            allow_partial: Whether an engine that failed is told by its result only.
-            model: Name of the model; empty where the mesh has one.
+            weights: torch tensors or NumPy arrays by parameter name; a directory of safetensors
+                files that every engine can read; or, after `init_weight_transfer`, a `Transfer`
+                over NCCL or CUDA IPC. An engine that joins after a `Transfer` waits for the next
+                push.
+            policy_version: Must be higher than the last one, which `policy_version` returns.
+            mode: What happens to running requests; "keep" continues them with the new weights.
+            allow_partial: Whether a failed engine is only reported in its result.
+            model: Name of the model; may be empty if the mesh has only one.
 
         Returns:
             One result per engine.
 
         Raises:
-            WeightsPushError: An engine did not take them.
+            WeightsPushError: An engine did not apply them.
         """
         return await push_weights(
             self._router(), weights, policy_version, mode, model, allow_partial=allow_partial
         )
 
     async def policy_version(self, model: str = "") -> int:
-        """Returns the highest policy version that engines were offered; 0 before the first push."""
+        """Returns the highest policy version pushed so far; 0 before the first push."""
         return weights_of(await self.replicas(), model).last_policy_version
 
     async def forget_weights(self, model: str = "") -> router_pb2.ForgetWeightsResponse:
-        """Makes the router forget what was pushed, so that the next push may have any version."""
+        """Makes the router forget the pushed weights; the next push may have any version."""
         request = router_pb2.ForgetWeightsRequest(model=model)
         with typed_errors():
             return await self._router().ForgetWeights(request, timeout=CALL_S)
@@ -66,21 +66,21 @@ class WeightCalls(Connections):
         by_engine: Mapping[str, Any] | None = None,
         model: str = "",
     ) -> list[router_pb2.EngineResult]:
-        """Makes all engines join the trainer by a transfer backend; it joins in another thread.
+        """Connects all engines to the trainer, which must connect meanwhile in another thread.
 
         Args:
-            backend: Name of the backend that the engines were started with: nccl, ipc.
-            init_info: What vLLM's `init_weight_transfer_engine` takes.
+            backend: Backend that the engines were started with: nccl, ipc.
+            init_info: Argument of vLLM's `init_weight_transfer_engine`.
             by_engine: Fields of `init_info` that differ, such as `rank_offset`, by engine id.
-            model: Name of the model; empty where the mesh has one.
+            model: Name of the model; may be empty if the mesh has only one.
 
         Raises:
-            WeightsPushError: An engine did not join.
+            WeightsPushError: An engine did not connect.
         """
         return await init_transfers(self._router(), backend, init_info, by_engine or {}, model)
 
     async def replicas(self) -> router_pb2.ListReplicasResponse:
-        """Returns who is in the mesh."""
+        """Returns the replicas in the mesh."""
         request = router_pb2.ListReplicasRequest()
         with typed_errors():
             return await self._router().ListReplicas(request, timeout=CALL_S)

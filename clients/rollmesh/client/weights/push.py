@@ -22,13 +22,13 @@ _MODES = {
 
 
 class WeightsPushError(RollmeshError):
-    """An engine did not take new weights; `results` has the result of each."""
+    """An engine did not apply new weights; `results` has the result of every engine."""
 
     code = "INTERNAL"
     reason = "WEIGHTS_PUSH_FAILED"
 
     def __init__(self, results: list[router_pb2.EngineResult]) -> None:
-        """Names the engines and what each said."""
+        """Takes the results; the message names the engines that failed and why."""
         failed = [result for result in results if result.status.code]
         super().__init__("; ".join(f"{one.engine_id}: {one.status.message}" for one in failed))
         self.results = results
@@ -36,12 +36,12 @@ class WeightsPushError(RollmeshError):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Weights that the trainer sends by a weight transfer backend of vLLM, while it is pushed."""
+    """Weights that the trainer sends through a vLLM weight transfer backend during the push."""
 
     backend: str
-    """Name of the backend that the engines were started with: nccl, ipc."""
+    """Backend that the engines were started with: nccl, ipc."""
     updates: Sequence[Any]
-    """The `update_info` of each call of vLLM's `update_weights`, in order: what JSON can say."""
+    """The `update_info` of each call of vLLM's `update_weights`, in order; JSON values."""
 
 
 async def push_weights(
@@ -53,7 +53,7 @@ async def push_weights(
     *,
     allow_partial: bool,
 ) -> list[router_pb2.EngineResult]:
-    """Pushes weights the way that their kind asks for; see `Client.push_weights`."""
+    """Pushes tensors, a checkpoint or a transfer; see `Client.push_weights`."""
     header = filled(
         router_pb2.PushWeightsHeader,
         policy_version=policy_version,
@@ -126,10 +126,10 @@ def _json(value: Any, field: str) -> str:
 
 
 def weights_of(response: router_pb2.ListReplicasResponse, model: str) -> router_pb2.ModelWeights:
-    """Returns what the router says of a model's weights; an empty name means the only one.
+    """Returns the weights of a model; an empty name selects the only model.
 
     Raises:
-        InvalidFieldError: The mesh has no such model, or several and none is named.
+        InvalidFieldError: The mesh has no such model, or several and no name was given.
     """
     found = [one for one in response.models if model in {"", one.model}]
     if len(found) != 1:

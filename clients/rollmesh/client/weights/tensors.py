@@ -1,8 +1,8 @@
-"""Tensors as the bytes of a safetensors file, made piece by piece.
+"""Encodes tensors as a safetensors file, in chunks.
 
-The format: the header's length (8 bytes, little-endian), the header (JSON: dtype, shape and place
-of every tensor), the data. See https://github.com/huggingface/safetensors#format. Tensors that
-share memory are written each. PyTorch is not imported unless a tensor of it is given.
+The format is the header's length (8 bytes, little-endian), the header (JSON: dtype, shape and
+offsets of every tensor) and the data: https://github.com/huggingface/safetensors#format. Tensors
+that share memory are written separately. PyTorch is imported only by the caller.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import numpy as np
 from rollmesh.runtime.errors import InvalidFieldError
 
 CHUNK_BYTES = 1024 * 1024
-"""Largest piece, bytes."""
+"""Size of a chunk, bytes; the last one may be smaller."""
 
 _DTYPES = {
     "float64": "F64",
@@ -39,13 +39,13 @@ _DTYPES = {
 
 
 def file_of(tensors: Mapping[str, Any]) -> tuple[int, Iterator[bytes]]:
-    """Returns the size of the file and its pieces, which are made as they are taken.
+    """Returns the size of the file in bytes and an iterator that makes its chunks.
 
     Args:
         tensors: `torch.Tensor` on any device, or `numpy.ndarray`, by parameter name.
 
     Raises:
-        InvalidFieldError: A tensor has a type or dtype that safetensors does not know.
+        InvalidFieldError: A tensor has an unsupported type or dtype.
     """
     if not tensors:
         raise InvalidFieldError("weights", "is empty; give the parameters by name")
@@ -96,7 +96,7 @@ def _item_bytes(name: str, tensor: Any) -> int:
 
 
 def _data(tensor: Any) -> memoryview:
-    """Returns the bytes of a tensor, row by row."""
+    """Returns the bytes of a tensor in row-major order."""
     if not isinstance(tensor, np.ndarray):
         torch = sys.modules["torch"]
         plain = tensor.detach().cpu().contiguous().reshape(-1)

@@ -1,13 +1,13 @@
-"""verl's agent loop manager over a mesh.
+"""verl's agent loop manager, backed by a mesh.
 
-verl takes the class by name and asks it for nothing but rollouts:
+verl loads the class by name and uses it for rollouts only:
 
     actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollmesh.integrations.verl.manager.AgentLoopManager
     +rollmesh.router=HOST:PORT +rollmesh.gateway=... +rollmesh.collector=... +rollmesh.sidecar=...
     +rollmesh.runners.my_agent=my_package.my_module:run
 
-Prompts become groups of sessions, `agent_name` names the runner, and what the collector delivers is
-put into the TransferQueue, from which verl's replay buffer takes it.
+Prompts become groups of sessions, `agent_name` names the runner, and delivered sessions are written
+to the TransferQueue, from which verl's replay buffer reads them.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ _START_S = 60.0
 
 
 class AgentLoopManager:
-    """Rolls prompts out in a thread of its own; results go to the TransferQueue."""
+    """Rolls out prompts in a thread; results go to the TransferQueue."""
 
     def __init__(
         self, config: Any, *, reward_loop_worker_handles: Any = None, **_handles: Any
     ) -> None:
-        """Takes verl's whole configuration and its reward workers; its own servers are not used.
+        """Takes verl's configuration and its reward workers; verl's inference servers are not used.
 
         Raises:
-            InvalidFieldError: `config.rollmesh` lacks something.
+            InvalidFieldError: `config.rollmesh` is incomplete or invalid.
         """
         self._config = config
         settings = Settings.from_config(config.get("rollmesh"))
@@ -49,7 +49,7 @@ class AgentLoopManager:
 
     @classmethod
     def create(cls, config: Any, **handles: Any) -> "AgentLoopManager":
-        """Makes the manager and starts it, as verl calls it.
+        """Creates and starts the manager; called by verl.
 
         Raises:
             RollmeshError: The collector refuses, or the configuration is wrong.
@@ -61,14 +61,14 @@ class AgentLoopManager:
         return manager
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Begins to roll prompts out; returns at once.
+        """Starts rolling out prompts; returns at once.
 
         Args:
-            prompts: Batch size [prompts]. Every row has `uid`, `global_steps` and what the data set
-                brought; `validate` says which partition and sampling it is for.
+            prompts: Batch size [prompts]. Every row has `uid`, `global_steps` and the data set's
+                columns; `validate` selects partition and sampling parameters.
 
         Raises:
-            RollmeshError: The rollouts have ended, with the reason.
+            RollmeshError: The rollouts have ended; the error is the reason.
             InvalidFieldError: A row names a runner that is not configured, or its uid has a "_".
         """
         rows = [
@@ -78,7 +78,7 @@ class AgentLoopManager:
             self._rollouts.submit(prompt)
 
     def close(self) -> None:
-        """Ends the rollouts; prompts that have not ended are failures."""
+        """Stops the rollouts; unfinished prompts become failures."""
         self._rollouts.stop()
         self._thread.join()
 
@@ -87,7 +87,7 @@ class AgentLoopManager:
             asyncio.run(self._rollouts.serve(lambda: self._ready.set_result(None)))
         except asyncio.CancelledError:  # by `close`
             return
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: the trainer gets it
+        except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
             if not self._ready.done():
                 self._ready.set_exception(error)
 
@@ -113,7 +113,7 @@ class AgentLoopManager:
 
 
 def sampling_of(config: Any, *, validate: bool, greedy: bool) -> dict[str, Any]:
-    """Returns the defaults of a session's turns, as verl's own agent loops sample."""
+    """Returns the default sampling parameters of a session, as in verl's own agent loops."""
     source = config.val_kwargs if validate else config
     sampling = {
         "temperature": 0.0 if greedy else float(source.temperature),
@@ -127,7 +127,7 @@ def sampling_of(config: Any, *, validate: bool, greedy: bool) -> dict[str, Any]:
 
 
 def _reward_loop(workers: Any) -> RewardLoopScore:
-    """Returns verl's reward loop; verl itself is imported only where it gives us one."""
+    """Returns verl's reward loop; verl is imported only if there is one."""
     module = importlib.import_module("rollmesh.integrations.verl.rewards")
     return cast("RewardLoopScore", module.RewardLoop(list(workers)).score)
 
@@ -136,7 +136,7 @@ def load_runner(name: str, path: str) -> AgentRunner:
     """Returns the function that `package.module:function` names.
 
     Raises:
-        InvalidFieldError: There is none.
+        InvalidFieldError: There is no such function.
     """
     module, _, function = path.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""Writes sessions to a TransferQueue, in the columns, keys and tags that verl's trainer reads.
+"""Writes sessions to a TransferQueue with the columns, keys and tags of verl's trainer.
 
 Keys are `{uid}_{session}_{index}` for trajectories and `{uid}` for prompts; the columns are listed
 in docs/trainers.md.
@@ -19,7 +19,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import types_pb2
 
 PromptStatus: TypeAlias = Literal["any_failed", "all_failed"]
-"""When a prompt is a "failure": one of its sessions failed (as verl has it), or all of them did."""
+"""When a prompt is a "failure": if any of its sessions failed (as in verl), or all of them."""
 
 _TOKEN_COLUMNS = frozenset(
     {
@@ -42,11 +42,11 @@ _SAID = frozenset({types_pb2.ROLE_USER, types_pb2.ROLE_TOOL})
 
 @dataclass(frozen=True, slots=True)
 class QueueRows:
-    """What one put takes: as many keys as columns' rows as tags."""
+    """The arguments of one put: B keys, rows and tags."""
 
     keys: list[str]
     fields: TensorDict
-    """Batch size [B]; a value per token is nested jagged, [B, j]."""
+    """Batch size [B]; per-token columns are nested jagged tensors, [B, j]."""
     tags: list[dict[str, Any]]
 
 
@@ -59,16 +59,16 @@ def queue_rows(
 ) -> QueueRows:
     """Returns the rows of one session of a prompt.
 
-    The main conversation comes last: verl takes the last trajectory of a session for its reward.
+    The main conversation comes last, because verl scores the last trajectory of a session.
 
     Args:
-        rows: Of one session, at least one.
-        prompt: The trainer's own columns, carried along; `uid` and `global_steps` are needed.
-        reward_extra_info: What the scorer said besides the reward.
-        flat_extra_fields: Whether each entry of `extra_fields` is a column as well.
+        rows: The rows of one session, at least one.
+        prompt: The trainer's columns, copied to each row; `uid` and `global_steps` are required.
+        reward_extra_info: verl's extra reward info.
+        flat_extra_fields: Whether each entry of `extra_fields` is also a column.
 
     Raises:
-        InvalidFieldError: The uid has a "_", or the prompt has a column of that name already.
+        InvalidFieldError: The uid contains a "_", or the prompt has one of our columns.
     """
     uid, steps = prompt_uid(prompt), int(prompt["global_steps"])
     if taken := _TOKEN_COLUMNS & prompt.keys():
@@ -88,7 +88,7 @@ def queue_rows(
 
 
 def main_last(rows: Rows) -> list[Row]:
-    """Returns the rows of a session as the queue has them: the main conversation last."""
+    """Returns the rows of a session in the queue's order: the main conversation last."""
     return sorted(rows, key=_place)
 
 
@@ -96,7 +96,7 @@ def prompt_uid(prompt: Mapping[str, Any]) -> str:
     """Returns the uid of a prompt.
 
     Raises:
-        InvalidFieldError: It has a "_", which keys are cut at.
+        InvalidFieldError: It contains a "_", which separates the parts of a key.
     """
     uid = str(prompt["uid"])
     if "_" in uid:
@@ -105,10 +105,10 @@ def prompt_uid(prompt: Mapping[str, Any]) -> str:
 
 
 def checked_status(status: PromptStatus) -> PromptStatus:
-    """Returns when a prompt is a failure.
+    """Returns a valid `PromptStatus`.
 
     Raises:
-        InvalidFieldError: It is no `PromptStatus`.
+        InvalidFieldError: It is not a `PromptStatus`.
     """
     if status not in get_args(PromptStatus):
         raise InvalidFieldError("status", f"{status!r} is none of any_failed, all_failed")
@@ -116,7 +116,7 @@ def checked_status(status: PromptStatus) -> PromptStatus:
 
 
 def token_columns(row: Row) -> dict[str, torch.Tensor]:
-    """Returns what verl trains on: P prompt tokens, R from the first sampled one on.
+    """Returns verl's token columns: P prompt tokens, R response tokens from the first sampled one.
 
     `prompts` int64 [P]; `responses`, `response_mask`, `loss_mask` int64 [R]; `input_ids`,
     `attention_mask`, `position_ids` int64 [P + R]; `rollout_log_probs`, `rm_scores` float32 [R];
@@ -141,7 +141,7 @@ def token_columns(row: Row) -> dict[str, torch.Tensor]:
 
 
 def stacked(columns: Sequence[Mapping[str, Any]]) -> TensorDict:
-    """Returns rows of equal columns as a TensorDict of batch size [B]."""
+    """Returns rows with the same columns as a TensorDict of batch size [B]."""
     found: dict[str, Any] = {}
     for name, first in columns[0].items():
         values = [column[name] for column in columns]
@@ -155,29 +155,29 @@ def stacked(columns: Sequence[Mapping[str, Any]]) -> TensorDict:
 
 
 class TransferQueueWriter:
-    """Writes to one partition of the queue that this process is connected to (`tq.init`)."""
+    """Writes to one partition of the queue to which `tq.init` connected this process."""
 
     def __init__(self, partition: str, status: PromptStatus = "any_failed") -> None:
-        """Takes "train" or "val", and when a prompt is a failure.
+        """Takes the partition ("train" or "val") and the rule for failed prompts.
 
         Raises:
-            InvalidFieldError: The status is no `PromptStatus`.
+            InvalidFieldError: The status is not a `PromptStatus`.
         """
         self._partition = partition
         self._status = checked_status(status)
 
     async def begin(self, uid: str) -> None:
-        """Says that the sessions of a prompt run."""
+        """Marks a prompt as running."""
         await self._tag(uid, "running")
 
     async def write(self, rows: QueueRows) -> None:
-        """Puts the rows of a session; they are in the queue on return."""
+        """Puts the rows of a session into the queue."""
         await tq.async_kv_batch_put(
             keys=rows.keys, partition_id=self._partition, fields=rows.fields, tags=rows.tags
         )
 
     async def end(self, uid: str, sessions: int, failed: int) -> None:
-        """Says that all sessions of a prompt have ended; nothing of it may be written after."""
+        """Marks a prompt as ended; no rows of it may be written afterwards."""
         most = 0 if self._status == "any_failed" else sessions - 1
         await self._tag(uid, "finished" if failed <= most else "failure")
 
@@ -186,12 +186,12 @@ class TransferQueueWriter:
 
 
 def _place(row: Row) -> tuple[bool, int]:
-    """Orders a session's trajectories: main last, else as they were exported."""
+    """Sort key of a session's trajectories: main last, otherwise in export order."""
     return row.trajectory.lineage in {"MAIN", "COMPACTION"}, row.index
 
 
 def _messages(row: Row) -> int:
-    """Counts as verl does: every answer, and every run of messages from outside before one."""
+    """Counts messages as verl does: each answer, and each run of user or tool messages."""
     count, outside = row.trajectory.turns, False
     for segment in row.trajectory.segments:
         if segment.sampled:

@@ -17,19 +17,18 @@ _READ = ("prompts", "responses", "input_ids", "attention_mask", "position_ids")
 
 
 class RewardLoop:
-    """Asks verl's reward workers, one after the other."""
+    """Calls verl's reward workers in turn."""
 
     def __init__(self, workers: Sequence[Any]) -> None:
-        """Takes the handles of the Ray actors that verl gives its manager."""
+        """Takes the handles of verl's reward workers, which are Ray actors."""
         self._workers = itertools.cycle(workers)
 
     async def score(
         self, result: SessionResult, prompt: Mapping[str, Any]
     ) -> tuple[float, dict[str, Any]]:
-        """Returns the reward of a session, and what else the worker said.
+        """Returns the reward of a session and verl's extra reward info.
 
-        verl scores the last trajectory of a session; the worker gets that one. The session must
-        have a trajectory to train on.
+        As in verl, the last trajectory of the session is scored; there must be one to train on.
         """
         columns = token_columns(main_last(rows_of([replace(result, reward=0.0)]))[-1])
         tensors = {name: columns[name].unsqueeze(0) for name in _READ}

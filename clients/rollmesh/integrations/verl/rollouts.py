@@ -1,4 +1,4 @@
-"""Rolls verl's prompts out as groups of sessions and writes their rows to the TransferQueue."""
+"""Rolls out verl's prompts as groups of sessions and writes the rows to the TransferQueue."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -52,10 +52,10 @@ class Prompt:
 
 
 class PromptRollouts:
-    """Rolls out what is submitted; `submit` and `stop` may be called from any thread."""
+    """Rolls out submitted prompts; `submit` and `stop` may be called from any thread."""
 
     def __init__(self, settings: Settings, score: RewardLoopScore | None = None) -> None:
-        """Takes the settings, and verl's reward loop where the trainer has one."""
+        """Takes the settings, and verl's reward loop if the trainer has one."""
         self._settings = settings
         self._score = score
         self._submitted: asyncio.Queue[Prompt] = asyncio.Queue(_MAX_PROMPTS)
@@ -66,11 +66,11 @@ class PromptRollouts:
         self._ended: Exception | None = None
 
     def submit(self, prompt: Prompt) -> None:
-        """Takes a prompt.
+        """Submits a prompt.
 
         Raises:
-            RollmeshError: The rollouts have ended, with the reason.
-            InvalidFieldError: The uid has a "_", or is that of a prompt that has not ended.
+            RollmeshError: The rollouts have ended; the error is the reason.
+            InvalidFieldError: The uid contains a "_", or a prompt with it is running.
         """
         if self._ended is not None or self._loop is None:
             raise self._ended or ShuttingDownError("the rollouts have not begun")
@@ -81,16 +81,16 @@ class PromptRollouts:
         asyncio.run_coroutine_threadsafe(putting, self._loop).result(_SUBMIT_S)
 
     def stop(self) -> None:
-        """Ends `serve`; prompts that have not ended are failures."""
+        """Ends `serve`; unfinished prompts become failures."""
         if self._loop is not None and self._serving is not None and self._ended is None:
             self._loop.call_soon_threadsafe(self._serving.cancel)
 
     async def serve(self, ready: Callable[[], None]) -> None:
-        """Rolls out what is submitted until `stop`; calls `ready` once prompts may be submitted.
+        """Rolls out submitted prompts until `stop`; calls `ready` when `submit` may be called.
 
         Raises:
             RollmeshError: The collector refuses the subscription.
-            CancelledError: It was stopped.
+            CancelledError: `stop` was called.
         """
         self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
         try:
@@ -161,7 +161,7 @@ class PromptRollouts:
 
 
 def _extra_info(result: object) -> dict[str, Any]:
-    """Returns what a runner said besides the rewards."""
+    """Returns the entries of a runner's result that are not rewards."""
     if not isinstance(result, Mapping):
         return {}
     return {name: value for name, value in result.items() if name not in REWARD_NAMES}

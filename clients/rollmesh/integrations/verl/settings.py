@@ -13,27 +13,27 @@ _ADDRESSES = ("router", "gateway", "collector", "sidecar")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How prompts are rolled out; the settings without a text are those of `RolloutSettings`."""
+    """Settings of the manager; those without a description are those of `RolloutSettings`."""
 
     addresses: MeshAddresses
     runners: dict[str, str]
-    """Functions as `package.module:function`, by agent name."""
+    """Runners as `package.module:function`, by agent name."""
     consumer: str = "verl"
-    """Name at the collector; one for each trainer."""
+    """Consumer name at the collector; one per trainer."""
     concurrency: int = RolloutSettings.concurrency
     timeout_s: float = RolloutSettings.timeout_s
     limits: Limits = field(default_factory=Limits)
     retries: Retries = field(default_factory=Retries)
     status: PromptStatus = "any_failed"
-    """When a prompt is a failure."""
+    """When a prompt counts as a failure."""
     flat_extra_fields: bool = False
-    """Whether each entry of `extra_fields` is a column as well."""
+    """Whether each entry of `extra_fields` is also a column."""
 
     def __post_init__(self) -> None:
         """Checks the settings.
 
         Raises:
-            InvalidFieldError: Names the one that is wrong.
+            InvalidFieldError: A setting is invalid.
         """
         checked_status(self.status)
         RolloutSettings(**self.rollout)
@@ -49,7 +49,7 @@ class Settings:
         """Reads the settings.
 
         Raises:
-            InvalidFieldError: One is missing, unknown or wrong.
+            InvalidFieldError: A setting is missing, unknown or invalid.
         """
         found = {str(name): value for name, value in (config or {}).items()}
         try:

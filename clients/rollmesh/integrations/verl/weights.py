@@ -1,13 +1,13 @@
-"""A rollout of verl that is a mesh: no inference servers of verl's own, and its weights go there.
+"""A verl rollout backed by a mesh, which replaces verl's inference servers.
 
-verl imports this module in each of its processes and takes the rollout by name:
+verl imports this module in each of its processes and finds the rollout by name:
 
     VERL_USE_EXTERNAL_MODULES=rollmesh.integrations.verl.weights
     actor_rollout_ref.rollout.name=rollmesh
     +actor_rollout_ref.rollout.engine_kwargs.rollmesh.router=HOST:PORT
 
-verl's checkpoint manager then calls what it calls for its own servers after a step: the first rank
-of the actor pushes the weights with verl's `global_steps` as their policy version.
+After a step, verl's checkpoint manager updates the rollout: the first rank of the actor pushes the
+weights, with verl's `global_steps` as the policy version.
 """
 
 from collections.abc import Iterable
@@ -24,20 +24,20 @@ NAME = "rollmesh"
 
 
 class MeshReplica(replica.RolloutReplica):  # type: ignore[misc]  # verl has no types
-    """What verl takes for its inference server: there is none, the mesh has the engines."""
+    """Stands for verl's inference server; the engines belong to the mesh."""
 
     async def launch_servers(self) -> None:
         """Starts nothing."""
 
 
 class MeshRollout(base.BaseRollout):  # type: ignore[misc]
-    """What each rank of verl's actor gives its weights to."""
+    """Receives the weights of each rank of verl's actor."""
 
     async def resume(self, tags: list[str]) -> None:
-        """Does nothing: the mesh's engines have accelerators of their own."""
+        """Does nothing: the mesh's engines have their own accelerators."""
 
     async def release(self) -> None:
-        """Does nothing: the mesh's engines have accelerators of their own."""
+        """Does nothing: the mesh's engines have their own accelerators."""
 
     async def update_weights(
         self,
@@ -50,13 +50,13 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
     ) -> None:
         """Pushes the weights of a step; every rank calls it, the first one pushes.
 
-        Weights of the version that the mesh has already are not pushed again: those before the
-        first step are the model that the engines were started with.
+        Weights whose version the mesh already has are not pushed: before the first step they are
+        the model that the engines were started with.
 
         Raises:
-            InvalidFieldError: They are an adapter or a delta, or no router is named.
-            StaleVersionError: The mesh is at a later version.
-            WeightsPushError: An engine did not take them.
+            InvalidFieldError: The weights are an adapter or a delta, or no router is configured.
+            StaleVersionError: The mesh has a later version.
+            WeightsPushError: An engine did not apply the weights.
         """
         if wire_format != "named_tensors":
             raise InvalidFieldError("checkpoint_engine.backend", f"sends {wire_format}; give naive")
@@ -64,7 +64,7 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
             raise InvalidFieldError("model.lora.merge", "is off; turn it on: engines take no LoRA")
         is_first = not distributed.is_initialized() or distributed.get_rank() == 0
         tensors: dict[str, Any] = {}
-        for name, tensor in weights:  # every rank: shards are gathered with all of them
+        for name, tensor in weights:  # on every rank: gathering shards needs all of them
             if is_first:
                 tensors[name] = tensor.detach().to("cpu", copy=True)
         if is_first and global_steps is not None:
