@@ -6,11 +6,11 @@ import numpy as np
 
 from rollmesh.chat.canonical import make_frame
 from rollmesh.chat.messages import Message
+from rollmesh.gateway.conversation.session import Session
+from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
 from rollmesh.gateway.conversation.tree import Sample, Tree, VersionSpan
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
-from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage import closed, journal
-from rollmesh.gateway.storage.journal import AnswerRecord, SessionSpec
 from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs
 from rollmesh.v1 import gateway_pb2, types_pb2
 

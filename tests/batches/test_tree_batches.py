@@ -17,9 +17,9 @@ from rollmesh.batches import (
 )
 from rollmesh.chat.messages import Message
 from rollmesh.client import Delivery, SessionResult
+from rollmesh.gateway.conversation.session import Session
+from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.export.record import write_record
-from rollmesh.gateway.sessions.session import Session
-from rollmesh.gateway.storage.journal import SessionSpec
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.batches.records import linear, session

@@ -3,12 +3,12 @@
 import sqlite3
 from collections.abc import Sequence
 
+from rollmesh.gateway.conversation.session import Session
+from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
-from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.closed import Close
-from rollmesh.gateway.storage.journal import AnswerRecord, SessionSpec
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.worlds import END, World, said, user
 

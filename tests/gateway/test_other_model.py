@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Session
+from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from tests.meshes import Mesh, scripted_mesh
@@ -96,7 +97,7 @@ def test_an_open_session_that_was_set_aside_is_refused_to_another_model_too() ->
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(journal.SCHEMA)
         journal.adopt_model(db, theirs)
-        journal.insert_session(db, journal.SessionSpec("s", 0))
+        journal.insert_session(db, SessionSpec("s", 0))
         closed.set_aside(db, [closed.DeadLetter("s", "DAMAGED", "why", 0)])
         with pytest.raises(journal.OtherModelError):
             journal.adopt_model(db, others)

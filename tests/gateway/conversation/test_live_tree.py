@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rollmesh.client import SessionResult, Subscription
+from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.export.record import write_record
-from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage import journal
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2

@@ -6,9 +6,9 @@ from hypothesis import given, settings, strategies as st
 
 from rollmesh.chat.messages import Message
 from rollmesh.client import SessionResult, TrajectoryTree
+from rollmesh.gateway.conversation.session import Session
+from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.export.record import exported_lineages, trajectory_ids, write_record
-from rollmesh.gateway.sessions.session import Session
-from rollmesh.gateway.storage.journal import SessionSpec
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.worlds import TOOLS, World, random_world, said, user

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rollmesh.gateway.protocol.wire import read_choices
+from rollmesh.gateway.protocol.requests import read_choices
 from rollmesh.gateway.sessions.registry import Gateway
 from rollmesh.gateway.storage import journal
 from rollmesh.runtime import clock

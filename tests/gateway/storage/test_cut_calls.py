@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rollmesh.client import Subscription
-from rollmesh.gateway.protocol.wire import read_choices
-from rollmesh.gateway.sessions.session import Answered
+from rollmesh.gateway.conversation.session import Answered
+from rollmesh.gateway.protocol.requests import read_choices
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
+from rollmesh.gateway.conversation.session import Session
+from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.export.record import write_record
-from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.dead_letters import DeadLetters
-from rollmesh.gateway.storage.journal import SessionSpec
 from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError

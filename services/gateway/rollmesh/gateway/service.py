@@ -19,10 +19,10 @@ from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelFilesError, read_json
 from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
+from rollmesh.gateway.conversation.session import SessionLimits
 from rollmesh.gateway.servicer import GatewayServicer
 from rollmesh.gateway.sessions.idle import close_idle
 from rollmesh.gateway.sessions.registry import Gateway
-from rollmesh.gateway.sessions.session import SessionLimits
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.dead_letters import DeadLetters
 from rollmesh.gateway.storage.outbox import Outbox

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
-from rollmesh.gateway.protocol.wire import read_choices, write_answers, write_event, write_nodes
+from rollmesh.gateway.conversation.choices import gathered, merged
+from rollmesh.gateway.conversation.session import Answered, PromptIds, Session, Turn, TurnRequest
+from rollmesh.gateway.protocol.requests import read_choices
+from rollmesh.gateway.protocol.responses import write_answers, write_event, write_nodes
 from rollmesh.gateway.sessions.registry import Gateway
-from rollmesh.gateway.sessions.session import Answered, PromptIds, Session, Turn, TurnRequest
 from rollmesh.gateway.storage.dead_letters import DeadLetters
-from rollmesh.gateway.turns.choices import gathered, merged
 from rollmesh.runtime.errors import InvalidFieldError, StartingError
 from rollmesh.runtime.process.memory import FreedMemory
 from rollmesh.runtime.rpc.interceptors import Context

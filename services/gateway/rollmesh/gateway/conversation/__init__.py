@@ -1,4 +1,4 @@
-"""The conversation tree of a session and what its branches are: plain state, no I/O.
+"""The state of a session: its conversation tree, its turns, and what its branches are.
 
-May import `chat`.
+No I/O: a caller stores what changes. May import only `chat` and the runtime.
 """

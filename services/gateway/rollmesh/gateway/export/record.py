@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.tree import Node, VersionSpan, path_bytes
 from rollmesh.gateway.export.rewards import write_rewards
 from rollmesh.gateway.export.trajectories import (
@@ -12,8 +13,7 @@ from rollmesh.gateway.export.trajectories import (
     export_turns,
     pack_tree,
 )
-from rollmesh.gateway.protocol.wire import write_role
-from rollmesh.gateway.sessions.session import Session
+from rollmesh.gateway.protocol.responses import write_role
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, pack_mask
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import gateway_pb2, types_pb2

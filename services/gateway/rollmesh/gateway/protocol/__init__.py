@@ -1,1 +1,4 @@
-"""Between the messages of `rollmesh.v1` and the gateway's own types; imports no session."""
+"""Between the messages of `rollmesh.v1` and the gateway's own types.
+
+May import `conversation`.
+"""

@@ -1,4 +1,4 @@
-"""Sessions from creation to close: keys, retries, idle time, and what ends them.
+"""Sessions from creation to close: keys, replies, idle time, and what ends them.
 
-May import `turns`, `export`, `storage` and `conversation`.
+May import `turns`, `storage`, `export` and `conversation`.
 """

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rollmesh.gateway.sessions.session import Session, Turn
+from rollmesh.gateway.conversation.session import Session, Turn
 from rollmesh.runtime.errors import GenerationAbortedError, RollmeshError
 
 

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
+from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.sessions.registry import Gateway
-from rollmesh.gateway.sessions.session import Session
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.telemetry.logs import fields

@@ -8,6 +8,13 @@ from collections.abc import Callable, Iterator
 from google.protobuf import json_format
 
 from rollmesh.gateway import metrics
+from rollmesh.gateway.conversation.session import (
+    Answered,
+    Session,
+    Turn,
+    TurnRequest,
+)
+from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import (
     record_bytes,
@@ -20,16 +27,10 @@ from rollmesh.gateway.sessions.ending import cancelled, end_turns
 from rollmesh.gateway.sessions.groups import GroupSizes
 from rollmesh.gateway.sessions.keys import SECRET_BYTES, SessionKeys
 from rollmesh.gateway.sessions.replies import Replies
-from rollmesh.gateway.sessions.session import (
-    Answered,
-    Session,
-    Turn,
-    TurnRequest,
-)
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.closed import Close
 from rollmesh.gateway.storage.dead_letters import damaged_error
-from rollmesh.gateway.storage.journal import SessionSpec, StoredSession
+from rollmesh.gateway.storage.journal import StoredSession
 from rollmesh.gateway.storage.outbox import Outbox, dead_letter
 from rollmesh.gateway.turns.turns import TurnRunner
 from rollmesh.runtime import clock

@@ -6,9 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from rollmesh.gateway import metrics
-from rollmesh.gateway.conversation.tree import Node
-from rollmesh.gateway.sessions.ending import subscribed
-from rollmesh.gateway.sessions.session import (
+from rollmesh.gateway.conversation.session import (
     Answered,
     Begun,
     Report,
@@ -19,6 +17,8 @@ from rollmesh.gateway.sessions.session import (
     TurnEvent,
     TurnRequest,
 )
+from rollmesh.gateway.conversation.tree import Node
+from rollmesh.gateway.sessions.ending import subscribed
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.turns.reporting import retold
 from rollmesh.gateway.turns.turns import TurnRunner

@@ -1,4 +1,4 @@
 """The journal on disk and the outbox to the collector.
 
-May import `conversation`.
+May import `export`, `protocol` and `conversation`.
 """

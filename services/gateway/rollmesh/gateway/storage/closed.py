@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollmesh.chat.messages import RenderContext
+from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.conversation.tree import Node, Tree
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.journal import StoredSession
@@ -148,7 +149,7 @@ def read_letter(db: sqlite3.Connection, session_id: str) -> Letter:
 
 def rebuilt(letter: Letter, new_tree: Callable[[], Tree]) -> StoredSession:
     """Returns the session of a letter with all its rows."""
-    stored = StoredSession(journal.SessionSpec(**json.loads(letter.spec)), new_tree())
+    stored = StoredSession(SessionSpec(**json.loads(letter.spec)), new_tree())
     for row in letter.rows:
         journal.attach_row(stored, row, letter.contexts)
     return stored

@@ -12,10 +12,11 @@ import numpy as np
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall
 from rollmesh.gateway.conversation.sampled import Tops
+from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import types_pb2
 
 SCHEMA_VERSION = 7  # counts up with every change of what is below
 SCHEMA = """
@@ -67,36 +68,6 @@ class OtherModelError(Exception):
         super().__init__(found, open_sessions)
         self.found = found
         self.open_sessions = open_sessions
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSpec:
-    """What a session was opened with."""
-
-    session_id: str
-    opened_unix_ms: int
-    request_id: str = ""
-    group_id: str = ""
-    sample_index: int = 0
-    group_size: int = 1
-    sampling: str = "{}"
-    """Default sampling parameters: the JSON form of `SamplingParams`."""
-    metadata: dict[str, str] = field(default_factory=dict)
-    finish_on_disconnect: bool = False
-    export_mode: int = gateway_pb2.EXPORT_MODE_LEAVES
-    """In which form the tree is exported: an `ExportMode`."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRecord:
-    """How an answered turn is found again by a retry."""
-
-    answer_id: str
-    fingerprint: str
-    idempotency_key: str
-    created_unix_ms: int
-    lineage: int | None = None
-    """What the request says that the turn is: a `Lineage`."""
 
 
 @dataclass(slots=True)

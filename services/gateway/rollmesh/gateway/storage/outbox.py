@@ -13,9 +13,9 @@ from typing import NamedTuple
 import grpc
 
 from rollmesh.gateway import metrics
+from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import exported_lineages, write_record
-from rollmesh.gateway.sessions.session import Session
 from rollmesh.gateway.storage import closed
 from rollmesh.gateway.storage.closed import PIECE_NODES, DeadLetter, Letter
 from rollmesh.gateway.storage.journal import DamagedSessionError, read_nodes

@@ -1,4 +1,4 @@
 """One turn: prompt, lease, generation, checks, commit.
 
-May import `storage`, `conversation` and `chat`.
+May import `storage`, `export` and `conversation`.
 """

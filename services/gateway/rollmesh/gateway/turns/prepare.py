@@ -16,8 +16,8 @@ from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError
+from rollmesh.gateway.conversation.session import Session, TurnRequest
 from rollmesh.gateway.conversation.tree import Match
-from rollmesh.gateway.sessions.session import Session, TurnRequest
 from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt
 from rollmesh.runtime.codec.arrays import pack_ids

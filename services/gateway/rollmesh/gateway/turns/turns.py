@@ -19,9 +19,7 @@ from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway import metrics
 from rollmesh.gateway.conversation.reasons import Fidelity
-from rollmesh.gateway.conversation.tree import Node, Sample, path_bytes
-from rollmesh.gateway.export.record import record_bytes
-from rollmesh.gateway.sessions.session import (
+from rollmesh.gateway.conversation.session import (
     Answered,
     PromptIds,
     Report,
@@ -30,6 +28,9 @@ from rollmesh.gateway.sessions.session import (
     Turn,
     TurnRequest,
 )
+from rollmesh.gateway.conversation.spec import AnswerRecord
+from rollmesh.gateway.conversation.tree import Node, Sample, path_bytes
+from rollmesh.gateway.export.record import record_bytes
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.turns.engines import EngineClients, SampledTokens
 from rollmesh.gateway.turns.generate import Generation, checked_sample
@@ -311,7 +312,7 @@ class TurnRunner:
         )
         # Another turn that shares a group with this one may not have stored it, or may fail to.
         added = [one for one in node.path() if not one.stored]
-        record = journal.AnswerRecord(
+        record = AnswerRecord(
             answer_id=turn.answer_id,
             fingerprint=turn.fingerprint,
             idempotency_key=turn.idempotency_key,

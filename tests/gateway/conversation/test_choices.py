@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.gateway.turns.choices import Shared, choice_seed, merged
+from rollmesh.gateway.conversation.choices import Shared, choice_seed, merged
 
 MOST = 2**63 - 1
 

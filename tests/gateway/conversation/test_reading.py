@@ -3,7 +3,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.gateway.protocol.reading import MessageReader
+from rollmesh.gateway.conversation.reading import MessageReader
 from rollmesh.runtime.errors import InvalidMessagesError
 from rollmesh.v1 import gateway_pb2, types_pb2
 

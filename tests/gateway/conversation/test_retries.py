@@ -7,8 +7,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from rollmesh.chat.parsing.events import TextEvent
-from rollmesh.gateway.sessions.retries import retried
-from rollmesh.gateway.sessions.session import Begun, Turn
+from rollmesh.gateway.conversation.retries import retried
+from rollmesh.gateway.conversation.session import Begun, Turn
 
 
 @dataclass(eq=False)

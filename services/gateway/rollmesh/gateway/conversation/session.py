@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 from rollmesh.chat.constraints.structural_tag import Wanted
 from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
+from rollmesh.gateway.conversation.choices import Shared
+from rollmesh.gateway.conversation.reading import MessageReader
 from rollmesh.gateway.conversation.reasons import Lineage
+from rollmesh.gateway.conversation.retries import retried
 from rollmesh.gateway.conversation.sampled import Returns, Shown
+from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
 from rollmesh.gateway.conversation.tree import Node, Tree
-from rollmesh.gateway.protocol.reading import MessageReader
-from rollmesh.gateway.sessions.retries import retried
-from rollmesh.gateway.storage.journal import AnswerRecord, SessionSpec
-from rollmesh.gateway.turns.choices import Shared
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     IdempotencyKeyReusedError,
