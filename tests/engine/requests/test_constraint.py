@@ -76,7 +76,7 @@ async def test_every_sample_is_a_value_of_the_schema(engine: Engine, model_dir: 
     for result in results:
         assert result.finish.reason == types_pb2.FINISH_REASON_STOP
         assert result.finish.stop_token_id == result.ids[-1]
-        value = json.loads(tokenizer.decode(np.array(result.ids, np.uint32)))
+        value = json.loads(tokenizer.rust.decode(result.ids))
         assert set(value) == {"name", "count", "kind"}
         assert 0 <= value["count"] <= 99
         assert value["kind"] in {"small", "large"}
@@ -91,7 +91,7 @@ async def test_log_probs_are_those_of_the_allowed_tokens(engine: Engine, model_d
         {"type": "structural_tag", "format": {"type": "const_string", "value": "The answer"}}
     )
     result = await engine.generate(request(engine, forced, seed=1))
-    assert tokenizer.decode(np.array(result.ids, np.uint32)) == "The answer"
+    assert tokenizer.rust.decode(result.ids) == "The answer"
     network = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         logits = network(torch.tensor([PROMPT.tolist() + result.ids])).logits[0].float()
@@ -100,7 +100,7 @@ async def test_log_probs_are_those_of_the_allowed_tokens(engine: Engine, model_d
     assert result.logprobs[-1] == 0.0  # only the end was left
     assert (np.array(result.logprobs) >= free - 1e-4).all()
     # The first token begins the string: the model's own chances of those that do, renormalised.
-    texts = [tokenizer.decode(np.array([id_], np.uint32)) for id_ in range(rows.shape[1])]
+    texts = [tokenizer.rust.decode([id_]) for id_ in range(rows.shape[1])]
     allowed = [id_ for id_, text in enumerate(texts) if text and "The answer".startswith(text)]
     left = rows[0] - torch.logsumexp(rows[0][allowed], 0)
     assert result.logprobs[0] == pytest.approx(float(left[result.ids[0]]), abs=1e-3)

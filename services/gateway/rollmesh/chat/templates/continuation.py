@@ -70,11 +70,6 @@ class Continuation:
         """Whether the ids of tool calls are part of what the template prints."""
         return Finding.PRINTS_CALL_IDS in self.profile.findings
 
-    @property
-    def template_sha256(self) -> str:
-        """SHA-256 of the template's source, hexadecimal."""
-        return self._template.sha256
-
     def token_ids(
         self, groups: Sequence[MessageGroup], start: int, context: RenderContext
     ) -> list[TokenIds]:

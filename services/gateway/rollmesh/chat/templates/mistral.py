@@ -90,12 +90,6 @@ class MistralTokenizer:
             at = control.end()
         return np.asarray(ids + self._encode_plain(text[at:]), dtype=np.uint32)
 
-    def decode(self, ids: TokenIds) -> str:
-        """Returns the text of ids, control tokens left out."""
-        stream = self.stream()
-        parts = [stream.feed(id_) for id_ in ids.tolist() if id_ not in self.special_ids]
-        return "".join((*parts, stream.finish()))
-
     def special_id(self, text: str) -> int | None:
         """Returns the id of a control token, as this module or as its makers write it."""
         return self._ids.get(text.removeprefix(_OPEN).removesuffix(_CLOSE))
