@@ -69,7 +69,7 @@ def text_behind(
     """What stands behind the first answer once `then` is asked, special tokens included."""
     groups = group_messages((ASK, node.messages[0], then))
     (added,) = continuation.token_ids(groups, 2, context)
-    ids = [continuation.behind(node, added), continuation.generation_prompt(groups, context)]
+    ids = [continuation.after(node, added), continuation.generation_prompt(groups, context)]
     return "".join(
         [(stream := tokenizer.stream()).feed_all(np.concatenate(ids).tolist()), stream.finish()]
     )
@@ -202,7 +202,7 @@ def test_an_agents_own_text_beside_a_call_is_refused_where_it_would_move(
     said = Message("assistant", "Let me see.", (CALL,))
     groups = group_messages((ASK, said, GOT))
     if moves:
-        with pytest.raises(TemplateRenderError, match=r"content: .* behind their results"):
+        with pytest.raises(TemplateRenderError, match=r"content: .* after their results"):
             continuation.token_ids(groups, 0, TOOLS)
     else:
         assert len(continuation.token_ids(groups, 0, TOOLS)) == len(groups)

@@ -243,7 +243,7 @@ def test_a_rewritten_history_is_what_the_template_prints(
     played = Played(name, context, rewrite=True)
     findings = played.continuation.profile.findings
     assert not findings & MOVING
-    if Finding.TEXT_BEHIND_RESULTS in findings:  # no place for it in a tree: such turns are kept
+    if Finding.TEXT_AFTER_RESULTS in findings:  # no place for it in a tree: such turns are kept
         session = [without_text_beside_calls(step) for step in session]
     for prompt, messages in played.turns(session):
         ids = reference(played.family, messages, context)

@@ -85,7 +85,7 @@ def argument_value(text: str) -> tuple[str, str]:
 
 
 def make_context(tools_json: bytes, options_json: bytes) -> RenderContext:
-    """Returns the context of a request.
+    """Returns the render context of a request.
 
     Raises:
         ValueError: One of the two is not JSON, or not an array and an object.

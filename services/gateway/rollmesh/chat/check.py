@@ -1,4 +1,4 @@
-"""`rollmesh template check MODEL_DIR`: what the gateway would find about a chat template."""
+"""`rollmesh template check MODEL_DIR`: reports what probing finds about a chat template."""
 
 import argparse
 import sys

@@ -191,7 +191,7 @@ class Conversation:
         shown, context, _ = self._special_text.apply(groups, start, self._context)
         added = continuation.token_ids(shown, start, context)
         if self._held:
-            added[0] = continuation.behind(self._held[-1], added[0])
+            added[0] = continuation.after(self._held[-1], added[0])
         return added, continuation.generation_prompt(groups, self._context)
 
 

@@ -1,4 +1,4 @@
-"""The plain form of a conversation's messages, free of protos and HTTP."""
+"""Messages of a conversation as plain values, without protos and HTTP."""
 
 import secrets
 import string
@@ -40,10 +40,10 @@ class Message:
 
 
 MessageGroup: TypeAlias = tuple[Message, ...]
-"""What one node holds: a message, or a run of tool results.
+"""A message, or a run of tool results.
 
-Templates that answer several calls render the results as one turn, so the tokens of one result
-depend on its neighbours; a run of results is therefore never split.
+Templates render the results of several calls as one turn, so the tokens of a result depend on its
+neighbours; a run of results is never split.
 """
 
 
@@ -60,7 +60,7 @@ def group_messages(messages: tuple[Message, ...]) -> list[MessageGroup]:
 
 @dataclass(frozen=True, slots=True)
 class RenderContext:
-    """What is rendered beside the messages; another context is another root."""
+    """Tools and template options: what a template renders beside the messages."""
 
     tools_json: bytes = b""
     """The tools: a JSON array as the agent sent it; empty means none."""

@@ -12,8 +12,8 @@ from tokenizers.decoders import DecodeStream
 
 from rollmesh.runtime.codec.arrays import TokenIds
 
-# Characters that are none in Unicode: the first stands within hidden text, the second behind one
-# that the text itself holds, the others around special tokens that the template printed.
+# Noncharacters of Unicode: the first is put into hidden text, the second follows a first that the
+# text itself contains, the others surround special tokens that the template printed.
 _HIDDEN, _LITERAL, _OPEN, _CLOSE = "\ufdd3", "\ufdd4", "\ufdd5", "\ufdd6"
 _ANY_HIDDEN = re.compile(f"{_HIDDEN}{_LITERAL}?")
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -36,11 +36,11 @@ class ModelFilesError(Exception):
 
 
 class SpecialTextError(Exception):
-    """Text that spells a special token cannot be encoded as anything else."""
+    """Text spells a special token and cannot be encoded as anything else."""
 
 
 class TextStream(Protocol):
-    """Turns ids into text one by one; a character split over ids waits until it is whole."""
+    """Decodes ids one by one; a character that spans several ids waits for the last of them."""
 
     def feed(self, token_id: int) -> str:
         """Takes one id; returns the text that became certain, often empty."""
@@ -51,12 +51,12 @@ class TextStream(Protocol):
         ...
 
     def finish(self) -> str:
-        """Returns what is left: bytes that never became a character, as U+FFFD."""
+        """Returns what is left: bytes that did not become a character, as U+FFFD."""
         ...
 
 
 class ModelTokenizer(Protocol):
-    """Turns what a template prints into ids, and ids into text."""
+    """Encodes what a template prints and decodes ids."""
 
     stop_ids: frozenset[int]
     """Ids at which the model is known to stop."""
@@ -67,23 +67,23 @@ class ModelTokenizer(Protocol):
     """Text that is never merged with its neighbours."""
 
     def encode(self, text: str) -> TokenIds:
-        """Returns the ids of template text, nothing added; dtype uint32, shape [N]."""
+        """Returns the ids of template text without adding any; dtype uint32, shape [N]."""
         ...
 
     def special_id(self, text: str) -> int | None:
-        """Returns the id of a token that is never split; None where `text` is no such token."""
+        """Returns the id of a token that is never split; None if `text` is not such a token."""
         ...
 
     def spells(self, text: str) -> bool:
-        """Says whether a text holds what the template would print for a special token."""
+        """Says whether a text contains the text of a special token."""
         ...
 
     def hide(self, text: str) -> str:
-        """Returns a text to be printed by a template whose special tokens are encoded as text."""
+        """Returns a text for the template to print; special tokens in it are encoded as text."""
         ...
 
     def escape(self, text: str) -> str:
-        """Returns a text to be printed by a template that is encoded as it is."""
+        """Returns a text for the template to print; it is encoded unchanged."""
         ...
 
     def shown(self, text: str) -> str:
@@ -91,11 +91,11 @@ class ModelTokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that an id adds to a text; a special token's are its name's."""
+        """Returns the bytes that an id adds to a text; for a special token, its name."""
         ...
 
     def stream(self) -> TextStream:
-        """Returns what turns ids into text one by one, special tokens included."""
+        """Returns an incremental decoder that includes special tokens."""
         ...
 
 
@@ -103,8 +103,8 @@ class Tokenizer:
     """Turns template text into ids and ids into text.
 
     Text of special tokens becomes those tokens, as in the reference implementation of chat
-    templates; so a message that spells out `<|im_end|>` does end its turn, unless it was hidden:
-    then a marker stands within it, which the template prints and `encode` takes away.
+    templates, so a message that spells `<|im_end|>` ends its turn. Hidden text does not: it
+    contains a marker, which the template prints and `encode` removes.
     """
 
     def __init__(self, model_path: Path) -> None:
@@ -144,34 +144,34 @@ class Tokenizer:
         self._plain = _PlainTokenizer(self.rust, self._special)
 
     def spells(self, text: str) -> bool:
-        """Says whether a text holds what the template would print for a special token."""
+        """Says whether a text contains the text of a special token."""
         return self._special.search(text) is not None
 
     def hide(self, text: str) -> str:
-        """Returns a text to be printed by a template whose special tokens are encoded as text."""
+        """Returns a text for the template to print; special tokens in it are encoded as text."""
         text = self.escape(text)
         while self.spells(text):  # again: what is left may spell a shorter one
             text = self._special.sub(lambda one: f"{one[0][0]}{_HIDDEN}{one[0][1:]}", text)
         return text
 
     def escape(self, text: str) -> str:
-        """Returns a text to be printed by a template that is encoded as it is."""
+        """Returns a text for the template to print; it is encoded unchanged."""
         return text.replace(_HIDDEN, _HIDDEN + _LITERAL)
 
     def encode(self, text: str) -> TokenIds:
         """Returns the ids of template text, nothing added; dtype uint32, shape [N].
 
         Raises:
-            SpecialTextError: Hidden text is a special token all the same.
+            SpecialTextError: Hidden text cannot be encoded without the special token.
         """
         if _HIDDEN in text:
             return self._plain.encode(text)
-        # The fast one leaves out offsets, which nobody reads: a quarter of the time.
+        # The fast variant leaves out offsets, which nobody reads, and takes a quarter of the time.
         (encoding,) = self.rust.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
 
     def special_id(self, text: str) -> int | None:
-        """Returns the id of a token that is never split; None where `text` is no such token."""
+        """Returns the id of a token that is never split; None if `text` is not such a token."""
         return self._added_ids.get(text)
 
     def shown(self, text: str) -> str:
@@ -179,7 +179,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that an id adds to a text; a special token's are its name's."""
+        """Returns the bytes that an id adds to a text; for a special token, its name."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._token_bytes(token_id)
@@ -187,7 +187,7 @@ class Tokenizer:
 
     def _token_bytes(self, token_id: int) -> bytes:
         token = self.rust.id_to_token(token_id)
-        if token is None:  # models have more ids than their tokenizers have tokens
+        if token is None:  # a model may have more ids than its tokenizer has tokens
             return b""
         if token in self._added_ids:
             return token.encode()
@@ -195,21 +195,21 @@ class Tokenizer:
             return bytes(_BYTES.get(char, 0) for char in token)
         if byte := _BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(byte[1])
-        # After itself, because some decoders take the space from the first token of a text.
+        # Decoded twice in a row, because some decoders strip the space of the first token.
         alone = str(self.rust.decode([token_id], skip_special_tokens=False))
         twice = str(self.rust.decode([token_id, token_id], skip_special_tokens=False))
         return twice[len(alone) :].encode()
 
     def stream(self) -> TextStream:
-        """Returns what turns ids into text one by one, special tokens included."""
+        """Returns an incremental decoder that includes special tokens."""
         return _Stream(self.rust)
 
 
 class _PlainTokenizer:
-    """Encodes text in which some special tokens are hidden: the others are the template's own.
+    """Encodes text in which some special tokens are hidden; the others are the template's own.
 
-    In a second tokenizer special tokens are text. It has one more token for each, which stands for
-    it where the template printed it, so that all else is encoded as by the first.
+    A second tokenizer treats special tokens as text. It has one extra token for each of them, which
+    replaces those that the template printed, so everything else is encoded as by the first.
     """
 
     def __init__(self, rust: RustTokenizer, special: re.Pattern[str]) -> None:
@@ -250,12 +250,12 @@ class _PlainTokenizer:
             for text, id_ in stands_for.items()
             if (new := rust.token_to_id(text)) is not None
         }
-        self._rust = rust  # last: several threads tokenise
+        self._rust = rust  # last: several threads tokenize
         return rust
 
 
 class _Stream:
-    """The library's own, and what is left at its end."""
+    """The library's decoder, with the text that is left at the end."""
 
     def __init__(self, rust: RustTokenizer) -> None:
         self._rust = rust
@@ -264,7 +264,7 @@ class _Stream:
         self._pending: list[int] = []
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
-        # What comes first may be the whole answer: decoded at once it takes a tenth of the time.
+        # The first ids may be the complete answer: decoding them at once takes a tenth of the time.
         if self._fresh and token_ids:
             stream = DecodeStream(skip_special_tokens=False)
             piece = stream.step(self._rust, list(token_ids))

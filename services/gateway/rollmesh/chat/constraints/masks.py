@@ -22,9 +22,9 @@ def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[
         if not plain:
             raise InvalidFieldError(f"bad_words[{at}]", "has no tokens; leave it out")
         sequences.append(plain)
-        behind: list[int] = tokenizer.encode(f" {word.lstrip()}").tolist()
-        if len(behind) == len(plain) and behind[0] != plain[0]:
-            sequences.append(behind)
+        after: list[int] = tokenizer.encode(f" {word.lstrip()}").tolist()
+        if len(after) == len(plain) and after[0] != plain[0]:
+            sequences.append(after)
     return sequences
 
 

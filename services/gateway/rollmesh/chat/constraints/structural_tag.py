@@ -219,8 +219,8 @@ def _calls(
 
 
 def _call(syntax: _Syntax, name: str, schema: Mapping[str, Any]) -> _Format:
-    pattern, behind = syntax.id
-    id_ = [{"type": "regex", "pattern": pattern}, _text(behind)] if pattern else []
+    pattern, after = syntax.id
+    id_ = [{"type": "regex", "pattern": pattern}, _text(after)] if pattern else []
     arguments = _schema({**schema, "type": "object"}, syntax.excluded) | {"style": syntax.style}
     return _sequence(_text(syntax.begin.replace("NAME", name)), *id_, arguments, _text(syntax.end))
 
@@ -238,9 +238,9 @@ def _json(schema: bytes, format_: AnswerFormat, *, beside_calls: bool) -> _Forma
 def _reasoning(format_: AnswerFormat, *, inside: bool) -> list[_Format]:
     """Returns what comes before the answer: free text up to the delimiter that ends it."""
     if format_.in_channels:
-        begin, end, behind = _CHANNELED[format_.in_channels]
+        begin, end, after = _CHANNELED[format_.in_channels]
         others = [delimiter for delimiter in CHANNELS[format_.in_channels] if delimiter != end]
-        thought = _sequence(_free("" if inside else begin, end, others), _text(behind))
+        thought = _sequence(_free("" if inside else begin, end, others), _text(after))
         return [thought if inside else {"type": "optional", "content": thought}]
     if not format_.reasoning:
         return []

@@ -1,4 +1,4 @@
-"""One answer in the making: sampled ids in, text, reasoning and tool calls out."""
+"""An answer while it is sampled: ids in; text, reasoning and tool calls out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from rollmesh.chat.parsing.vllm.answers import WholeCallParser
 
 
 class Answer:
-    """Decodes ids, cuts at stop strings, and parts reasoning, text and tool calls."""
+    """Decodes ids, cuts at stop strings, and separates reasoning, text and tool calls."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class Answer:
         Args:
             decoder: Turns its ids into text.
             stops: Strings that end it.
-            parser: Finds tool calls; None where there are no tools.
-            reasoning: Parts the reasoning; None where the model writes none.
+            parser: Finds tool calls; None without tools.
+            reasoning: Separates the reasoning; None if the model writes none.
             new_call_id: Gives ids unique within the session.
-            one_call: End the answer where a second call begins.
+            one_call: End the answer before a second call.
             keeps_stop: Whether the stop string that ends it is part of its text.
         """
         self._decoder = decoder
@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def malformed(self) -> bool:
-        """Whether something looked like a tool call and was not a whole one."""
+        """Whether something looked like a tool call and was not a complete one."""
         return self._parser is not None and self._parser.malformed
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
@@ -88,11 +88,11 @@ class Answer:
 
     @property
     def whole(self) -> WholeCallParser | None:
-        """What another parser must read between `end_text` and `finish`; None where none must."""
+        """The parser whose text must be read elsewhere between `end_text` and `finish`, if any."""
         return self._parser if isinstance(self._parser, WholeCallParser) else None
 
     def end_text(self) -> list[ParserEvent]:
-        """Says that no more ids come; returns what became certain."""
+        """Ends the ids; returns what became certain."""
         events: list[ParserEvent] = []
         if self.stopped_at is None:
             text, stopped = self._stops.feed(self._decoder.finish())
@@ -108,7 +108,7 @@ class Answer:
         return self._first_call([self._named(event) for event in self._parser.finish()])
 
     def message(self) -> Message:
-        """Returns the whole message; call after `finish`."""
+        """Returns the complete message; call after `finish`."""
         reasoning = self._reasoning.reasoning if self._reasoning is not None else ""
         if self._parser is None:
             return Message("assistant", "".join(self._content), reasoning=reasoning)

@@ -1,4 +1,4 @@
-"""Text from sampled ids, as it becomes certain: decoding and stop strings."""
+"""Incremental decoding of sampled ids, and stop strings."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,9 +6,9 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 
 
 class IncrementalDecoder:
-    """Turns ids into text one by one; a character split over ids waits until it is whole.
+    """Decodes ids one by one; a character that spans several ids waits for the last of them.
 
-    Invariant: the events returned so far, joined, are a prefix of the text of all ids.
+    Invariant: the texts returned so far, joined, are a prefix of the text of all ids.
     """
 
     def __init__(
@@ -23,8 +23,8 @@ class IncrementalDecoder:
 
         Args:
             tokenizer: The model's tokenizer.
-            shown: Special tokens that are part of the text whatever else is asked for.
-            hidden: Other ids that are no part of it.
+            shown: Special tokens that are always part of the text.
+            hidden: Other ids that are not part of it.
             special: Whether all special tokens are part of it.
         """
         left_out = frozenset(hidden) | (frozenset() if special else tokenizer.special_ids)

@@ -1,4 +1,4 @@
-"""Chooses how a model's answers are read: as the settings say, else as its chat template shows."""
+"""Chooses the parsers of a model: as configured, or as its chat template shows."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def detect(template_source: str) -> AnswerFormat:
-    """Returns the format that a template's delimiters show.
+    """Returns the format whose delimiters a template contains.
 
     Its tools are `UNKNOWN` where the template prints tools and shows no format, and "none" where
     it prints none.
@@ -74,9 +74,9 @@ def detect(template_source: str) -> AnswerFormat:
 def choose(
     template_source: str, *, tool_parser: str, reasoning_parser: str, shown: tuple[str, ...]
 ) -> AnswerFormat:
-    """Returns how the model writes calls and reasoning: as set, else as its template shows.
+    """Returns how the model writes calls and reasoning: as configured, or as its template shows.
 
-    A format that only vLLM reads is `UNKNOWN` where vLLM is not installed and nothing was set.
+    A detected format that only vLLM can parse is `UNKNOWN` if vLLM is not installed.
 
     Args:
         template_source: What the format is detected in.
@@ -111,16 +111,16 @@ def choose(
 
 
 def check_readable(format_: AnswerFormat) -> None:
-    """Checks that calls in an answer can be read; called where a request lets the model call tools.
+    """Checks that tool calls can be parsed; called if a request has tools.
 
     Raises:
-        InvalidFieldError: Nobody knows how the model writes them.
+        InvalidFieldError: The format of tool calls is unknown.
     """
     if format_.tools == UNKNOWN:
         raise InvalidFieldError(
             "tools",
-            "the model's chat template shows no known format of tool calls, so they could not be "
-            f"read; set tool_parser of the gateway to one of: {known_parsers()}",
+            "the model's chat template shows no known format of tool calls, so calls could not be "
+            f"parsed; set tool_parser to one of: {known_parsers()}",
         )
 
 

@@ -1,4 +1,4 @@
-"""The formats in which models write calls and reasoning, and which parser reads each."""
+"""The formats of tool calls and reasoning, and the parser of each."""
 
 import json
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from rollmesh.chat.parsing.vllm.answers import WholeCallParser
 from rollmesh.runtime.caches import ByteCache
 
 VLLM = "vllm:"
-"""In front of the name of a parser that vLLM has."""
+"""Prefix of the name of a parser that vLLM has."""
 
 UNKNOWN = "unknown"
-"""The tools of a format that nobody has named and that no template showed."""
+"""The tool format if none was configured and none was detected."""
 HARMONY, GEMMA, MUSE = "openai", "gemma4", "muse_glimmer"
 CHANNELS: dict[str, tuple[str, ...]] = {
     HARMONY: harmony.SPECIAL_TOKENS,
@@ -48,7 +48,7 @@ FORMATS: dict[str, ObjectFormat | TaggedFormat | PythonicFormat] = {
     "llama4_pythonic": pythonic_calls.LLAMA4,
     "lfm2": pythonic_calls.LFM2,
 }
-"""By the names that vLLM's `--tool-call-parser` has for them."""
+"""By their names in vLLM's `--tool-call-parser`."""
 
 
 _SCHEMAS_BYTES = 32 * 1024 * 1024
@@ -81,14 +81,14 @@ class AnswerFormat:
 
     @property
     def opening(self) -> str:
-        """What opens the reasoning, which the generation prompt may end with; may be empty."""
+        """Opens the reasoning; the generation prompt may end with it; may be empty."""
         if self.in_channels == GEMMA:
             return gemma_calls.THOUGHT
         return self.reasoning_tags[0] if self.reasoning else ""
 
     @property
     def delimiters(self) -> tuple[str, ...]:
-        """What must be visible in the text, special tokens included."""
+        """What must stay in the decoded text, special tokens included."""
         if self.in_channels:
             return CHANNELS[self.in_channels]
         delimiters = FORMATS[self.tools].delimiters if self.tools in FORMATS else self.shown
@@ -97,7 +97,7 @@ class AnswerFormat:
     def parser(
         self, context: RenderContext, *, calls: bool = True, inside_reasoning: bool = False
     ) -> ToolParser | None:
-        """Returns a parser for one answer; None where there is nothing to look for.
+        """Returns a parser for one answer; None if there is nothing to look for.
 
         Args:
             context: The tools that there are.

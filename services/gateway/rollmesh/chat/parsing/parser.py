@@ -8,10 +8,10 @@ from rollmesh.chat.parsing.events import ParserEvent, TextEvent, ToolCallEvent
 
 
 class ToolParser(Protocol):
-    """Cuts one answer's text into events; the joined events do not hang on how it was cut."""
+    """Parses one answer's text; the joined events do not depend on how the text was cut."""
 
     malformed: bool
-    """Whether something looked like a call and was not a whole one."""
+    """Whether something looked like a call and was not a complete one."""
     calls: list[tuple[str, str]]
     """Name and arguments of each call so far."""
     content: str
@@ -21,7 +21,7 @@ class ToolParser(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        """Whether all text was passed on: the parser is not inside a call or what may begin one."""
         ...
 
     def feed(self, text: str) -> list[ParserEvent]:
@@ -29,14 +29,14 @@ class ToolParser(Protocol):
         ...
 
     def finish(self) -> list[ParserEvent]:
-        """Says that no more text comes; returns the last events."""
+        """Ends the text; returns the last events."""
         ...
 
 
 class BaseParser:
-    """What all parsers share: the calls and the text so far, whitespace held back beside calls.
+    """State that all parsers share: the calls and the text so far.
 
-    Whitespace beside calls is dropped, as agents do not expect it; other text stays as sampled.
+    Whitespace beside calls is dropped, because agents do not expect it; other text is unchanged.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class BaseParser:
             events.append(TextEvent(certain))
 
     def end_text(self, events: list[ParserEvent]) -> None:
-        """Says that no more text comes: whitespace counts where there was no call."""
+        """Ends the text; trailing whitespace is kept if there was no call."""
         if self._whitespace and not self.calls:
             events.append(TextEvent(self._whitespace))
             self.content += self._whitespace
@@ -81,7 +81,7 @@ class BaseParser:
 
 
 class StepParser(BaseParser, ABC):
-    """A parser that goes from state to state while it can."""
+    """A parser that is a state machine."""
 
     def __init__(self) -> None:
         """Begins an empty answer."""
@@ -98,7 +98,7 @@ class StepParser(BaseParser, ABC):
 
     @abstractmethod
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; says whether another may follow."""
+        """Makes one transition; says whether another one is possible."""
 
 
 def possible_start(text: str, tags: tuple[str, ...]) -> int:
@@ -112,7 +112,7 @@ def possible_start(text: str, tags: tuple[str, ...]) -> int:
 
 
 def first_of(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Returns where the first of `tags` stands and which it is; (-1, "") where none does."""
+    """Returns where the first of `tags` is, and which; (-1, "") if there is none."""
     found = [(at, -len(tag), tag) for tag in tags if (at := text.find(tag)) >= 0]
     at, _, tag = min(found, default=(-1, 0, ""))
     return at, tag

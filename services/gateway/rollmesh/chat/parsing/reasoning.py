@@ -1,7 +1,7 @@
-"""Parts the reasoning of an answer from the rest: `<think> ... </think>` at its beginning.
+"""Separates the reasoning of an answer, `<think> ... </think>` at its beginning, from the rest.
 
-Some families have other tags, often control tokens. Formats whose reasoning stands in channels
-(harmony, Gemma 4, Muse) have parsers of their own, which read the calls too.
+Some families use other tags, often control tokens. Formats with channels (harmony, Gemma 4, Muse)
+have their own parsers, which read reasoning, text and calls.
 """
 
 from rollmesh.chat.parsing.parser import possible_start
@@ -19,7 +19,7 @@ REASONING_TAGS = {
 
 
 class ReasoningSplitter:
-    """One answer's text, parted into reasoning and rest.
+    """Splits one answer's text into reasoning and the rest.
 
     The generation prompt may have opened the tag already; then the answer begins inside. Blank
     text around the reasoning is dropped: templates print it themselves.
@@ -46,7 +46,7 @@ class ReasoningSplitter:
             self._begin()
         if self._state == "inside":
             thought = self._think()
-        if self._state == "behind":
+        if self._state == "after":
             self._held = self._held.lstrip("\n")
             if self._held:
                 self._state = "rest"
@@ -63,7 +63,7 @@ class ReasoningSplitter:
             thought = thought.rstrip()
             self.reasoning += thought
             return thought, ""
-        return "", "" if self._state == "behind" else held
+        return "", "" if self._state == "after" else held
 
     def _begin(self) -> None:
         lead = self._held.lstrip()
@@ -78,7 +78,7 @@ class ReasoningSplitter:
         at = self._held.find(self._close)
         if at >= 0:
             thought, self._held = self._held[:at].rstrip(), self._held[at + len(self._close) :]
-            self._state = "behind"
+            self._state = "after"
         else:
             certain = self._held[: len(self._held) - possible_start(self._held, (self._close,))]
             thought = certain.rstrip()  # whitespace before the closing tag is dropped

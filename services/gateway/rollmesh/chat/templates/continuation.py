@@ -1,20 +1,20 @@
 r"""Exact continuation of a conversation through the model's own chat template.
 
-Past tokens are never tokenised again. What a new message adds is found by rendering it behind a
-short fixed window and cutting the window off, so the cost does not grow with the session.
+Past tokens are never tokenized again. To find what a new message adds, the message is rendered
+after a short fixed window and the window is cut off, so the cost does not grow with the session.
 
-Where to cut is found with a marker. Behind the marked content of the window's last message the
-template prints what ends that message (its *tail*). The cut lies behind the first token of the tail
-that is never merged with its neighbours, so that text tokenised on both sides apart is what it is
-when tokenised whole; what is left of the tail (the *closing*) begins the next piece. In ChatML:
+A marker shows where to cut. After the marked content of the window's last message the template
+prints the text that ends that message (its *tail*). The cut is after the first token of the tail
+that is never merged with its neighbours, so the text on both sides tokenizes separately as it does
+together. The rest of the tail (the *closing*) begins what the next message adds. In ChatML:
 
     head    <|im_start|>system ... <|im_end|>
     delta   \n<|im_start|>user ... <|im_end|>
     prompt  \n<|im_start|>assistant\n          then the sampled ids, which end with <|im_end|>
 
-A sampled answer is never rendered: the cut behind it lies behind the token that ends it. So a
-template may print earlier answers otherwise (drop their reasoning, say) and can still be continued:
-the session keeps what was sampled. What a template does is probed when it is loaded (`probe`).
+A sampled answer is never rendered: the cut after it is after the token that ends it. So a template
+that prints earlier answers differently (without their reasoning, say) can still be continued: the
+session keeps what was sampled. Each template is probed when it is loaded (`probe`).
 """
 
 from collections.abc import Callable, Sequence
@@ -41,13 +41,13 @@ _CACHED = 64
 
 
 class Continuation:
-    """Gives the ids that new messages add."""
+    """Computes the ids that new messages add to a conversation."""
 
     def __init__(self, template: ModelTemplate, tokenizer: ModelTokenizer) -> None:
         """Probes the template without options.
 
         Raises:
-            TemplateRefusedError: It cannot be continued exactly.
+            TemplateRefusedError: The template cannot be continued exactly.
         """
         self._template = template
         self._tokenizer = tokenizer
@@ -55,7 +55,7 @@ class Continuation:
         self._heads: dict[bytes, TokenIds] = {}
         probed = self._of(RenderContext())
         self.profile = probed.profile
-        """What the probe found without template options."""
+        """The result of probing the template without options."""
         self._headers = {role: self._id_of(text) for role, text in self.profile.headers.items()}
         self.stop_ids = tuple(sorted(map(self._id_of, self.profile.stops)))
         """Ids at which a model of this template must stop."""
@@ -63,17 +63,17 @@ class Continuation:
         """Ids that end an answer."""
         end = self.profile.end_text
         self.closing_ids = self.end_ids | {self._id_of(end)} if end else self.end_ids
-        """Ids behind which nothing closes an answer: also what the history ends one with."""
+        """Ids after which an answer needs no closing; includes the end token of the history."""
 
     @property
     def prints_call_ids(self) -> bool:
-        """Whether the ids of tool calls are part of what the template prints."""
+        """Whether the template prints the ids of tool calls."""
         return Finding.PRINTS_CALL_IDS in self.profile.findings
 
     def token_ids(
         self, groups: Sequence[MessageGroup], start: int, context: RenderContext
     ) -> list[TokenIds]:
-        """Returns the ids that each of `groups[start:]` adds behind those before it; uint32 [N].
+        """Returns the ids that each of `groups[start:]` adds; uint32 [N].
 
         Raises:
             TemplateRenderError: The template refuses a group.
@@ -88,20 +88,20 @@ class Continuation:
             texts = self._encode(cutter.texts(groups, 0, context))
             texts[0].flags.writeable = False
             if len(self._heads) >= _CACHED:
-                self._heads.clear()  # one step: several threads tokenise
+                self._heads.clear()  # one step: several threads tokenize
             self._heads[first] = texts[0]
             return texts
         return self._encode(cutter.texts(groups, start, context))
 
-    def behind(self, node: HeldGroup, ids: TokenIds) -> TokenIds:
-        """Returns ids that follow a node as they stand behind what the node really holds.
+    def after(self, node: HeldGroup, ids: TokenIds) -> TokenIds:
+        """Returns ids that follow a node, adapted to what the node really holds.
 
-        An answer that was cut is closed as the template closes it. Where answers end with the
-        header of the next turn, a header that was sampled stays, and is not printed twice; another
-        one than was sampled stands behind it, as the engine will see it.
+        A truncated answer is closed as the template closes it. Where the header of the next turn
+        ends answers, a sampled header is kept and not repeated; if the next turn has another
+        header, both are in the context, as the engine will see it.
 
         Args:
-            node: Where a request meets the tree.
+            node: The last group that is held.
             ids: What the next group, or the model's turn, adds by the template alone; uint32 [N].
         """
         if not self._headers:
@@ -113,7 +113,7 @@ class Continuation:
         """Returns the ids between the last of `groups` and what the model samples; uint32 [N].
 
         Raises:
-            TemplateRenderError: The template has no answer behind such a group.
+            TemplateRenderError: The template has no answer after such a group.
             TemplateRefusedError: It cannot be continued exactly under the context's options.
         """
         cutter = self._of(context).cutter
@@ -136,10 +136,10 @@ class Continuation:
         added: Sequence[TokenIds],
         show: Show,
     ) -> Comparison:
-        """Compares what a turn's prompt holds with what the template would print by now.
+        """Compares a turn's prompt with what the template would print now.
 
-        An append-only template prints an answer always in the same way: each is looked at once.
-        Others are rendered as a whole.
+        An append-only template always prints an answer the same way, so each answer is compared
+        once. For other templates the whole conversation is rendered.
 
         Args:
             path: The nodes of a path.
@@ -153,12 +153,12 @@ class Continuation:
         if not probed.profile.findings & REWRITING:
             try:
                 return Comparison(self._first_otherwise(probed.cutter, path, groups, context, show))
-            except TemplateRenderError:  # an answer that is not continued as it usually would be
+            except TemplateRenderError:  # an answer that cannot be continued in the usual way
                 pass
         try:
             render = self._render(show(groups), context)
             generation_prompt = probed.cutter.generation_prompt(place(groups, len(groups)))
-        except TemplateRenderError:  # each message goes, all of them together do not
+        except TemplateRenderError:  # each message renders alone, but not all of them together
             sampled = (at for at, node in enumerate(path) if node.sample is not None)
             return Comparison(next(sampled, len(path)))
         return compare(render, generation_prompt, path, added, self._tokenizer, probed.cutter.ends)
@@ -170,7 +170,7 @@ class Continuation:
         context: RenderContext,
         show: Show,
     ) -> tuple[list[TokenIds], TokenIds] | None:
-        """Returns what the template prints behind a path that it prints as it is.
+        """Returns what the template prints after a path that it reproduces exactly.
 
         Args:
             path: Nodes that hold the beginning of a conversation.
@@ -179,7 +179,7 @@ class Continuation:
             show: Gives groups as the template is to see them.
 
         Returns:
-            The ids of each group behind the path and of what opens the model's turn, uint32 [N]
+            The ids of each group after the path and of what opens the model's turn, uint32 [N]
             each; None where the template's render does not fall into these parts.
         """
         cutter, begun = self._of(context).cutter, len(path)
@@ -253,7 +253,7 @@ class Continuation:
     def _closing(self, node: HeldGroup) -> TokenIds:
         """Returns what is missing at the end of a node; uint32 [0] or [1].
 
-        Where calls have an end of their own, what follows is printed behind that one only.
+        Where calls have their own end token, only that token closes them.
         """
         if node.sample is None:
             return np.empty(0, np.uint32)
@@ -264,7 +264,7 @@ class Continuation:
         return np.array([] if node.ends_turn else [self._id_of(end)], np.uint32)
 
     def _ends_otherwise(self, node: HeldGroup, role: RoleName) -> bool:
-        """Says whether a model sampled another end than the header of the turn that follows."""
+        """Says whether the sampled end differs from the header of the next turn."""
         ended = bool(self._headers) and node.ends_turn and len(node.token_ids) > 0
         return ended and int(node.token_ids[-1]) != self._headers.get(role)
 

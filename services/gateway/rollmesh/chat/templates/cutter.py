@@ -39,21 +39,21 @@ class Cutter:
         self._tokenizer = tokenizer
         self._options = options
         self.repeats_tools = False
-        """Whether the tools are printed again behind the conversation."""
+        """Whether the tools are printed again after the conversation."""
         self.moves_system = False
         """Whether the first system message is printed in the last user turn."""
         self.joins_system = {False: False, True: False}
-        """Whether the first system message is printed with the user turn behind it: without
+        """Whether the first system message is printed with the user turn after it: without
         tools, with tools."""
         self.ignores_tools = False
         self.refused: dict[tuple[Place, RoleName], str] = {}
-        """Roles that are not continued behind others, and why."""
+        """Roles that cannot be continued after others, and why."""
         self.refused_with_tools: dict[tuple[Place, RoleName], str] = {}
-        """Those that are not continued where tools are listed."""
+        """Those that cannot be continued if there are tools."""
         self.refused_prompts: dict[Place, str] = {}
-        """What no answer may be sampled behind, and why."""
-        self.says_behind_results = False
-        """Whether text beside calls is printed behind their results."""
+        """Places after which no answer can be sampled, and why."""
+        self.says_after_results = False
+        """Whether text beside calls is printed after their results."""
         self.ends = find_ends(template, tokenizer, options)
         self._leads: dict[Place, str] = {}
         self._closings: dict[Place, str] = {}
@@ -67,7 +67,7 @@ class Cutter:
     def texts(
         self, groups: Sequence[MessageGroup], start: int, context: RenderContext
     ) -> list[str]:
-        """Returns what each of `groups[start:]` adds behind those before it.
+        """Returns what each of `groups[start:]` adds.
 
         Raises:
             TemplateRenderError: The template refuses a group, or cannot be continued there.
@@ -84,9 +84,9 @@ class Cutter:
             if why is not None:
                 raise TemplateRenderError(f"{groups[at][0].role} after {before}: {why}")
             message = groups[at][0]
-            if self.says_behind_results and message.tool_calls and message.content:
+            if self.says_after_results and message.tool_calls and message.content:
                 raise TemplateRenderError(
-                    "content: the model's chat template prints text beside calls behind their "
+                    "content: the model's chat template prints text beside calls after their "
                     "results; leave it out"
                 )
             joined = at < 2 and self.is_joined(groups[0], context)
@@ -117,20 +117,20 @@ class Cutter:
         """Returns what stands between a group and what the model samples.
 
         Raises:
-            TemplateRenderError: The template has no answer behind such a group.
+            TemplateRenderError: The template has no answer after such a group.
         """
         if last in self.refused_prompts:
             raise TemplateRenderError(f"an answer after {last}: {self.refused_prompts[last]}")
         if last not in self._generation_prompts:
             text = self._template.render(WINDOWS[last], self._options, generation_prompt=True)
             if last == "assistant":
-                self._generation_prompts[last] = self._behind_answer(WINDOWS[last], text)
+                self._generation_prompts[last] = self._after_answer(WINDOWS[last], text)
             else:
                 self._generation_prompts[last] = self._after_marker(last, text)
         return self._generation_prompts[last]
 
     def find_joined_system(self, context: RenderContext) -> bool:
-        """Says whether a first system message is printed only with the user turn behind it."""
+        """Says whether a first system message is printed only with the user turn after it."""
         groups: list[MessageGroup] = [(Message("system", "s"),), (Message("user", "u"),)]
         try:
             both = self._template.render((*groups[0], *groups[1]), context)
@@ -144,7 +144,7 @@ class Cutter:
 
     @property
     def last_end(self) -> str:
-        """What stands between the last answer and the user turn behind it."""
+        """What stands between the last answer and the user turn after it."""
         return self.ends.text or self.ends.headers["user"]
 
     def _find_beside_calls(self) -> str:
@@ -154,14 +154,14 @@ class Cutter:
             text = self._template.render((ASKED, said, result(FOLLOWED)), self._options)
         except TemplateRenderError:
             return ""
-        self.says_behind_results = 0 <= text.find(FOLLOWED) < text.find(MARKER)
-        return "" if self.says_behind_results else MARKER
+        self.says_after_results = 0 <= text.find(FOLLOWED) < text.find(MARKER)
+        return "" if self.says_after_results else MARKER
 
     def _end_of(self, answer: Message) -> str:
         return self.ends.call if answer.tool_calls else self.ends.text
 
     def _learn(self, where: Place) -> None:
-        """Finds lead and closing of a place; one that the template refuses stays unknown."""
+        """Finds the lead and the closing of a place, unless the template refuses it."""
         try:
             alone = self._template.render(WINDOWS[where], self._options)
         except TemplateRenderError as error:
@@ -215,34 +215,36 @@ class Cutter:
             window = (*groups[0], *window)
         text = self._template.render((*window, *group, *followers(group)), options)
         if before == "assistant":
-            behind = self._behind_answer(window, text, options)
+            after = self._after_answer(window, text, options)
         else:
-            behind = self._after_marker(before, text)
-        return self._without_closing(place(groups, at + 1), group, behind)
+            after = self._after_marker(before, text)
+        return self._without_closing(place(groups, at + 1), group, after)
 
     def _after_marker(self, before: Place, text: str) -> str:
         lead = self._leads.get(before)
-        _, found, behind = text.partition(MARKER)
-        if lead is None or not found or not behind.startswith(lead):
+        _, found, after = text.partition(MARKER)
+        if lead is None or not found or not after.startswith(lead):
             raise TemplateRenderError(f"what follows a {before} message changes how it is printed")
-        return behind[len(lead) :]
+        return after[len(lead) :]
 
-    def _behind_answer(
+    def _after_answer(
         self, window: tuple[Message, ...], text: str, options: RenderContext | None = None
     ) -> str:
-        """Returns what stands behind the token that ends the window's answer."""
+        """Returns the text after the token that ends the window's answer."""
         alone, end = self._render_cached(window, options or self._options), self._end_of(window[-1])
-        # Where the content is not printed beside calls, the last end is that of the answer.
+        # If content is not printed beside calls, the last end token is that of the answer.
         at = alone.rfind(end, max(alone.find(MARKER), 0))
         if at >= 0 and text.startswith(alone[: at + len(end)]):
             return text[at + len(end) :]
         if self.ends.headers:
             raise TemplateRenderError("what follows an answer changes how it is printed")
-        _, found, behind = text.partition(MARKER)
-        _, ended, behind = behind.partition(end)
+        _, found, after = text.partition(MARKER)
+        _, ended, after = after.partition(end)
         if not found or not ended:
-            raise TemplateRenderError("the end of an answer is not found behind what follows it")
-        return behind
+            raise TemplateRenderError(
+                "the end of an answer is not found before the text that follows it"
+            )
+        return after
 
     def _render_cached(self, window: tuple[Message, ...], options: RenderContext) -> str:
         key = options.key + spelling_key(window)
@@ -250,7 +252,7 @@ class Cutter:
         if text is None:
             text = self._template.render(window, options)
             if len(self._renders) >= _CACHED:
-                self._renders.clear()  # one step: several threads tokenise
+                self._renders.clear()  # one step: several threads tokenize
             self._renders[key] = text
         return text
 
@@ -269,7 +271,7 @@ class Cutter:
         return text[: len(text) - len(closing)]
 
     def _first_special(self, text: str) -> str:
-        """Returns the unmergeable token that ends first in a text; nothing without one."""
+        """Returns the unmergeable token that ends first in a text, or nothing."""
         ends = [
             (at + len(name), name)
             for name in self._tokenizer.added_texts

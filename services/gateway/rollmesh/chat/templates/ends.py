@@ -1,12 +1,11 @@
-"""How a template ends answers, and where a model of it must stop.
+"""How a template ends answers, and where its model must stop.
 
-Most templates print one special token behind every answer, and their models stop at it. Others
-take more care:
+Most templates print one special token after every answer, and their models stop at it. Some differ:
 
 * Harmony writes an answer as several messages. `<|end|>` ends each of them, and the last one too
   once it is history; a model ends the answer itself with `<|return|>`, or with `<|call|>`.
 * Gemma 4 ends a call with the token that begins its result, as the model samples it.
-* GLM's answers have no end of their own: the header of the next turn ends them.
+* GLM's answers have no end token: the header of the next turn ends them.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 
 
 class TemplateRefusedError(Exception):
-    """The template cannot be continued exactly; the message says what was seen."""
+    """The template cannot be continued exactly; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +34,13 @@ class Ends:
     """The special tokens that end answers, as the template prints them."""
 
     text: str
-    """Ends an answer in the history; empty where an answer has no end of its own."""
+    """Ends an answer in the history; empty if answers have no end token."""
     call: str
-    """Ends an answer with calls: most often what ends any answer."""
+    """Ends an answer with calls; usually the same as `text`."""
     stops: tuple[str, ...]
-    """Those at which a model must stop."""
+    """Tokens at which the model must stop."""
     headers: dict[RoleName, str] = field(default_factory=dict)
-    """What begins a turn behind an answer, where nothing else ends it."""
+    """By role: the token that begins the turn after an answer, if nothing else ends the answer."""
 
 
 def find_ends(template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext) -> Ends:
@@ -90,7 +89,7 @@ class _Finder:
         return Ends(end, call, tuple(dict.fromkeys(stops)))
 
     def _check(self, stops: tuple[str, ...], inside: str) -> None:
-        """Checks that no token at which the model stops stands inside of an answer."""
+        """Checks that no token at which the model stops is printed inside answers."""
         known = {
             name
             for name in self._tokenizer.special_texts
@@ -100,7 +99,7 @@ class _Finder:
             if stop in inside:
                 raise TemplateRefusedError(
                     f"the model stops at {self._tokenizer.shown(stop)}, which the template prints "
-                    "inside of answers: what stands behind it would never be sampled; take it out "
+                    "inside of answers: the text after it would never be sampled; take it out "
                     "of eos_token_id in generation_config.json"
                 )
 
@@ -117,8 +116,8 @@ class _Finder:
                 text = self._render((ASKED, *messages))
             except TemplateRenderError:
                 continue
-            _, _, behind = text.partition(MARKER)
-            inner, found, _ = behind.partition(FOLLOWED)
+            _, _, after = text.partition(MARKER)
+            inner, found, _ = after.partition(FOLLOWED)
             between.append(inner if found else "")
         return "".join(between)
 
@@ -126,7 +125,7 @@ class _Finder:
         """Returns what ends an answer with calls.
 
         Where it is not what ends any answer, it is a token at which the model is known to stop, or
-        else the last one that the template prints behind a call which no result follows yet.
+        else the last one that the template prints after a call which no result follows yet.
         """
         call = ToolCall(CALL.id, CALL.name, f'{{"key": "{MARKER}"}}')
         window = (ASKED, Message("assistant", "", (call,)))
@@ -153,7 +152,7 @@ class _Finder:
         return last if text.startswith(alone) else end
 
     def _headers(self) -> dict[RoleName, str]:
-        """Returns what begins the turns behind answers, which may be sampled as their end."""
+        """Returns what begins the turns after answers, which may be sampled as their end."""
         headers: dict[RoleName, str] = {}
         said, called = WINDOWS["assistant"], (ASKED, CALLED)
         windows: dict[RoleName, tuple[Message, ...]] = {

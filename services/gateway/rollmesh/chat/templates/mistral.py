@@ -1,12 +1,12 @@
 r"""Models that bring no chat template: their conversations are encoded by `mistral_common`.
 
-That package builds ids, not text: what a message says is tokenised alone and stands between control
+That package builds ids, not text: what a message says is tokenized alone and stands between control
 tokens, which no text can spell. To continue such a conversation as any other, it is written as text
 in which control tokens stand between two characters that are no characters in Unicode:
 
     <NC0>[INST]<NC1>Where?<NC0>[/INST]<NC1>
 
-`<NC0><NC1>` parts texts that are tokenised apart without a control token between them. The
+`<NC0><NC1>` parts texts that are tokenized apart without a control token between them. The
 tokenizer reads this form back; for ids and text in between, it is `mistral_common`'s own.
 """
 
@@ -39,7 +39,7 @@ _OPEN, _CLOSE, _LITERAL = "\ufdd0", "\ufdd1", "\ufdd2"
 _SEAM = _OPEN + _CLOSE
 _CONTROL = re.compile(f"{_OPEN}([^{_OPEN}-{_LITERAL}]*){_CLOSE}")
 _TEXT_IDS = 1 << 32
-"""Ids from here on stand for texts that are yet to be tokenised."""
+"""Ids from here on stand for texts that are yet to be tokenized."""
 _REFUSALS = (
     MistralCommonException,
     AssertionError,
@@ -53,7 +53,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class MistralTokenizer:
-    """A tokenizer of `mistral_common` behind the interface of `ModelTokenizer`."""
+    """A tokenizer of `mistral_common` with the interface of `ModelTokenizer`."""
 
     def __init__(self, path: Path) -> None:
         """Loads `tekken.json` or a SentencePiece model.
@@ -174,7 +174,7 @@ class MistralTemplate:
 
 
 class _Recorder:
-    """Stands in for a tokenizer: remembers the texts instead of tokenising them."""
+    """Stands in for a tokenizer: remembers the texts instead of tokenizing them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What a template needs to know of a conversation that is held as tokens."""
+"""The part of a conversation held as tokens that templates need."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,21 +9,21 @@ from rollmesh.runtime.codec.arrays import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The text that a context was seen to be, in what the template printed."""
+    """A prefix of a render that was compared with the context and is equal to it."""
 
     chars: int
-    """Its length."""
+    """Length of the prefix."""
     digest: bytes
-    """Its BLAKE2b digest."""
+    """BLAKE2b digest of the prefix."""
 
 
 class HeldGroup(Protocol):
     """One group of a conversation, with the ids that stand for it."""
 
     as_printed: bool | None
-    """Whether the template prints a sampled answer as it was sampled; None while nobody looked."""
+    """Whether the template prints an answer as it was sampled; None before the comparison."""
     seen: Seen | None
-    """What the context up to this group was seen to be."""
+    """The render of the context up to this group, if it was compared and is equal."""
 
     @property
     def end(self) -> int:
@@ -31,11 +31,11 @@ class HeldGroup(Protocol):
 
     @property
     def messages(self) -> MessageGroup:
-        """Its messages."""
+        """The messages."""
 
     @property
     def token_ids(self) -> TokenIds:
-        """The ids that it adds to those before it; uint32 [N]."""
+        """The ids that the group adds; uint32 [N]."""
 
     @property
     def sample(self) -> object | None:
@@ -43,4 +43,4 @@ class HeldGroup(Protocol):
 
     @property
     def ends_turn(self) -> bool:
-        """False for an answer that was cut: what follows closes it."""
+        """False for a truncated answer; the next group closes it."""

@@ -1,12 +1,12 @@
-"""Whether a template would print a conversation as its session holds it, token by token.
+"""Compares what a template would print with the ids that a session holds.
 
 A session keeps what was sampled. Where the template would print that otherwise by now (it drops
-reasoning, strips whitespace, writes a call's arguments in another way, or the text tokenises
+reasoning, strips whitespace, writes a call's arguments in another way, or the text tokenizes
 otherwise than it was sampled), the turn after it says so. That is not guessed from what the
 template does to probes: the ids of the template's render are compared with the session's ids.
 
-The beginning of a render that was compared before is known by its digest and is not tokenised
-again. Where the two differ, tokenising ends with the answer that does.
+A prefix of a render that was compared before is known by its digest and is not tokenized again.
+At the first difference, tokenizing stops.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def compare(
         path: The nodes that hold the beginning of the conversation.
         added: The ids that a request adds to them; uint32 [N] each.
         tokenizer: Makes ids of the render.
-        ends: How the template ends answers: text on both sides tokenises apart.
+        ends: How the template ends answers: text on both sides tokenizes apart.
     """
     begun, chars, digest = _known(render, path)
     held = np.concatenate([*(node.token_ids for node in path[begun:]), *added])

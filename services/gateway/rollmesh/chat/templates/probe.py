@@ -1,7 +1,7 @@
 """Finds out what a chat template does to a conversation that grows.
 
 Every probe conversation is cut and compared with the template's own render: whole, or,
-where the template prints earlier turns otherwise, behind the last answer. What agrees in neither
+where the template prints earlier turns otherwise, after the last answer. What agrees in neither
 way is not continued: the pair of roles where it begins is refused, and the template itself where
 that pair is one that no agent does without.
 """
@@ -44,13 +44,13 @@ _ESSENTIAL: set[tuple[Place, RoleName]] = {
 }
 _DATE = re.compile(r"strftime_now|date_string")
 _GREETS: set[tuple[Place, RoleName]] = {("start", "assistant"), ("first system", "assistant")}
-"""The orders of roles in which an agent begins: what fails behind one is laid on it."""
+"""The orders of roles in which an agent begins: what fails after one is laid on it."""
 
 
 class _Outcome(Enum):
     EXACT = auto()
     KEPT = auto()
-    """Equal behind the last answer."""
+    """Equal after the last answer."""
     REFUSED = auto()
 
 
@@ -115,8 +115,8 @@ class _Probe:
         ends, shown = self._cutter.ends, self._tokenizer.shown
         if ends.headers:
             findings.add(Finding.HEADERS_END)
-        if self._cutter.says_behind_results:
-            findings.add(Finding.TEXT_BEHIND_RESULTS)
+        if self._cutter.says_after_results:
+            findings.add(Finding.TEXT_AFTER_RESULTS)
         kind = Kind.EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
         return TemplateProfile(
             kind if plain else Kind.REWRITES,
@@ -160,7 +160,7 @@ class _Probe:
         findings: set[Finding] = set()
         if not (self._all(probes.STRIPPED) and plain):
             findings.add(Finding.ANSWERS_OTHERWISE)
-        several = probes.TWO_CALLS if self._cutter.says_behind_results else probes.SAYING
+        several = probes.TWO_CALLS if self._cutter.says_after_results else probes.SAYING
         if not self._all((*probes.CALLING, several)):
             findings.add(Finding.CALLS_OTHERWISE)
         if not self._all(probes.SYSTEMS):
@@ -239,7 +239,7 @@ class _Probe:
             whole = size == len(groups)
             outcome, why = self._judge(groups[:size], context, whole=whole)
             if why and role == "assistant":
-                # Templates end the last answer otherwise: what stands behind it decides.
+                # Templates end the last answer otherwise: what stands after it decides.
                 if whole:
                     self._cutter.refused_prompts["assistant"] = why
             elif why:
@@ -298,7 +298,7 @@ class _Probe:
         texts.append(self._cutter.generation_prompt(place(groups, len(groups))))
         ids = np.concatenate([self._tokenizer.encode(text) for text in texts])
         if not np.array_equal(ids, self._tokenizer.encode("".join(texts))):
-            return _Outcome.REFUSED, "text at the seams tokenises apart"
+            return _Outcome.REFUSED, "text at the seams tokenizes apart"
         if "".join(texts) == full:
             return _Outcome.EXACT, ""
         answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]

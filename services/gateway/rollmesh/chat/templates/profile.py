@@ -22,7 +22,7 @@ class Finding(StrEnum):
     ANSWERS_OTHERWISE = "prints earlier answers otherwise than behind the generation prompt"
     CALLS_OTHERWISE = "prints earlier tool calls otherwise"
     SYSTEM_OTHERWISE = "moves or merges a system message inside the conversation"
-    TEXT_BEHIND_RESULTS = "prints the text beside tool calls behind their results"
+    TEXT_AFTER_RESULTS = "prints the text beside tool calls behind their results"
     MOVES_SYSTEM = "prints the first system message in the last user turn"
     SYSTEM_IN_USER = "prints the first system message together with the first user turn"
     REPEATS_TOOLS = "prints the tools again behind the conversation"
@@ -82,10 +82,10 @@ class TemplateProfile:
     verified: int = 0
     """Number of probe conversations whose parts equal the template's own render."""
     kept: int = 0
-    """Number of those where that holds behind the last answer only."""
+    """Number of those where that holds after the last answer only."""
     stripped: Stripped = field(default_factory=Stripped)
     headers: dict[str, str] = field(default_factory=dict)
-    """By role: the special token that begins a turn behind an answer, where nothing else ends it.
+    """By role: the special token that begins a turn after an answer, where nothing else ends it.
     The model samples that of a turn that is not its own."""
     call_end_text: str = ""
     """The special token that ends an answer with calls in the history."""

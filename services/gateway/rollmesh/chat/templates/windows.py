@@ -1,4 +1,4 @@
-"""Short conversations in which a marker stands for a message: what is rendered to learn to cut."""
+"""Short conversations that are rendered to find where to cut; a marker stands for one message."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from rollmesh.chat.json_values import is_deeper, is_object
 from rollmesh.chat.messages import Message, MessageGroup, ToolCall
 
 Place: TypeAlias = Literal["start", "first system", "system", "user", "assistant", "tool"]
-"""What a group stands behind: templates treat a system message that begins otherwise."""
+"""What a group stands after: templates treat the first system message differently."""
 MARKER, FOLLOWED = "mark7zq", "next7zq"
 _MOST_RENDERED_DEPTH = 24  # templates that print values by macros need some frames for each level
 # Nine letters and digits: the strictest template wants ids of that form.
@@ -32,7 +32,7 @@ FOLLOWERS: dict[Place, Message] = {
 
 
 def place(groups: Sequence[MessageGroup], at: int) -> Place:
-    """Returns what the group at an index stands behind."""
+    """Returns what the group at an index stands after."""
     if at == 0:
         return "start"
     role = groups[at - 1][0].role
@@ -57,7 +57,7 @@ def followers(group: MessageGroup) -> tuple[Message, ...]:
 
 
 def readable(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
-    """Returns calls that any template prints: what stands behind them hangs on no arguments.
+    """Returns calls that any template prints: what stands after them hangs on no arguments.
 
     What was sampled may be no object, or nested so deep that a template fails on it; the tokens of
     the session stay as sampled.

@@ -71,9 +71,9 @@ def build_prompt(
     fresh = continuation.token_ids(shown, match.depth, shown_context)
     generation_prompt = continuation.generation_prompt(groups, render_context)
     if fresh:
-        fresh[0] = continuation.behind(match.node, fresh[0])
+        fresh[0] = continuation.after(match.node, fresh[0])
     else:
-        generation_prompt = continuation.behind(match.node, generation_prompt)
+        generation_prompt = continuation.after(match.node, generation_prompt)
     show = special_text.show
     at, seen = continuation.compare(path, new, shown_context, [*fresh, generation_prompt], show)
     if at is not None:

@@ -1,4 +1,4 @@
-"""Answers that are several messages, each behind a header that says what it is.
+"""Answers that are several messages, each after a header that says what it is.
 
     HEADER<|message|>BODY<end>HEADER<|message|>BODY<end>
 

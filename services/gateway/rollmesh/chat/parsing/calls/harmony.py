@@ -1,4 +1,4 @@
-"""Answers in the harmony format of gpt-oss: messages in channels, behind `<|start|>assistant`.
+"""Answers in the harmony format of gpt-oss: messages in channels, after `<|start|>assistant`.
 
     <|channel|>analysis<|message|> ... <|end|><|start|>assistant
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 4}<|call|>

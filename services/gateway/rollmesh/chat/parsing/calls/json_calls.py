@@ -54,7 +54,7 @@ class ObjectCallParser(StepParser):
         self._opened = ""  # the delimiter or the whitespace in front of a call
         self._scanner = _ObjectScanner(format_.open)
         self._scanned = 0
-        self._between = False  # nothing but separators stands behind the last call
+        self._between = False  # nothing but separators stands after the last call
 
     def finish(self) -> list[ParserEvent]:
         """Says that no more text comes; returns the last events."""
@@ -98,7 +98,7 @@ class ObjectCallParser(StepParser):
         self._scanner, self._scanned = _ObjectScanner(self._format.open), 0
 
     def _step_bare(self) -> bool:
-        """Begins a call that nothing opens: at the start, or behind another and a semicolon."""
+        """Begins a call that nothing opens: at the start, or after another and a semicolon."""
         if not self._format.bare or self.content:
             return False
         lead = self._held.lstrip(_SEPARATORS if self.calls else " \t\r\n")
@@ -226,7 +226,7 @@ class ObjectCallParser(StepParser):
     def _end_tail(self, events: list[ParserEvent]) -> None:
         """Ends a call without its closing delimiter; it is complete if its last brace was sampled.
 
-        Text behind it stays text.
+        Text after it stays text.
         """
         size = self._size_of_tail()
         rest = self._held[size:]

@@ -1,6 +1,6 @@
 """How models write calls whose arguments are a JSON object.
 
-Hermes and Qwen (a JSON object in tags), Llama 3 (a JSON object behind `<|python_tag|>`, or the
+Hermes and Qwen (a JSON object in tags), Llama 3 (a JSON object after `<|python_tag|>`, or the
 whole answer), Mistral, DeepSeek V3 and V3.1, Kimi K2 (the name outside of the object).
 """
 
@@ -17,7 +17,7 @@ class ObjectFormat:
     open: str
     """Begins a call."""
     header: re.Pattern[str]
-    """From behind `open` to the `{` of the arguments; groups `name` and, where it has one, `id`."""
+    """From after `open` to the `{` of the arguments; groups `name` and, where it has one, `id`."""
     tail: re.Pattern[str]
     """What may stand between the arguments and `close`."""
     close: str

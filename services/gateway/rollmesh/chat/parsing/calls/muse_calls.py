@@ -1,4 +1,4 @@
-"""Answers of Muse Glimmer: messages to a recipient, behind `<|start|>assistant`; calls as tags.
+"""Answers of Muse Glimmer: messages to a recipient, after `<|start|>assistant`; calls as tags.
 
      to=self<|message|> ... <|eom|><|start|>assistant to=f<|message|><atem:function_calls>
     <atem:invoke name="f">

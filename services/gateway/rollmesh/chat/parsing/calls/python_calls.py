@@ -34,7 +34,7 @@ class PythonicFormat:
     open: str = ""
     """May stand in front of a list."""
     close: str = ""
-    """May stand behind it."""
+    """May stand after it."""
 
     @property
     def delimiters(self) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class PythonicCallParser(StepParser):
         return self._leave_list(events)
 
     def _step_call(self, events: list[ParserEvent]) -> bool:
-        if _END.match(self._held):  # behind a comma
+        if _END.match(self._held):  # after a comma
             self._state = _State.COMMA
             return True
         if not _CALL.match(self._held):

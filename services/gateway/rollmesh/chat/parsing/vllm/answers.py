@@ -1,8 +1,8 @@
-"""Tool calls that another parser finds in the whole answer, at its end.
+"""Tool calls that another parser finds in the complete answer.
 
-The text is held back until then. Calls count only if all of them name tools that there are and have
-an object of arguments; else the whole answer is text, and flagged. It is text and flagged, too,
-where the other parser failed, or left out a part of an answer without calls.
+The text is held back until the end. Calls count only if all of them name known tools and have an
+object as arguments; otherwise the complete answer is text, and flagged. So is the answer if the
+other parser failed, or left out a part of an answer without calls.
 """
 
 from collections.abc import Set

@@ -1,8 +1,8 @@
 """Asks one of vLLM's tool parsers, in a worker process, what an answer contains.
 
-The worker starts with the first question and again after it died. Questions are asked one at a
-time, each with a deadline that includes waiting and starting; what fails says so in the log and to
-its owner, and gives None: the answer is text then. A worker that is ready and does not answer in
+The worker starts with the first question and restarts after it died. Questions are asked one at a
+time, each with a deadline that includes waiting and starting. A failure is logged and reported to
+the owner, and the result is None: the answer is text then. A ready worker that does not answer in
 time is killed.
 """
 
