@@ -13,8 +13,9 @@ from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
+from tests.messages import said
 
-ASK = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
+ASK = said("q")
 
 
 @pytest.fixture
@@ -80,9 +81,13 @@ async def test_what_a_request_says_that_it_is_survives_a_restart_and_is_checked(
 ) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
-    said = (types_pb2.LINEAGE_AUXILIARY, types_pb2.LINEAGE_UNSPECIFIED, types_pb2.LINEAGE_SUB_AGENT)
-    for at, lineage in enumerate(said):
-        ask = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=f"question {at}")
+    lineages = (
+        types_pb2.LINEAGE_AUXILIARY,
+        types_pb2.LINEAGE_UNSPECIFIED,
+        types_pb2.LINEAGE_SUB_AGENT,
+    )
+    for at, lineage in enumerate(lineages):
+        ask = said(f"question {at}")
         chat = gateway_pb2.ChatRequest(**who, messages=[ask], lineage=lineage)
         await mesh.stub.Chat(chat, wait_for_ready=True)
         await mesh.start_gateway()

@@ -7,9 +7,10 @@ from rollmesh.gateway.servicer import GatewayServicer
 from rollmesh.runtime.errors import StartingError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.messages import said
 
-ASK = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="x")
+ASK = said("x")
 
 
 async def test_a_call_before_the_sessions_are_rebuilt_is_told_to_come_again() -> None:

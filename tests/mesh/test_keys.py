@@ -12,6 +12,7 @@ from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError, Session
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
 from tests.meshes import Mesh, scripted_mesh
+from tests.messages import said
 
 if TYPE_CHECKING:
     from rollmesh.v1.gateway_pb2_grpc import GatewayServiceAsyncStub as Stub
@@ -21,7 +22,7 @@ ASK: list[Any] = [{"role": "user", "content": "plain"}]
 
 
 async def chat(stub: "Stub", session_id: str, key: str) -> None:
-    ask = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="plain")
+    ask = said("plain")
     request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ask])
     with typed_errors():
         await stub.Chat(request, timeout=30)

@@ -37,7 +37,7 @@ def done(
 ) -> gateway_pb2.StreamChatResponse:
     message = types_pb2.ChatMessage(
         role=types_pb2.ROLE_ASSISTANT,
-        content=content,
+        content=[types_pb2.ContentPart(text=content)] if content else [],
         tool_calls=calls,
         reasoning_content=reasoning,
     )

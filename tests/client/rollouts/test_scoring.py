@@ -189,7 +189,7 @@ def test_a_transcript_leaves_auxiliary_turns_out_of_what_is_last() -> None:
             messages=[
                 types_pb2.ChatMessage(
                     role=types_pb2.ROLE_ASSISTANT if at % 2 == 0 else types_pb2.ROLE_TOOL,
-                    content=text,
+                    content=[types_pb2.ContentPart(text=text)],
                     tool_calls=[types_pb2.ToolCall(id="c", name="f", arguments_json="{}")]
                     if at == 2
                     else [],

@@ -20,9 +20,11 @@ from rollmesh.client import SessionResult, Subscription
 from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.export.record import write_record
 from rollmesh.gateway.storage import journal
+from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
+from tests.messages import said
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "f"}}])
 TIMEOUT_S = 60
@@ -60,10 +62,8 @@ class Agent:
             messages[-1].CopyFrom(message)
         if messages and dice.random() < 0.15:
             edited = dice.choice(messages)
-            edited.content += dice.choice([" ", "!"])
-        messages.append(
-            types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=dice.choice(["x", "y", " z "]))
-        )
+            edited.content.add(text=dice.choice([" ", "!"]))
+        messages.append(said(dice.choice(["x", "y", " z "])))
         if dice.random() < 0.1:
             tools = TOOLS if not tools else ""
         max_tokens = dice.randrange(1, 12) if dice.random() < 0.3 else None
@@ -92,8 +92,8 @@ class Agent:
                 await asyncio.sleep(0.02)  # as the SDKs do between tries
         echo = types_pb2.ChatMessage()
         echo.CopyFrom(done.message)
-        if self.dice.random() < 0.3:
-            echo.content = echo.content.strip()
+        if echo.content and self.dice.random() < 0.3:
+            echo.content[0].text = echo.content[0].text.strip()
         self.histories.append(([*request.messages, echo], request.tools_json))
         self.asked.append((request, done.answer_id))
 
@@ -151,7 +151,7 @@ class Agent:
                     continue
                 if response.HasField("done"):
                     assert begun == response.done.answer_id
-                    assert "".join(pieces) == response.done.message.content
+                    assert "".join(pieces) == text_of(response.done.message)
                     self.check(response.done, request)
                     return response.done
                 pieces.append(response.delta.content)

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.gateway.conversation.reading import MessageReader
-from rollmesh.runtime.errors import InvalidMessagesError
+from rollmesh.runtime.errors import InvalidMessagesError, UnsupportedPartError
 from rollmesh.v1 import gateway_pb2, types_pb2
+from tests.messages import said
 
 CALLS = st.builds(
     types_pb2.ToolCall,
@@ -16,7 +17,12 @@ CALLS = st.builds(
 MESSAGES = st.builds(
     types_pb2.ChatMessage,
     role=st.sampled_from([types_pb2.ROLE_SYSTEM, types_pb2.ROLE_USER, types_pb2.ROLE_ASSISTANT]),
-    content=st.none() | st.text(max_size=8) | st.integers(100, 300).map("x".__mul__),
+    content=st.lists(
+        (st.text(max_size=8) | st.integers(100, 300).map("x".__mul__)).map(
+            lambda text: types_pb2.ContentPart(text=text)
+        ),
+        max_size=2,
+    ),
     tool_calls=st.lists(CALLS, max_size=2),
     reasoning_content=st.none() | st.text(max_size=4),
 )
@@ -50,21 +56,27 @@ def test_a_reader_reads_what_a_fresh_one_reads(
 
 
 def test_a_digest_tells_messages_apart_that_a_template_would_not() -> None:
-    user = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
-    said = [
-        types_pb2.ChatMessage(role=types_pb2.ROLE_ASSISTANT, content="a", reasoning_content=text)
+    user = said("q")
+    thought = [
+        types_pb2.ChatMessage(
+            role=types_pb2.ROLE_ASSISTANT,
+            content=[types_pb2.ContentPart(text="a")],
+            reasoning_content=text,
+        )
         for text in ("because", "though")
     ]
     reader = MessageReader()
-    digests = {reader.read(request([user, one]))[1] for one in (*said, user)}
+    digests = {reader.read(request([user, one]))[1] for one in (*thought, user)}
     assert len(digests) == 3
 
 
 def test_a_message_without_a_role_is_named_where_it_stands() -> None:
-    reader, user = MessageReader(), types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
+    reader, user = MessageReader(), said("q")
     reader.read(request([user]))
     with pytest.raises(InvalidMessagesError, match=r"messages\[1\]\.role"):
-        reader.read(request([user, types_pb2.ChatMessage(content="who?")]))
+        reader.read(
+            request([user, types_pb2.ChatMessage(content=[types_pb2.ContentPart(text="who?")])])
+        )
     assert reader.read(request([user]))[0][0].content == "q"  # and nothing was lost
 
 
@@ -72,7 +84,7 @@ def test_a_conversation_of_megabytes_is_read_and_not_kept() -> None:
     reader = MessageReader()
 
     def is_read(text: str) -> bool:
-        user = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=text)
+        user = said(text)
         (found,), _ = reader.read(request([user]))
         return found.content == text
 
@@ -83,3 +95,27 @@ def test_a_conversation_of_megabytes_is_read_and_not_kept() -> None:
     finally:
         tracemalloc.stop()
     assert held < 1_000_000
+
+
+def test_texts_in_parts_are_one_text() -> None:
+    message = said("a")
+    message.content.add(text="")
+    message.content.add(text="b")
+    assert MessageReader().read(request([message]))[0][0].content == "ab"
+
+
+@pytest.mark.parametrize("kind", ["image", "document"])
+def test_a_part_that_is_not_served_is_refused_by_its_place(kind: str) -> None:
+    message = said("look")
+    getattr(message.content.add(), kind).media_type = "image/png"
+    with pytest.raises(UnsupportedPartError) as caught:
+        MessageReader().read(request([said("q"), message]))
+    assert caught.value.field == f"messages[1].content[1].{kind}"
+
+
+def test_a_part_that_says_nothing_is_refused() -> None:
+    message = said("look")
+    message.content.add()
+    with pytest.raises(InvalidMessagesError) as caught:
+        MessageReader().read(request([message]))
+    assert caught.value.field == "messages[0].content[1]"

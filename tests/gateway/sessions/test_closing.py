@@ -22,6 +22,7 @@ from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
+from tests.messages import said
 
 TIMEOUT_S = 60
 
@@ -33,7 +34,7 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[LiveMesh]:
 
 
 def chat_request(session_id: str, key: str = "") -> gateway_pb2.ChatRequest:
-    ask = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="q")
+    ask = said("q")
     return gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[ask])
 
 

@@ -13,8 +13,9 @@ from rollmesh.gateway.export.record import trajectory_ends
 from rollmesh.gateway.sessions import registry as gateway_module
 from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2
 from tests.gateway.live import LiveMesh
+from tests.messages import said
 
 TIMEOUT_S = 60
 
@@ -31,7 +32,7 @@ async def answered(mesh: LiveMesh) -> gateway_pb2.CreateSessionResponse:
     request = gateway_pb2.ChatRequest(
         session_id=session.session_id,
         session_key=session.session_key,
-        messages=[types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="x")],
+        messages=[said("x")],
     )
     await mesh.stub.Chat(request, timeout=TIMEOUT_S)
     return session

@@ -16,9 +16,10 @@ from rollmesh.gateway.protocol.requests import read_choices
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.v1 import gateway_pb2, types_pb2
 from tests.gateway.live import LiveMesh
+from tests.messages import said
 from tests.waiting import until
 
-ASK = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content="Hello")
+ASK = said("Hello")
 
 
 class HeldJournal:

@@ -14,8 +14,9 @@ from rollmesh.chat.messages import Message, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.gateway.turns.prepare import least_tokens
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2
 from tests.gateway.live import LiveMesh
+from tests.messages import said
 from tests.models import make_tokenizer_dir
 
 MANY = 4  # more than the gateway has threads for them
@@ -24,7 +25,7 @@ LONG = 2_000  # words that do not fit the context and are tokenised all the same
 
 
 async def answer(mesh: LiveMesh, session_id: str, text: str) -> gateway_pb2.ChatAnswer:
-    message = types_pb2.ChatMessage(role=types_pb2.ROLE_USER, content=text)
+    message = said(text)
     key = mesh.gateway.keys.key(session_id)
     request = gateway_pb2.ChatRequest(session_id=session_id, session_key=key, messages=[message])
     return (await mesh.stub.Chat(request, timeout=60)).answers[0]

@@ -6,6 +6,7 @@ import orjson
 import pytest
 from prometheus_client import REGISTRY
 
+from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.openai_chat.requests import (
     parse_body,
@@ -256,18 +257,18 @@ def test_parts_of_text_are_joined_and_a_developer_is_a_system() -> None:
             "content": [{"type": "text", "text": " a"}, {"type": "text", "text": "b "}],
         }
     )
-    assert (message.role, message.content) == (types_pb2.ROLE_SYSTEM, " ab ")
+    assert (message.role, text_of(message)) == (types_pb2.ROLE_SYSTEM, " ab ")
 
 
 def test_empty_text_is_the_same_as_none() -> None:
     absent = read_message({"role": "user", "content": None})
-    assert not absent.HasField("content")
+    assert not absent.content
     assert read_message({"role": "user", "content": ""}) == absent
 
 
 def test_a_tool_result_keeps_the_id_of_its_call() -> None:
     message = read_message({"role": "tool", "tool_call_id": "call_00Ab", "content": "42"})
-    assert (message.role, message.tool_call_id, message.content) == (
+    assert (message.role, message.tool_call_id, text_of(message)) == (
         types_pb2.ROLE_TOOL,
         "call_00Ab",
         "42",
@@ -324,7 +325,7 @@ def test_echoed_text_and_reasoning_keep_their_white_space() -> None:
             "annotations": [],
         }
     )
-    assert message.content == "  The answer is 42. \n"
+    assert text_of(message) == "  The answer is 42. \n"
     assert message.reasoning_content == "\n Let me think. \n"
 
 

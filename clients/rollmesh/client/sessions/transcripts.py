@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import gateway_pb2, types_pb2
 
@@ -73,7 +74,7 @@ class Transcript:
 def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
     found: dict[str, Any] = {
         "role": name_of(types_pb2.Role.DESCRIPTOR, message.role).lower(),
-        "content": message.content if message.HasField("content") else None,
+        "content": text_of(message) or None,
     }
     if message.tool_calls:
         found["tool_calls"] = [

@@ -45,13 +45,13 @@ def _message(message: Any, field: str) -> types_pb2.ChatMessage:
         raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is no role")
     content = message.get("content")
     if len(message) == 2 and isinstance(content, str):  # nothing else to check, as most are
-        return types_pb2.ChatMessage(role=role, content=content or None)
+        return types_pb2.ChatMessage(role=role, content=_parts(content))
     for key in ("function_call", "audio"):
         if message.get(key):
             raise InvalidFieldError(f"{field}.{key}", "is not served; send text and tool_calls")
     count_ignored(message, _MESSAGE_KEYS)
-    content = _text(content, f"{field}.content")
-    result = types_pb2.ChatMessage(role=role, content=content or None)
+    text = _text(content, f"{field}.content")
+    result = types_pb2.ChatMessage(role=role, content=_parts(text))
     if role == types_pb2.ROLE_ASSISTANT:
         result.tool_calls.extend(_calls(message.get("tool_calls"), f"{field}.tool_calls"))
         reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -62,6 +62,10 @@ def _message(message: Any, field: str) -> types_pb2.ChatMessage:
     if message.get("name"):
         result.name = string(message["name"], f"{field}.name")
     return result
+
+
+def _parts(text: str) -> list[types_pb2.ContentPart]:
+    return [types_pb2.ContentPart(text=text)] if text else []
 
 
 def _text(content: Any, field: str) -> str:

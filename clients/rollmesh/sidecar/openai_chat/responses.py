@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.sidecar.openai_chat.sampled import Shown, prompt_fields, token_fields
@@ -77,7 +78,7 @@ def usage(answers: Sequence[gateway_pb2.ChatAnswer]) -> dict[str, Any]:
 def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
     result: dict[str, Any] = {
         "role": "assistant",
-        "content": message.content if message.content else None,
+        "content": text_of(message) or None,
         "refusal": None,
         "annotations": [],
     }
@@ -144,7 +145,7 @@ class ChunkWriter:
         message = b""
         if index not in self._begun:  # a replay, or an answer that parsing held back whole
             pieces = gateway_pb2.ChatDelta(
-                content=done.message.content, reasoning_content=done.message.reasoning_content
+                content=text_of(done.message), reasoning_content=done.message.reasoning_content
             )
             for at, call in enumerate(done.message.tool_calls):
                 pieces.tool_calls.add(

@@ -5,10 +5,11 @@ of the request before, so a digest of that many bytes says whether they are the 
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollmesh.chat.messages import Message, RoleName, ToolCall
-from rollmesh.runtime.errors import InvalidMessagesError
+from rollmesh.runtime.errors import InvalidMessagesError, UnsupportedPartError
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 ROLES: dict[int, RoleName] = {
@@ -90,12 +91,29 @@ def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
     calls = message.tool_calls
     return Message(
         role,
-        message.content,
+        _read_content(message.content, f"messages[{at}].content"),
         tuple(ToolCall(call.id, call.name, call.arguments_json) for call in calls) if calls else (),
         message.tool_call_id,
         message.reasoning_content,
         message.name,
     )
+
+
+def _read_content(parts: Sequence[types_pb2.ContentPart], field: str) -> str:
+    """Returns the text of a message, joined from its parts."""
+    if len(parts) == 1 and (text := parts[0].text):  # as most are
+        return text
+    for at, part in enumerate(parts):
+        match part.WhichOneof("part"):
+            case "text":
+                continue
+            case None:
+                raise InvalidMessagesError(f"{field}[{at}]", "is not set; give a text")
+            case kind:
+                raise UnsupportedPartError(
+                    f"{field}[{at}].{kind}", "is not served; send text, or leave the part out"
+                )
+    return "".join(part.text for part in parts)
 
 
 def _size(message: types_pb2.ChatMessage) -> int:

@@ -26,7 +26,7 @@ def write_message(message: Message) -> types_pb2.ChatMessage:
     """Returns the proto of a message; content is absent where it is empty."""
     return types_pb2.ChatMessage(
         role=write_role(message.role),
-        content=message.content or None,
+        content=[types_pb2.ContentPart(text=message.content)] if message.content else [],
         tool_calls=[
             types_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
             for call in message.tool_calls
