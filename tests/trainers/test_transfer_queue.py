@@ -67,7 +67,7 @@ async def test_a_configuration_that_cannot_work_is_refused_by_name(ran: Any) -> 
     refusals = ran["refusals"]
     assert refusals["settings"] == "rollmesh: 'gateway'; see docs/trainers.md"
     assert "'speed'" in refusals["unknown"]
-    assert refusals["status"] == "status: 'some_failed' is none of any_failed, all_failed"
+    assert refusals["status"] == "status: 'some_failed' is invalid; give any_failed or all_failed"
     assert refusals["writer"] == refusals["status"]
     assert refusals["concurrency"] == "concurrency: is 0; give at least 1"
     assert refusals["retries"] == "retries.tries: is 0; give at least 1"

@@ -31,7 +31,7 @@ def chosen(field: str, name: object, values: Mapping[str, _Value]) -> _Value:
         InvalidFieldError: There is no such name.
     """
     if not isinstance(name, str) or name not in values:
-        raise InvalidFieldError(field, f"{name!r} is none of {', '.join(values)}")
+        raise InvalidFieldError(field, f"{name!r} is invalid; give one of {', '.join(values)}")
     return values[name]
 
 

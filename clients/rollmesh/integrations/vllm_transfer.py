@@ -87,7 +87,7 @@ class MeshWeightSync:
             WeightsPushError: An engine did not apply the weights.
         """
         if self.policy_version is None or self._updated:
-            raise InvalidFieldError("update_info", "comes in pieces; send it whole (packed=False)")
+            raise InvalidFieldError("update_info", "is split; send one update with packed=False")
         self._updated = True
         transfer = Transfer(self._backend, [update_info])
         self._client.push_weights(transfer, self.policy_version, mode=self._mode)

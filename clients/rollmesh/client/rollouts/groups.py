@@ -74,7 +74,9 @@ def needed_of(needed: Needed, size: int) -> int:
     """
     count = {"all": size, "any": 1}.get(needed, -1) if isinstance(needed, str) else needed
     if not 0 <= count <= size:
-        raise InvalidFieldError("needed", f'{needed!r} is none of "all", "any", 0 to {size}')
+        raise InvalidFieldError(
+            "needed", f'{needed!r} is invalid; give "all", "any" or 0 to {size}'
+        )
     return count
 
 

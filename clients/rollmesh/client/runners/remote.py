@@ -188,7 +188,7 @@ class _Waits:
         if asyncio.get_running_loop().time() + wait_s >= self._deadline:
             why = repr(error) if response is None else f"status {response.status_code}"
             raise RemoteAgentLostError(
-                f"the agent server was away for {self._limit_s:g} s: {why}"
+                f"the agent server was unavailable for {self._limit_s:g} s: {why}"
             ) from error
         await asyncio.sleep(wait_s)
 
@@ -207,5 +207,5 @@ def _read(response: httpx2.Response) -> Mapping[str, Any]:
     except ValueError as error:
         raise RemoteAgentError(f"the agent server's answer is not JSON: {error}") from error
     if not isinstance(run, dict) or run.get("status") not in ("running", "completed", "failed"):
-        raise RemoteAgentError(f"the agent server's answer is no run: {response.text[:200]}")
+        raise RemoteAgentError(f"the agent server's answer is not a run: {response.text[:200]}")
     return run

@@ -68,7 +68,7 @@ def read_rewards(value: object) -> Rewards:
     except (TypeError, ValueError) as error:
         raise InvalidFieldError(
             "reward",
-            f"{type(value).__name__} is no reward; return a number, Rewards or None, "
+            f"is a {type(value).__name__}; return a number, Rewards or None, "
             "or give the rollout a reward function that reads it",
         ) from error
 
@@ -80,7 +80,9 @@ def _of_mapping(value: Mapping[str, Any]) -> Rewards:
         trajectories, turns = ({key: float(part[key]) for key in part} for part in parts)
         return Rewards(None if reward is None else float(reward), trajectories, turns)
     except (TypeError, ValueError) as error:
-        raise InvalidFieldError("reward", f"{value!r:.200} has one that is no number") from error
+        raise InvalidFieldError(
+            "reward", f"{value!r:.200} has a value that is not a number"
+        ) from error
 
 
 def _node_id(turn: str | int, session_id: str) -> int:
@@ -89,7 +91,7 @@ def _node_id(turn: str | int, session_id: str) -> int:
     of, _, node_id = turn.removeprefix(_ANSWER).rpartition("-")
     if of != session_id or not node_id.isdecimal():
         raise InvalidFieldError(
-            "rewards.turns", f"{turn!r} is no answer of session {session_id}", turn=turn
+            "rewards.turns", f"{turn!r} is not an answer of session {session_id}", turn=turn
         )
     return int(node_id)
 

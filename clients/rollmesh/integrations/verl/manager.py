@@ -98,7 +98,7 @@ class AgentLoopManager:
         if runner is None:
             raise InvalidFieldError(
                 "agent_name",
-                f"{row['agent_name']!r} is none of {sorted(self._runners)}; "
+                f"{row['agent_name']!r} is not one of {sorted(self._runners)}; "
                 "add it as rollmesh.runners.NAME=package.module:function",
             )
         n = int(row.pop("__rollout_n__", config.val_kwargs.n if validate else config.n))
@@ -142,7 +142,7 @@ def load_runner(name: str, path: str) -> AgentRunner:
     try:
         return cast("AgentRunner", getattr(importlib.import_module(module), function))
     except (ImportError, AttributeError, ValueError) as error:
-        problem = f"{path!r} is no package.module:function: {error}"
+        problem = f"{path!r} is not a package.module:function: {error}"
         raise InvalidFieldError(f"rollmesh.runners.{name}", problem) from error
 
 

@@ -111,7 +111,7 @@ def checked_status(status: PromptStatus) -> PromptStatus:
         InvalidFieldError: It is not a `PromptStatus`.
     """
     if status not in get_args(PromptStatus):
-        raise InvalidFieldError("status", f"{status!r} is none of any_failed, all_failed")
+        raise InvalidFieldError("status", f"{status!r} is invalid; give any_failed or all_failed")
     return status
 
 
