@@ -181,7 +181,7 @@ async def test_rewards_set_through_the_sdk_reach_the_trainer(tmp_path: Path) -> 
             Client(MeshAddresses(router="", gateway="", collector=address, sidecar="")) as client,
         ):
             await ingest(collector_pb2_grpc.CollectorServiceStub(channel), waiting)
-            with pytest.raises(InvalidFieldError, match="no such trajectory"):
+            with pytest.raises(InvalidFieldError, match="no trajectory"):
                 await client.set_rewards("a", trajectory_rewards={"x": 1.0})
             await client.set_rewards("a", reward=0.25, turn_rewards={2: 1.5})
             delivery = await anext(subscription)

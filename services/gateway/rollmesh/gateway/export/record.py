@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.tree import Node, VersionSpan, path_bytes
-from rollmesh.gateway.export.rewards import write_rewards
 from rollmesh.gateway.export.trajectories import (
     PackedTree,
     Trajectory,
@@ -16,6 +15,7 @@ from rollmesh.gateway.export.trajectories import (
 from rollmesh.gateway.protocol.responses import write_role
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, pack_mask
 from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec.session_rewards import apply_rewards, check_rewards
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 
@@ -52,14 +52,22 @@ def write_record(
             request.reward_timeout_ms if request.HasField("reward_timeout_ms") else None
         ),
     )
-    write_rewards(record, request.rewards)
+    apply_rewards(record, request.rewards)
     return record
 
 
-def trajectory_ids(session: Session) -> set[str] | None:
-    """Returns the ids of the trajectories that a close gives; None where the tree is exported."""
-    if session.spec.export_mode == gateway_pb2.EXPORT_MODE_TREE:
-        return None
+def check_close(session: Session, rewards: types_pb2.SessionRewards) -> None:
+    """Checks that the rewards of a close are of what the session's record will have.
+
+    Raises:
+        InvalidFieldError: Names the first reward that is wrong.
+    """
+    turns = {node.node_id for node in session.tree.nodes.values() if node.sample is not None}
+    check_rewards(rewards, trajectory_ids(session), turns)
+
+
+def trajectory_ids(session: Session) -> set[str]:
+    """Returns the ids of the trajectories that a close gives: none where the tree is exported."""
     return {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
 
 

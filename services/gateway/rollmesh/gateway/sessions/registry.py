@@ -17,12 +17,11 @@ from rollmesh.gateway.conversation.session import (
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import (
+    check_close,
     record_bytes,
     trajectory_ends,
     trajectory_id,
-    trajectory_ids,
 )
-from rollmesh.gateway.export.rewards import check_rewards
 from rollmesh.gateway.sessions.ending import cancelled, end_turns
 from rollmesh.gateway.sessions.groups import GroupSizes
 from rollmesh.gateway.sessions.keys import SECRET_BYTES, SessionKeys
@@ -258,12 +257,12 @@ class Gateway:
     async def _close(
         self, session: Session, request: gateway_pb2.CloseSessionRequest, digest: bytes
     ) -> list[str]:
-        check_rewards(session.tree, trajectory_ids(session), request.rewards)
+        check_close(session, request.rewards)
         session.closing = True
         try:
             await end_turns(session, _closed(request.session_id))
             # Again: a turn that was being committed may have gone on from a leaf.
-            check_rewards(session.tree, trajectory_ids(session), request.rewards)
+            check_close(session, request.rewards)
             session_id = request.session_id
             close = Close(
                 session_id,

@@ -10,12 +10,13 @@ from typing import Any
 
 from rollmesh.collector.delivery.entries import counts_of, surplus
 from rollmesh.collector.delivery.records import read_head, split
-from rollmesh.collector.delivery.rewards import apply_rewards, check_repeat, rewards_digest
+from rollmesh.collector.delivery.rewards import check_repeat, rewards_digest
 from rollmesh.collector.delivery.units import GROUP_LOG, Arrival, GroupLog, group_logs, own_log
 from rollmesh.collector.storage.redis import groups as redis_groups, scripts
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, Value, text
 from rollmesh.collector.storage.redis.groups import Pair, Seen
 from rollmesh.collector.storage.store import RETRY_MS, other_size, session_unknown, store_full
+from rollmesh.runtime.codec.session_rewards import apply_rewards
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _DUE_BATCH = 200

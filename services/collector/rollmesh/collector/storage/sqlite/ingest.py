@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rollmesh.collector.delivery.entries import counts_of, surplus
 from rollmesh.collector.delivery.groups import Sample, form_unit
 from rollmesh.collector.delivery.records import read_head
-from rollmesh.collector.delivery.rewards import apply_rewards, check_repeat, rewards_digest
+from rollmesh.collector.delivery.rewards import check_repeat, rewards_digest
 from rollmesh.collector.delivery.units import (
     GROUP_LOG,
     SESSION_LOG,
@@ -25,6 +25,7 @@ from rollmesh.collector.storage.store import (
     session_unknown,
     store_full,
 )
+from rollmesh.runtime.codec.session_rewards import apply_rewards
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _DUE_BATCH = 200

@@ -1,0 +1,77 @@
+"""Rewards of a session: one set of rules for a close, for rewards that come later, for scorers."""
+
+import math
+from collections.abc import Collection, Container
+
+from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import types_pb2
+
+_MOST_NAMED = 8
+
+
+def check_rewards(
+    rewards: types_pb2.SessionRewards, trajectory_ids: Collection[str], turns: Container[int]
+) -> None:
+    """Checks that rewards are finite, and are given to trajectories and turns that exist.
+
+    Args:
+        rewards: The rewards.
+        trajectory_ids: The session's trajectories; empty where it is exported as its tree.
+        turns: Node ids of its sampled turns.
+
+    Raises:
+        InvalidFieldError: Names the first reward that is wrong.
+    """
+    if rewards.HasField("reward"):
+        _check_finite("rewards.reward", rewards.reward)
+    for trajectory_id, reward in rewards.trajectory_rewards.items():
+        field = f"rewards.trajectory_rewards[{trajectory_id}]"
+        if trajectory_id not in trajectory_ids:
+            has = ", ".join(sorted(trajectory_ids)[:_MOST_NAMED]) or "none; reward its turns"
+            raise InvalidFieldError(
+                field,
+                f"the session has no trajectory {trajectory_id!r}; it has {has}",
+                trajectory_id=trajectory_id,
+            )
+        _check_finite(field, reward)
+    for node_id, reward in rewards.turn_rewards.items():
+        field = f"rewards.turn_rewards[{node_id}]"
+        if node_id not in turns:
+            raise InvalidFieldError(
+                field,
+                f"node {node_id} is no turn of the session; give the last number of an answer's id",
+                node_id=node_id,
+            )
+        _check_finite(field, reward)
+
+
+def apply_rewards(record: types_pb2.SessionRecord, rewards: types_pb2.SessionRewards) -> None:
+    """Sets rewards of a session; rewards that are absent stay as they were.
+
+    A turn's reward is set wherever the turn occurs: branches share their prefixes.
+
+    Args:
+        record: The session, with its arrays or without; changed in place, or not at all.
+        rewards: The rewards to set.
+
+    Raises:
+        InvalidFieldError: See `check_rewards`.
+    """
+    trajectories = {one.trajectory_id: one for one in record.trajectories}
+    runs: list[types_pb2.TrajectorySegment | types_pb2.TrajectoryNode] = [
+        run for one in record.trajectories for run in one.segments if run.sampled
+    ]
+    runs += [node for node in record.tree.nodes if node.sampled]
+    check_rewards(rewards, trajectories.keys(), {run.node_id for run in runs})
+    if rewards.HasField("reward"):
+        record.reward = rewards.reward
+    for trajectory_id, reward in rewards.trajectory_rewards.items():
+        trajectories[trajectory_id].reward = reward
+    for run in runs:
+        if run.node_id in rewards.turn_rewards:
+            run.reward = rewards.turn_rewards[run.node_id]
+
+
+def _check_finite(field: str, reward: float) -> None:
+    if not math.isfinite(reward):
+        raise InvalidFieldError(field, f"{reward} is not a finite number")
