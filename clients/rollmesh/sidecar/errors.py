@@ -1,4 +1,4 @@
-"""Errors as the official SDKs expect them: one table from gRPC code and reason to HTTP."""
+"""HTTP errors as the official SDKs expect them, from gRPC codes and reasons."""
 
 import logging
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _STATUS_OF_REASON = {
     "TOO_MANY_CONNECTIONS": 503,
 }
 _MAX_PARAM_BYTES = 200
-_MOST_DELAY_S = 120  # SDKs give up on a longer one
+_MOST_DELAY_S = 120  # SDKs ignore longer delays
 _PARAMS = {
     "tools_json": "tools",
     "template_options_json": "chat_template_kwargs",
@@ -45,7 +45,7 @@ _PARAMS = {
 
 
 class ModelUnknownError(InvalidFieldError):
-    """A request names a model that is not served, and the sidecar refuses such requests."""
+    """A request names another model, and the sidecar is set to refuse such requests."""
 
     code = "NOT_FOUND"
     reason = "MODEL_NOT_FOUND"
@@ -58,14 +58,14 @@ class BodyTooLargeError(InvalidFieldError):
 
 
 class HttpInvalidError(RollmeshError):
-    """What a client sent is not a request of HTTP/1.1."""
+    """The client did not send a valid HTTP/1.1 request."""
 
     code = "INVALID_ARGUMENT"
     reason = "HTTP_INVALID"
 
 
 class HeadersTooLargeError(HttpInvalidError):
-    """A request's headers, or a body's trailers, are over the limit."""
+    """The headers of a request or the trailers of a body are over the limit."""
 
     reason = "HEADERS_TOO_LARGE"
 
@@ -83,13 +83,13 @@ class RequestTimeoutError(HttpInvalidError):
 
 
 class PipelineTooLongError(HttpInvalidError):
-    """A client sends requests faster than it can be answered."""
+    """A client pipelined too many requests on one connection."""
 
     reason = "PIPELINE_TOO_LONG"
 
 
 class TooManyConnectionsError(RollmeshError):
-    """The sidecar holds as many connections as it may."""
+    """The sidecar has its maximum of connections."""
 
     code = "UNAVAILABLE"
     reason = "TOO_MANY_CONNECTIONS"
@@ -112,13 +112,13 @@ class HttpError:
 
 
 def to_http(error: RollmeshError) -> HttpError:
-    """Returns the HTTP form of an error; what it repeats of a request is cut to 1,500 bytes."""
+    """Returns an error as an HTTP answer, with its message cut to 1,500 bytes."""
     status, kind = _STATUS.get(error.code, (500, "server_error"))
     status = _STATUS_OF_REASON.get(error.reason, status)
     param = error.field if isinstance(error, InvalidFieldError) else ""
     param = cut_text(param, _MAX_PARAM_BYTES)
     message = cut_text(error.message, MAX_MESSAGE_BYTES)
-    if error.reason == "CONTEXT_LENGTH_EXCEEDED":  # clients know it by how the wording begins
+    if error.reason == "CONTEXT_LENGTH_EXCEEDED":  # clients recognise it by its first words
         message = message.removeprefix(f"{param}: ")
     reason = error.code if isinstance(error, RemoteError) else error.reason
     body = {
@@ -131,7 +131,7 @@ def to_http(error: RollmeshError) -> HttpError:
     if status in {429, 503}:
         delay = min(max(-(-(error.retry_delay_ms or 1000) // 1000), 1), _MOST_DELAY_S)
         headers.append((b"retry-after", str(delay).encode()))
-    if status == 409:  # SDKs retry a conflict; a closed session stays closed
+    if status == 409:  # SDKs would retry a conflict, but a closed session stays closed
         headers.append((b"x-should-retry", b"false"))
     return HttpError(status, orjson.dumps({"error": body}), tuple(headers))
 
@@ -157,5 +157,5 @@ def typed(error: Exception) -> RollmeshError:
 
 
 def error_event(error: RollmeshError) -> bytes:
-    """Returns the event that tells an error in the middle of a stream."""
+    """Returns the server-sent event that reports an error inside a stream."""
     return b"data: " + to_http(error).body + b"\n\n"

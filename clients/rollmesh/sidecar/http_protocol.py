@@ -1,7 +1,7 @@
-"""HTTP/1.1 with bounds: uvicorn's httptools protocol, and the most that one connection may cost.
+"""uvicorn's HTTP/1.1 protocol with limits on what one connection may cost.
 
-uvicorn leaves sizes and times to a proxy in front of it. The sidecar has none: agents call it
-directly, so the bounds are here. docs/decisions/http-server.md has the measurements.
+uvicorn leaves limits on sizes and times to a proxy. Agents call the sidecar directly, so the limits
+are here. docs/decisions/http-server.md has the measurements.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from rollmesh.sidecar.errors import (
 from rollmesh.sidecar.metrics import REFUSED
 
 _LINGER_S = 2.0
-"""How long a refused client may go on sending before its connection is reset."""
+"""How long a refused client may keep sending before its connection is reset."""
 _BUSY_MS = 1000
 _OFFER = (b"connection", b"upgrade", b"http2-settings")
 _PHRASES = {
@@ -42,17 +42,17 @@ _PHRASES = {
 
 
 def bounded(config: SidecarConfig) -> type[asyncio.Protocol]:
-    """Returns the protocol of one server's connections."""
+    """Returns the protocol class for the connections of a server."""
     return type("Connection", (BoundedProtocol,), {"bounds": config})
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """One connection.
 
-    A request is in its head until the parser has all headers, then in its body. The parser gets no
-    more than `max_header_bytes` at a time and is asked after each piece, so a head, a chunk's
-    extension or a trailer that does not end costs no more than that. One timer serves all
-    deadlines; a request that arrives at once sets none.
+    A request is in its head until the parser has all headers, then in its body. The parser is fed
+    at most `max_header_bytes` without reporting progress, which bounds endless heads, chunk
+    extensions and trailers. One timer serves all deadlines; a request that arrives in one piece
+    sets none.
     """
 
     bounds: ClassVar[SidecarConfig]
@@ -64,21 +64,21 @@ class BoundedProtocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """Takes what uvicorn gives each connection."""
+        """Takes uvicorn's arguments."""
         super().__init__(config, server_state, app_state, _loop)
         self._running: RequestResponseCycle | None = None
         self._refusal: RollmeshError | None = None
         self._receiving: RequestResponseCycle | None = None  # the one whose body arrives
         self._in_head = self._in_body = False
         self._field_bytes = 0  # of the head, or of the trailers
-        self._unread_bytes = 0  # given to the parser since it last told of something
+        self._unread_bytes = 0  # fed to the parser since it last reported progress
         self._body_bytes = 0
         self._begun = 0.0  # the head, then the body
         self._deadline = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accepts a connection, or refuses one that is too many."""
+        """Accepts a connection, or refuses it if there are too many."""
         super().connection_made(transport)
         most = self.bounds.max_connections
         if len(self.connections) > 2 * most:
@@ -86,26 +86,27 @@ class BoundedProtocol(HttpToolsProtocol):
         elif len(self.connections) > most:
             self._refuse(
                 TooManyConnectionsError(
-                    f"the sidecar holds {most} connections; come again", retry_delay_ms=_BUSY_MS
+                    f"the sidecar has {most} connections; try again",
+                    retry_delay_ms=_BUSY_MS,
                 )
             )
         else:
             self._wait_until(self.loop.time() + self.bounds.head_timeout_ms / 1000)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the timer; the application is told that its client has gone."""
+        """Stops the timer and tells the application that its client left."""
         if self._timer is not None:
             self._timer.cancel()
         if self._running is not None and self._running is not self.cycle:
-            self._running.disconnected = True  # uvicorn tells the newest request only
+            self._running.disconnected = True  # uvicorn tells only the newest request
             self._running.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser in pieces that stay within the bounds."""
+        """Feeds the parser in pieces within the limits."""
         if self._refusal is not None:
-            return  # what a refused client still sends is read and dropped
+            return  # input of a refused client is dropped
         self._unset_keepalive_if_required()
         view, most = memoryview(data), self.bounds.max_header_bytes
         while view and self._refusal is None and not self.transport.is_closing():
@@ -119,7 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 continue
             except httptools.HttpParserError as error:
                 self._refuse(
-                    self._refusal or HttpInvalidError(f"not a request of HTTP/1.1: {error}")
+                    self._refusal or HttpInvalidError(f"not a valid HTTP/1.1 request: {error}")
                 )
                 return
             if self._unread_bytes >= most:
@@ -129,20 +130,20 @@ class BoundedProtocol(HttpToolsProtocol):
         self._set_deadline()
 
     def on_message_begin(self) -> None:
-        """Begins a head."""
+        """Starts a head."""
         super().on_message_begin()
         self._in_head, self._begun, self._receiving = True, self.loop.time(), None
         self._field_bytes = self._unread_bytes = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        """Takes a piece of the URL."""
+        """Takes a part of the URL."""
         most = self.bounds.max_url_bytes
         if len(self.url) + len(url) > most:
             self._stop(UrlTooLongError(f"the URL has more than {most} bytes"))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header; a trailer is counted and dropped, it must not become one."""
+        """Takes a header; trailers are counted and dropped, so that they do not become headers."""
         self._field_bytes += len(name) + len(value) + len(b": \r\n")
         if self._field_bytes > self.bounds.max_header_bytes:
             self._stop(self._too_much_head())
@@ -150,10 +151,10 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begins the request, unless it is plain that it will be refused."""
+        """Starts the request, unless its head already shows that it must be refused."""
         if self.parser.should_upgrade():  # the parser stops here, before the body
             if self.parser.get_method() == b"CONNECT":
-                self._stop(HttpInvalidError("CONNECT: this is no proxy"))
+                self._stop(HttpInvalidError("CONNECT: this is not a proxy"))
             return
         self._in_head, self._in_body = False, True
         self._field_bytes = self._unread_bytes = 0
@@ -167,11 +168,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._receiving = self.cycle
         self._begun = self.loop.time()
-        if self.pipeline:  # they are bounded: reading on is how it is seen that a client leaves
+        if self.pipeline:  # keep reading, to see the client leave; the pipeline is bounded
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
-        """Takes a piece of the body."""
+        """Takes a part of the body."""
         self._unread_bytes = 0
         self._body_bytes += len(body)
         most = self.bounds.max_body_bytes
@@ -187,17 +188,17 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes an idle connection; one whose client does not even read its answer is reset."""
+        """Closes an idle connection, or resets it if its client does not read the answer."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
     def _begin_again(self) -> None:
-        """Takes a request that offers another protocol as if it did not.
+        """Reads a request that offers an upgrade as if it did not.
 
-        Java's client offers HTTP/2 with every first request. httptools takes the body of such a
-        request for the other protocol, so a new parser reads it, behind the same head without the
-        offer. RFC 9110, section 7.8: a server may ignore the offer.
+        Java's client offers HTTP/2 in its first request. httptools would treat the body as the
+        other protocol, so a new parser reads it after the same head without the offer. RFC 9110,
+        section 7.8, allows a server to ignore the offer.
         """
         head = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
         head += [b"%s: %s" % header for header in self.headers if header[0] not in _OFFER]
@@ -211,15 +212,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._set_deadline()
 
     def _answering(self) -> bool:
-        """Says whether a request is being answered, or is still to be."""
+        """Returns whether a request still has to be answered."""
         return self._running is not None and not self._running.response_complete
 
     def _too_much_head(self) -> RollmeshError:
         most = self.bounds.max_header_bytes
-        return HeadersTooLargeError(f"the headers have more than {most} bytes together")
+        return HeadersTooLargeError(f"the headers have more than {most} bytes in total")
 
     def _set_deadline(self) -> None:
-        """Sets until when the client has to send more."""
+        """Sets the deadline for the next input of the client."""
         now, bounds = self.loop.time(), self.bounds
         if self._refusal is not None or self.transport.is_closing():
             return
@@ -230,7 +231,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_until(self._begun + bounds.head_timeout_ms / 1000)
         elif self._answering() or self.timeout_keep_alive_task is not None:
             self._deadline = math.inf
-        else:  # bytes that begin nothing; uvicorn's own timer has been stopped by them
+        else:  # bytes that start no request, but stopped uvicorn's own timer
             self._wait_until(now + bounds.head_timeout_ms / 1000)
 
     def _wait_until(self, deadline: float) -> None:
@@ -253,25 +254,25 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _stop(self, error: RollmeshError) -> None:
-        """Refuses from inside the parser, which must not go on."""
+        """Refuses from inside the parser, and stops it."""
         self._refusal = error
         raise error
 
     def _refuse(self, error: RollmeshError) -> None:
-        """Answers with an error where the protocol has a place for it, and reads no more requests.
+        """Answers with an error if the protocol allows it, and reads no more requests.
 
-        An answer that is under way ends first; then the connection is closed.
+        A running answer is completed first; then the connection is closed.
         """
         self._refusal = error
         REFUSED.labels(error.reason).inc()
         self.pipeline.clear()
         receiving, running = self._receiving, self._running
         if receiving is not None and receiving.response_complete:
-            self._hang_up()  # the request had its answer before all of it was sent
+            self._hang_up()  # the request was answered before it was received in full
             return
         if running is not None and self._answering():
             if receiving is not running or not self._in_body:
-                running.keep_alive = False  # the fault is of a later request
+                running.keep_alive = False  # a later request is refused
                 self.flow.resume_reading()
                 return
             running.disconnected = True
@@ -287,7 +288,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Ends our half and drops what still comes: a close at once would destroy the answer."""
+        """Closes our half and drops further input: an immediate close could destroy the answer."""
         if self.transport.is_closing():
             return
         self.transport.write_eof()

@@ -1,4 +1,4 @@
-"""What a sidecar counts."""
+"""Metrics of the sidecar."""
 
 import time
 
@@ -7,12 +7,12 @@ from starlette.types import Message, Receive, Send
 
 CHATS = Counter(
     "rollmesh_sidecar_chats_total",
-    "Chat completions, by HTTP status; 499 where the client left before an answer.",
+    "Chat completions, by HTTP status; 499 if the client left before the answer.",
     ["status"],
 )
 REFUSED = Counter(
     "rollmesh_sidecar_refused_total",
-    "Requests that no endpoint saw, as they went beyond a bound of HTTP, by reason.",
+    "Requests refused before they reached an endpoint, by reason.",
     ["reason"],
 )
 FIRST_BYTE_SECONDS = Histogram(
@@ -23,14 +23,14 @@ FIRST_BYTE_SECONDS = Histogram(
 
 
 class Watch:
-    """Measures one request."""
+    """The measurements of one request."""
 
     def __init__(self) -> None:
-        """Begins now."""
+        """Starts the clock."""
         self._started = time.perf_counter()
         self._status = 499
         self.received_bytes = 0
-        """Of the request's body."""
+        """Received bytes of the request's body."""
 
     def answered(self, status: int) -> None:
         """Notes the first byte of the answer."""
@@ -43,7 +43,7 @@ class Watch:
 
 
 def measured(receive: Receive, send: Send) -> tuple[Receive, Send, Watch]:
-    """Returns an ASGI channel that is watched, and its watch."""
+    """Returns a measured ASGI channel and its measurements."""
     watch = Watch()
 
     async def watched(message: Message) -> None:

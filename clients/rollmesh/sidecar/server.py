@@ -11,10 +11,10 @@ from rollmesh.sidecar.http_protocol import bounded
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application on a socket; the process keeps its signals."""
+    """Serves an application on a socket, and leaves signals to the process."""
 
     def __init__(self, app: ASGIApp, config: SidecarConfig) -> None:
-        """Takes the application and the bounds of its connections."""
+        """Takes the application and the limits of its connections."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -22,7 +22,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 proxy_headers=False,
-                access_log=False,  # paths hold keys
+                access_log=False,  # paths contain keys
                 log_config=None,
                 timeout_keep_alive=-(-config.idle_timeout_ms // 1000),
                 timeout_graceful_shutdown=config.grace_ms // 1000,
@@ -31,5 +31,5 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the process."""
+        """Installs no signal handlers."""
         yield

@@ -1,4 +1,4 @@
-"""Which session a request is for, and the key that opens it."""
+"""The session of a request, and the key that opens it."""
 
 from collections.abc import Mapping
 
@@ -11,19 +11,18 @@ def named_session(path: str, headers: Mapping[bytes, str]) -> tuple[str, str]:
     """Returns the id and the key of the session that a request names.
 
     Args:
-        path: What stands for the session in the path: its key, which opens it whatever the agent
-            sends as bearer token; its id, which needs the key as bearer token; or nothing, where
-            the bearer token alone names it.
-        headers: By names in lower case. `x-api-key` is read where there is no bearer token.
+        path: The session in the path: its key, which opens it whatever other bearer token is sent;
+            its id, which needs the key as bearer token; or empty, if the bearer token names it.
+        headers: By lower-case name. `x-api-key` is read if there is no bearer token.
 
     Raises:
-        SessionKeyWrongError: No key is given, or keys of two sessions are.
+        SessionKeyWrongError: There is no key, or there are two different ones.
     """
     scheme, _, token = headers.get(b"authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     bearer = bearer or headers.get(b"x-api-key", "")
     if not bearer.startswith(_KEY_PREFIX):
-        bearer = ""  # agents must often be given some key; it says nothing
+        bearer = ""  # a placeholder: many agents insist on some key
     if path.startswith(_KEY_PREFIX):
         if bearer and bearer != path:
             raise SessionKeyWrongError(
@@ -32,6 +31,6 @@ def named_session(path: str, headers: Mapping[bytes, str]) -> tuple[str, str]:
         bearer, path = path, ""
     if not bearer:
         raise SessionKeyWrongError(
-            "give the session's key as bearer token, or call the session's base URL, which holds it"
+            "give the session's key as bearer token, or call the session's base URL"
         )
     return path or bearer.split("-")[1], bearer

@@ -1,8 +1,8 @@
-"""What agents say of themselves in headers: which of their requests are work, and which are not.
+"""The lineage of a request, as its headers state it.
 
-`x-rollmesh-lineage` names it. Else the marks of agents that have some are read: Claude Code sends
-`x-claude-code-agent-id` for its sub-agents, Codex `x-openai-subagent`, and the kind of the request
-in `x-codex-turn-metadata`. An unknown mark says nothing.
+`x-rollmesh-lineage` names the lineage. Without it the headers of known agents are read: Claude Code
+sends `x-claude-code-agent-id` for its sub-agents; Codex sends `x-openai-subagent`, and the kind of
+the request in `x-codex-turn-metadata`. Other headers are ignored.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ _MOST_METADATA_BYTES = 16 * 1024
 
 
 def said_lineage(headers: Mapping[bytes, str]) -> types_pb2.Lineage.ValueType:
-    """Returns what the headers say that a request is; UNSPECIFIED where they say nothing.
+    """Returns the lineage that the headers state; UNSPECIFIED if they state none.
 
     Args:
-        headers: By name in lower case.
+        headers: By lower-case name.
 
     Raises:
-        InvalidFieldError: `x-rollmesh-lineage` names none.
+        InvalidFieldError: `x-rollmesh-lineage` names an unknown lineage.
     """
     named = headers.get(HEADER.encode(), "").strip().lower()
     if named:

@@ -24,7 +24,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
     """Returns the JSON object of a body.
 
     Raises:
-        InvalidFieldError: It is none.
+        InvalidFieldError: It is not a JSON object.
     """
     try:
         body = orjson.loads(data)
@@ -36,10 +36,10 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 
 def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
-    """Returns the gateway's request; session, choice and retry marks are the caller's to set.
+    """Returns the request to the gateway, without what the headers say.
 
     Raises:
-        InvalidFieldError: Names the parameter and what is wrong.
+        InvalidFieldError: Names the parameter and what is wrong with it.
     """
     check_parameters(body)
     _check_modalities(body.get("modalities"))
@@ -66,7 +66,7 @@ def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
 
 
 def read_model(body: dict[str, Any]) -> str:
-    """Returns the model that a request names; empty where it names none.
+    """Returns the model that a request names; empty if it names none.
 
     Raises:
         InvalidFieldError: It is not a string, or longer than a name can be.
@@ -109,10 +109,10 @@ def _returns(body: dict[str, Any]) -> gateway_pb2.ReturnOptions | None:
 
 
 def read_shown(body: dict[str, Any]) -> Shown:
-    """Returns what is shown of sampled tokens.
+    """Returns what the answer shows of sampled tokens.
 
     Raises:
-        InvalidFieldError: Names the parameter and what is wrong.
+        InvalidFieldError: Names the parameter and what is wrong with it.
     """
     return Shown(
         token_ids=flag(body, "return_token_ids"),
@@ -122,7 +122,7 @@ def read_shown(body: dict[str, Any]) -> Shown:
 
 
 def wants_stream(body: dict[str, Any]) -> bool:
-    """Says whether the answer is to come as a stream.
+    """Returns whether the answer is streamed.
 
     Raises:
         InvalidFieldError: The parameter is neither true nor false.
@@ -131,10 +131,10 @@ def wants_stream(body: dict[str, Any]) -> bool:
 
 
 def wants_usage(body: dict[str, Any]) -> bool:
-    """Says whether a stream is to end with a usage chunk.
+    """Returns whether a stream ends with a usage chunk.
 
     Raises:
-        InvalidFieldError: The options of the stream are wrong, or there is no stream.
+        InvalidFieldError: The stream options are wrong, or the answer is not streamed.
     """
     options = body.get("stream_options")
     if options is None:

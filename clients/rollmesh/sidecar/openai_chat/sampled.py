@@ -7,21 +7,21 @@ from typing import Any
 from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs
 from rollmesh.v1 import gateway_pb2
 
-_LEAST = -9999.0  # JSON has no infinity; vLLM writes this
+_LEAST = -9999.0  # JSON has no infinity; vLLM writes this number
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a request wants to see of sampled tokens."""
+    """What an answer shows of sampled tokens."""
 
     token_ids: bool = False
     logprobs: bool = False
     as_ids: bool = False
-    """Whether the text of a token is `token_id:ID`."""
+    """Whether tokens are shown as `token_id:ID` instead of their text."""
 
 
 def token_fields(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, Any]:
-    """Returns the fields of a choice, or of a piece of one."""
+    """Returns the token fields of a choice or of a chunk."""
     fields: dict[str, Any] = {"logprobs": logprobs(tokens, shown) if shown.logprobs else None}
     if shown.token_ids:
         fields["token_ids"] = unpack_ids(tokens.token_ids_u32le, "token_ids_u32le").tolist()
@@ -29,12 +29,12 @@ def token_fields(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, A
 
 
 def prompt_fields(packed: bytes) -> dict[str, Any]:
-    """Returns the field of an answer that holds its prompt; nothing where it is not wanted."""
+    """Returns the field with the prompt's ids; no field if they were not asked for."""
     return {"prompt_token_ids": unpack_ids(packed, "prompt").tolist()} if packed else {}
 
 
 def logprobs(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, Any]:
-    """Returns OpenAI's object; the most likely tokens are those of the row, the first first."""
+    """Returns OpenAI's `logprobs` object; `top_logprobs` are in descending order."""
     rows = _entries(tokens.token_ids_u32le, tokens.logprobs_f32le, tokens.texts, shown)
     tops = _entries(tokens.top_ids_u32le, tokens.top_logprobs_f32le, tokens.top_texts, shown)
     width = len(tops) // len(rows) if rows else 0

@@ -17,13 +17,13 @@ _FLOATS = {
     "repetition_penalty": (1e-9, 100.0),
 }
 _INTEGERS = ("top_k", "min_tokens", "seed")
-_OFF = {"top_k": 0, "seed": None}  # what vLLM takes -1 for
+_OFF = {"top_k": 0, "seed": None}  # the meaning of -1 in vLLM
 _MAX_ALLOWED, _MAX_BIASES, _MOST_BIAS = 4096, 1024, 100.0
 _MAX_STOP_TOKENS = 64
 
 
 def read_sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
-    """Returns the sampling parameters of a body; what is absent is the session's.
+    """Returns the sampling parameters of a body; absent ones are the session's.
 
     Raises:
         InvalidFieldError: Names the parameter and what is wrong.
@@ -59,14 +59,14 @@ def _allowed(ids: Any) -> list[int]:
 
 
 def _biases(biases: Any) -> Iterator[tuple[int, float]]:
-    """Yields the ids and their biases; one beyond the range is its end, as in vLLM."""
+    """Yields ids and biases; biases are clamped to the range, as in vLLM."""
     if biases is None:
         return
     if not isinstance(biases, dict) or len(biases) > _MAX_BIASES:
         raise InvalidFieldError("logit_bias", f"give an object of at most {_MAX_BIASES} token ids")
     for key, bias in biases.items():
         if not key.isdecimal() or int(key) >= 2**31:
-            raise InvalidFieldError("logit_bias", f"{key!r} is no token id")
+            raise InvalidFieldError("logit_bias", f"{key!r} is not a token id")
         value = number(bias, f"logit_bias.{key}", -math.inf, math.inf)
         yield int(key), min(max(value, -_MOST_BIAS), _MOST_BIAS)
 

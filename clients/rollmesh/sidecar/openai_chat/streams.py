@@ -1,4 +1,4 @@
-"""One streamed reply: pieces as they come, comments in silence, no proper end to a failure."""
+"""One streamed answer as server-sent events."""
 
 import asyncio
 
@@ -11,15 +11,15 @@ from rollmesh.v1 import gateway_pb2
 
 
 class StreamReply:
-    """Writes a stream; its headers leave with the first event, so early errors have a status.
+    """Writes a stream; its headers are sent with the first event, so early errors have a status.
 
-    Nothing is kept for a client that reads slowly: a write waits while the server holds 64 KiB for
-    it. Then no more is read from the gateway, and gRPC holds what its window lets in: a few MiB for
-    each choice at most.
+    Nothing is buffered here for a slow client. A write waits while the server buffers 64 KiB, and
+    nothing more is read from the gateway: gRPC's window then bounds what waits to a few MiB per
+    choice.
     """
 
     def __init__(self, send: Send, request_id: str, writer: ChunkWriter) -> None:
-        """Takes the ASGI channel and what writes the chunks."""
+        """Takes the ASGI channel and the writer of chunks."""
         self._send = send
         self._request_id = request_id
         self._writer = writer
@@ -27,15 +27,15 @@ class StreamReply:
         self._started = False
 
     def begin(self, index: int, answer_id: str) -> None:
-        """Takes the id of a choice's answer; nothing is sent before the first choice has one."""
+        """Takes the answer id of a choice; nothing is sent before the first choice has one."""
         self._writer.begin(index, answer_id)
 
     def knows(self, index: int) -> bool:
-        """Says whether a choice has begun."""
+        """Returns whether a choice has its answer id."""
         return self._writer.knows(index)
 
     async def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> None:
-        """Sends a piece of an answer at once."""
+        """Sends a delta at once."""
         await self._write(self._writer.delta(index, delta))
 
     async def prompt(self, prompt: gateway_pb2.ChatPrompt) -> None:
@@ -52,10 +52,10 @@ class StreamReply:
         await self._send({"type": "http.response.body", "body": usage + DONE, "more_body": False})
 
     async def fail(self, error: RollmeshError) -> None:
-        """Sends an error: with its status, or as an event where the stream has begun.
+        """Sends an error: with its status, or as an event if the stream has started.
 
-        A stream that has begun is left without its end and the server closes the socket: clients
-        take a properly ended half answer for a whole one.
+        A started stream is left without its end, and the server closes the connection: clients
+        would take a properly ended partial answer for a complete one.
         """
         if self._started:
             await self._write(error_event(error))
@@ -65,7 +65,7 @@ class StreamReply:
         await self._send({"type": "http.response.body", "body": http.body})
 
     async def fill_silence(self, pause_ms: int) -> None:
-        """Sends a comment after each silence of `pause_ms`; runs until it is cancelled."""
+        """Sends a comment after each silence of `pause_ms`; runs until cancelled."""
         while True:
             await asyncio.sleep(pause_ms / 1000)
             if self._silent:

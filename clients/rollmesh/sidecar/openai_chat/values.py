@@ -17,10 +17,10 @@ def excerpt(value: Any) -> str:
 
 
 def number(value: Any, field: str, least: float, most: float) -> float:
-    """Returns a number of a range.
+    """Returns a number within a range.
 
     Raises:
-        InvalidFieldError: It is none.
+        InvalidFieldError: It is not one.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidFieldError(field, "must be a number")
@@ -33,7 +33,7 @@ def integer(value: Any, field: str, least: int | None) -> int:
     """Returns an integer that fits 64 bits, and 31 where `least` is given.
 
     Raises:
-        InvalidFieldError: It is none.
+        InvalidFieldError: It has another type or does not fit.
     """
     if type(value) is not int:
         raise InvalidFieldError(field, "must be an integer")
@@ -48,7 +48,7 @@ def flag(body: dict[str, Any], name: str, within: str = "", *, default: bool = F
     """Returns a parameter that is true or false.
 
     Raises:
-        InvalidFieldError: It is none.
+        InvalidFieldError: It has another type or does not fit.
     """
     value = body.get(name)
     if not isinstance(value, bool | None):
@@ -60,7 +60,7 @@ def string(value: Any, field: str) -> str:
     """Returns a text.
 
     Raises:
-        InvalidFieldError: It is none.
+        InvalidFieldError: It has another type or does not fit.
     """
     if not isinstance(value, str):
         raise InvalidFieldError(field, "must be a string")

@@ -18,7 +18,7 @@ PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to pick tokens; ranges were checked."""
+    """Checked sampling parameters."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -33,21 +33,21 @@ class Sampling:
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     allowed_token_ids: tuple[int, ...] = ()
-    """Ids that may be sampled; empty where all may."""
+    """Ids that may be sampled; empty means all."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Ids, and what is added to the logit of each."""
+    """Ids, and the number added to the logit of each."""
     bad_sequences: tuple[tuple[int, ...], ...] = ()
-    """The last id of one is not sampled where its others stand before it."""
+    """The last id of a sequence is not sampled right after the other ids of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the sampled text must be; size and form were checked."""
+    """A checked constraint on the sampled text."""
 
     structural_tag: str
-    """JSON, as xgrammar reads it."""
+    """A structural tag of xgrammar, as JSON."""
     strict: bool
-    """Whether a schema is refused of which a part cannot be enforced."""
+    """Whether a schema that cannot be enforced in full is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +62,34 @@ class GenerateInput:
     """Most tokens of one streamed chunk; 0 asks for one final chunk."""
     constraint: Constraint | None = None
     top_logprobs: int = 0
-    """How many of the most likely ids are wanted at each place: T."""
+    """Number of most likely ids to return at each position: T."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens sampled since the last chunk; nothing is ever repeated."""
+    """Tokens sampled since the last chunk; no token is repeated."""
 
     token_ids: TokenIds
     """uint32 [K]."""
     logprobs: Logprobs
-    """float32 [K], natural logarithm, of the distribution the token was drawn from at temperature
-    1 without truncation: what a trainer computes from the model's logits. Under a constraint, of
-    the allowed tokens only, renormalised. Penalties, biases, allowed and bad ids do not show."""
+    """float32 [K], in nats, at temperature 1 and without truncation: what a trainer computes from
+    the model's logits. Under a constraint they are renormalised over the allowed tokens. Penalties,
+    biases, allowed and bad ids have no influence."""
     top_ids: TokenIds
-    """The most likely ids at each place, the most likely first; uint32 [K, T]."""
+    """The most likely ids at each position, in descending order; uint32 [K, T]."""
     top_logprobs: Logprobs
     """Their log-probabilities, float32 [K, T]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a generation: the last item, once."""
+    """The end of a generation: the last output."""
 
     reason: FinishReason
     stop_token_id: int | None
-    """The stop token that was sampled, where that ended it; it is among the ids."""
+    """The sampled stop token that ended the generation, if any; it is one of the ids."""
     spans: tuple[types_pb2.VersionSpan, ...]
-    """Versions of all tokens of this generation, indexes from its first."""
+    """Policy versions of all tokens of this generation; indexes count from its first token."""
     cached_tokens: int = 0
     """Number of prompt ids whose KV entries were reused."""
 
@@ -99,7 +99,7 @@ Output: TypeAlias = Chunk | Finish
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a backend is doing."""
+    """The load and state of a backend."""
 
     policy_version: int
     running: int
@@ -110,7 +110,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a backend can take."""
+    """The limits of a backend."""
 
     vocabulary_tokens: int
     max_context_tokens: int
@@ -119,11 +119,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Weights that the trainer sends by the backend's transfer engine, beside the call."""
+    """Weights that the trainer sends through the backend's transfer engine, outside the call."""
 
     updates: tuple[Any, ...]
-    """What each call of vLLM's `update_weights` takes as `update_info`: an object, or a list of
-    objects by rank. At least one."""
+    """The `update_info` of each call of vLLM's `update_weights`: an object, or a list of objects
+    by rank. At least one."""
 
 
 class Backend(Protocol):
@@ -132,11 +132,11 @@ class Backend(Protocol):
     name: str
     """Name of the backend."""
     weight_transfer: str
-    """Name of vLLM's weight transfer backend; empty when there is none."""
+    """Name of vLLM's weight transfer backend; empty if there is none."""
     limits: Limits
     """Known once `start` has returned."""
     died: asyncio.Event
-    """Set when the model's process is gone and nothing can be generated any more."""
+    """Set when the model's process died: nothing can be generated from then on."""
 
     async def start(self) -> None:
         """Loads the model and warms it up."""
@@ -147,7 +147,7 @@ class Backend(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Sets `died` when the model's process is gone; runs until then."""
+        """Sets `died` when the model's process dies; runs until then."""
         ...
 
     def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
@@ -168,15 +168,15 @@ class Backend(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Goes on sampling."""
+        """Resumes sampling."""
         ...
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer by the transfer backend, as its `init_info` says.
+        """Joins the trainer through the transfer backend, with its `init_info`.
 
         Raises:
-            WeightTransferError: It did not come about.
-            EngineDeadError: It took too long.
+            WeightTransferError: The trainer was not joined.
+            EngineDeadError: The trainer took too long.
         """
         ...
 
@@ -190,8 +190,8 @@ class Backend(Protocol):
 
         Raises:
             InvalidWeightsError: They do not fit; the old ones stay in use.
-            WeightTransferError: The transfer broke off, and nothing of it was loaded.
-            EngineDeadError: They were loaded in part, or a transfer took too long.
+            WeightTransferError: The transfer failed before anything was loaded.
+            EngineDeadError: The weights were loaded in part, or a transfer took too long.
         """
         ...
 
@@ -200,13 +200,13 @@ class Backend(Protocol):
         ...
 
     async def wake_up(self) -> None:
-        """Takes the memory back."""
+        """Takes the accelerator memory back."""
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets cached prefixes; says whether that was possible."""
+        """Drops cached prefixes; returns whether that was possible."""
         ...
 
     def load(self) -> Load:
-        """Says what the backend is doing."""
+        """Returns the load and state."""
         ...

@@ -1,4 +1,4 @@
-"""What an engine counts, beside the RPCs."""
+"""Metrics of the engine, in addition to those of all services."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -11,9 +11,9 @@ GENERATIONS = Counter(
 )
 TOKENS = Counter("rollmesh_engine_tokens_total", "Tokens: prompt, cached, sampled.", ["kind"])
 RUNNING = Gauge("rollmesh_engine_running", "Requests being sampled.")
-WAITING = Gauge("rollmesh_engine_waiting", "Requests that wait.")
-POLICY_VERSION = Gauge("rollmesh_engine_policy_version", "Version of the weights in use.")
-REGISTERED = Gauge("rollmesh_engine_registered", "Whether the router knows the engine now.")
+WAITING = Gauge("rollmesh_engine_waiting", "Requests waiting to be sampled.")
+POLICY_VERSION = Gauge("rollmesh_engine_policy_version", "Policy version of the current weights.")
+REGISTERED = Gauge("rollmesh_engine_registered", "Whether the engine is registered.")
 PAUSED_SECONDS = Histogram(
     "rollmesh_engine_update_paused_seconds",
     "Time that a weight update kept the engine from sampling.",
@@ -22,7 +22,7 @@ PAUSED_SECONDS = Histogram(
 
 
 def watch(backend: Backend) -> None:
-    """Lets the gauges look at a backend whenever they are read."""
+    """Makes the gauges read a backend."""
     RUNNING.set_function(lambda: backend.load().running)
     WAITING.set_function(lambda: backend.load().waiting)
     POLICY_VERSION.set_function(lambda: backend.load().policy_version)

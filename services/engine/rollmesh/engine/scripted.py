@@ -1,10 +1,9 @@
-"""A deterministic model: the same prompt ids are always continued with the same ids.
+"""A deterministic model for tests, load tests and simulations.
 
-For tests, load tests and simulations. A script may fix replies: a JSON array of
-`{"after": [ids], "reply": [ids]}`; the first rule whose `after` ends the prompt gives the reply.
-Without one the continuation is a hash of the prompt. A constraint changes nothing, and neither do
-allowed and bad ids and biases: the script is to keep them.
-Time is a token clock: one step samples one
+The same prompt ids are always continued with the same ids. A script may fix replies: a JSON array
+of `{"after": [ids], "reply": [ids]}`; the first rule whose `after` ends the prompt gives the reply.
+Without a matching rule the continuation is a hash of the prompt. Constraints, allowed and bad ids
+and biases are ignored: the script must respect them. Time is a token clock: one step samples one
 token for each running request, as continuous batching does.
 """
 
@@ -43,22 +42,22 @@ class ScriptedConfig:
     vocabulary_tokens: int = 1000
     max_context_tokens: int = 131_072
     eos_id: int = 1
-    """Ends every reply that is not cut."""
+    """Ends every reply that no limit cuts."""
     reply_tokens: int = 32
-    """Length of hashed replies, the end token included."""
+    """Length of hashed replies, including the end token."""
     tokens_per_second: float = 0.0
     """Steps of the token clock per second; 0 is as fast as possible."""
     max_running: int = 256
-    """Requests sampled at a time; others wait."""
+    """Requests sampled at the same time; others wait."""
     script: Path | None = None
     """File with fixed replies."""
     weight_transfer: str = ""
-    """Name of a transfer backend it is to act as if it had."""
+    """Name of the transfer backend that it pretends to have."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that was admitted."""
+    """An admitted request."""
 
     reply: TokenIds
     logprobs: Logprobs
@@ -87,7 +86,7 @@ class ScriptedBackend:
     name = "scripted"
 
     def __init__(self, config: ScriptedConfig, policy_version: int = 0) -> None:
-        """Takes its behaviour and the version it begins with."""
+        """Takes the behaviour and the initial policy version."""
         self._config = config
         self.limits = Limits(
             config.vocabulary_tokens, config.max_context_tokens, frozenset({config.eos_id})
@@ -101,7 +100,7 @@ class ScriptedBackend:
         self._places = asyncio.Semaphore(config.max_running)
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._open = asyncio.Event()  # a pause holds new requests back
+        self._open = asyncio.Event()  # cleared by a pause, which holds new requests back
         self._open.set()
         self._inside = 0
         self._idle = asyncio.Event()
@@ -122,7 +121,7 @@ class ScriptedBackend:
         await self.abort(list(self._requests))
 
     async def watch(self) -> None:
-        """Waits for ever: there is no process that could die."""
+        """Waits forever: there is no process that could die."""
         await self.died.wait()
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
@@ -141,17 +140,17 @@ class ScriptedBackend:
             del self._requests[request.request_id]
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Ends requests with what they have."""
+        """Ends requests; each finishes with the tokens it has."""
         for request_id in request_ids:
             if (state := self._requests.get(request_id)) is not None:
                 state.aborted = True
         for gate in (self._open, self._resumed):
-            if not gate.is_set():  # those who wait look at their state again
+            if not gate.is_set():  # waiting requests check their state again
                 gate.set()
                 gate.clear()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling; cancelled while it waits for requests, it changes nothing."""
+        """Stops sampling; if it is cancelled while requests finish, nothing changes."""
         was_paused = not self._resumed.is_set()
         self._open.clear()
         try:
@@ -167,12 +166,12 @@ class ScriptedBackend:
             raise
 
     async def resume(self) -> None:
-        """Goes on sampling."""
+        """Resumes sampling."""
         self._resumed.set()
         self._open.set()
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Joins no one, but checks the rank that a group's member needs."""
+        """Joins nobody, but checks for the rank that a member needs."""
         if not isinstance(init_info.get("rank_offset"), int):
             raise WeightTransferError("init_info: rank_offset is missing; give a number")
         self._joined = True
@@ -180,7 +179,7 @@ class ScriptedBackend:
     async def update_weights(
         self, source: Path | Transfer, policy_version: int, mode: PauseMode
     ) -> int:
-        """Reads the tensors' names, as a model would, and takes the version."""
+        """Reads the names of the tensors, as a model would, and takes the version."""
         started = clock.monotonic_ms()
         was_paused = not self._resumed.is_set()
         await self.pause(mode)
@@ -188,7 +187,7 @@ class ScriptedBackend:
             if isinstance(source, Path):
                 await asyncio.to_thread(_read_names, source)
             elif not self._joined:
-                raise WeightTransferError("the trainer was not joined; call InitWeightTransfer")
+                raise WeightTransferError("no trainer was joined; call InitWeightTransfer")
             self._policy_version = policy_version
         finally:
             if not was_paused:
@@ -201,16 +200,16 @@ class ScriptedBackend:
         await self.pause(engine_pb2.PAUSE_MODE_ABORT)
 
     async def wake_up(self) -> None:
-        """Goes on."""
+        """Takes requests again."""
         self._sleeping = False
         await self.resume()
 
     async def reset_prefix_cache(self) -> bool:
-        """There is no cache."""
+        """Does nothing: there is no cache."""
         return True
 
     def load(self) -> Load:
-        """Says what the backend is doing."""
+        """Returns the load and state."""
         running = min(len(self._requests), self._config.max_running)
         return Load(
             self._policy_version,
@@ -222,7 +221,7 @@ class ScriptedBackend:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Counts a request as one that a pause waits for."""
+        """Counts a request that a pause waits for."""
         self._inside += 1
         self._idle.clear()
         try:
@@ -245,11 +244,11 @@ class ScriptedBackend:
         room = self._config.max_context_tokens - len(request.token_ids)
         reply = reply[: min(sampling.max_tokens, room)]
         logprobs = (-((reply % 97).astype(np.float32)) / np.float32(50)).astype(np.float32)
-        # The most likely is what was sampled; behind it come the ids that follow it.
+        # The sampled id is the most likely; the following ids come after it.
         ranks = np.arange(request.top_logprobs, dtype=np.uint32)
         top_ids = (reply[:, None] + ranks) % np.uint32(self._config.vocabulary_tokens)
-        behind = (ranks.astype(np.float32) / np.float32(2)).astype(np.float32)
-        top_logprobs: Logprobs = (logprobs[:, None] - behind).astype(np.float32)
+        below = (ranks.astype(np.float32) / np.float32(2)).astype(np.float32)
+        top_logprobs: Logprobs = (logprobs[:, None] - below).astype(np.float32)
         return _Request(reply, logprobs, top_ids, top_logprobs)
 
     def _continuation(self, prompt: TokenIds) -> TokenIds:
@@ -259,13 +258,13 @@ class ScriptedBackend:
             ):
                 return reply
         seed = zlib.crc32(np.ascontiguousarray(prompt, "<u4").tobytes())
-        # Ids from 2 up: 0 and 1 are left to padding and to the end token.
+        # Ids from 2 up: 0 is for padding and 1 for the end token.
         words = (np.arange(1, self._config.reply_tokens, dtype=np.uint64) * 2654435761 + seed) >> 7
         ids = words % np.uint64(self._config.vocabulary_tokens - 2) + np.uint64(2)
         return np.append(ids, self._config.eos_id).astype(np.uint32)
 
     async def _steps(self, state: _Request, max_chunk_tokens: int) -> AsyncIterator[Chunk]:
-        """Samples step by step; passes chunks on as they are asked for."""
+        """Samples step by step, and yields chunks of the requested size."""
         passed = 0
         while not state.over:
             await self._resumed.wait()

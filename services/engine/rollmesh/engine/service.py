@@ -43,7 +43,7 @@ class EngineService:
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Starts the backend and joins the mesh; undoes it in reverse."""
+        """Starts the backend and registers with the router; undoes both on exit."""
         async with AsyncExitStack() as stack:
             await self._backend.start()
             self._tokenizer_sha256 = await asyncio.to_thread(_tokenizer_of, self._config)
@@ -59,7 +59,7 @@ class EngineService:
                 task.cancel()
 
     async def ready(self) -> None:
-        """Waits for the router."""
+        """Waits until the engine is registered."""
         if self._membership is not None:
             await self._membership.wait_registered()
 
@@ -69,7 +69,7 @@ class EngineService:
             await self._membership.leave()
 
     async def failed(self) -> str:
-        """Returns when the model's process is gone, or the router refuses the engine."""
+        """Waits until the model's process dies or the router refuses the engine; returns why."""
         async with asyncio.TaskGroup() as group:
             died = group.create_task(self._backend.died.wait())
             waits: list[asyncio.Task[Any]] = [died]
@@ -82,7 +82,7 @@ class EngineService:
         return why
 
     async def _report(self) -> None:
-        """Tells the router of a new policy version at once."""
+        """Reports a new policy version to the router at once."""
         while True:
             await self._servicer.weights.changed.wait()
             self._servicer.weights.changed.clear()
@@ -111,9 +111,9 @@ class EngineService:
 
 
 def _tokenizer_of(config: EngineConfig) -> str:
-    """Returns the digest of the model's tokenizer; empty where it has none.
+    """Returns the digest of the model's tokenizer; empty if it has none.
 
-    A scripted engine has none: its ids mean nothing.
+    A scripted engine has none, because its ids have no text.
     """
     if config.backend == "scripted":
         return ""
@@ -124,7 +124,7 @@ def _tokenizer_of(config: EngineConfig) -> str:
 
 
 def make_backend(config: EngineConfig) -> Backend:
-    """Returns the backend that the settings name.
+    """Returns the backend of the settings.
 
     Raises:
         ConfigError: vLLM has no such option.
@@ -141,7 +141,7 @@ def make_backend(config: EngineConfig) -> Backend:
             weight_transfer=config.weight_transfer,
         )
         return ScriptedBackend(scripted)
-    # Only here: importing vLLM takes seconds, and the scripted backend does without it.
+    # Imported here: vLLM takes seconds, and the scripted backend does not need it.
     from rollmesh.engine.vllm.backend import VllmBackend  # noqa: PLC0415
     from rollmesh.engine.vllm.options import read_options  # noqa: PLC0415
     from rollmesh.engine.vllm.start import VllmConfig  # noqa: PLC0415

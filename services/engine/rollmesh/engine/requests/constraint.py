@@ -1,4 +1,4 @@
-"""Checks a constraint as far as that needs no grammar library."""
+"""Checks constraints as far as possible without a grammar library."""
 
 import json
 from typing import Any
@@ -8,8 +8,8 @@ from rollmesh.engine.requests.schema_cost import most_optional, tag_schemas
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
 from rollmesh.v1 import engine_pb2
 
-# A tag is read on the event loop of vLLM's client, in time that grows faster than its depth: with
-# these limits at most about 0.1 s.
+# vLLM's client reads a tag on the event loop, in time superlinear in its depth: at most about
+# 0.1 s with these limits.
 _MAX_BYTES = 128 * 1024
 _MAX_NESTING = 64
 _MAX_OPTIONAL = 256  # 80 ms of every step for a vocabulary of 150,000 tokens
@@ -17,10 +17,10 @@ _FIELD = "constraint.structural_tag"
 
 
 def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> Constraint | None:
-    """Returns the checked constraint of a request; None where it has none.
+    """Returns the checked constraint of a request; None if it has none.
 
     Raises:
-        InvalidConstraintError: It is no structural tag, or too large.
+        InvalidConstraintError: It is not a structural tag, or too large.
         InvalidSamplingError: A sampling parameter contradicts it.
     """
     if not request.HasField("constraint"):
@@ -40,12 +40,12 @@ def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> 
     if optional > _MAX_OPTIONAL:
         raise InvalidConstraintError(
             _FIELD,
-            f"has a JSON schema with {optional} optional properties of one object, or of "
-            f"alternatives together; {_MAX_OPTIONAL} are served: require some, or nest them",
+            f"has a JSON schema with {optional} optional properties in one object or its "
+            f"alternatives; give at most {_MAX_OPTIONAL}: require some, or nest them",
         )
     for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_sequences"):
-        if getattr(sampling, name):  # where the tag ends, no token but an end token is left
-            raise InvalidSamplingError(f"sampling.{name}", "cannot be kept under a constraint")
+        if getattr(sampling, name):  # where the tag ends, only an end token is allowed
+            raise InvalidSamplingError(f"sampling.{name}", "cannot be combined with a constraint")
     return Constraint(text, request.constraint.strict)
 
 

@@ -1,4 +1,4 @@
-"""Checks sampling parameters and fills in defaults."""
+"""Checks sampling parameters and fills in their defaults."""
 
 import math
 from typing import NamedTuple
@@ -32,11 +32,11 @@ _MAX_STOP_IDS = 64
 _MAX_ALLOWED = 4096
 _MAX_BIASES, _MOST_BIAS = 1024, 100.0
 _MAX_BAD, _MAX_BAD_IDS = 1000, 256
-MAX_TOP_LOGPROBS = 20  # what vLLM gives at most, unless it is started otherwise
+MAX_TOP_LOGPROBS = 20  # vLLM's own default limit
 
 
 def read_sampling(params: types_pb2.SamplingParams, room: int, vocabulary_tokens: int) -> Sampling:
-    """Returns checked parameters; `max_tokens` is at most `room`, the ids the context has left.
+    """Returns checked parameters; `max_tokens` is at most `room`, the ids left in the context.
 
     Raises:
         InvalidSamplingError: Names the field.
@@ -110,16 +110,14 @@ def _bad_sequences(
 
 
 def _check_left(masks: _Masks, not_yet: tuple[int, ...], vocabulary_tokens: int) -> None:
-    """Checks that there is always a token left to sample."""
+    """Checks that at least one token can always be sampled."""
     if not (masks.allowed or masks.bad):
         return
     masked = {one[-1] for one in masks.bad}.union(not_yet)
     left = len(set(masks.allowed) - masked) if masks.allowed else vocabulary_tokens - len(masked)
     if left < 1:
         name = "bad_sequences" if masks.bad else "allowed_token_ids"
-        raise InvalidSamplingError(
-            f"sampling.{name}", "leaves no token that could be sampled; mask fewer"
-        )
+        raise InvalidSamplingError(f"sampling.{name}", "leaves no token to sample; mask fewer")
 
 
 def _float(params: types_pb2.SamplingParams, name: str, range_: _Range) -> float:

@@ -1,4 +1,4 @@
-"""Reads what describes a transfer by a backend of vLLM; the weights go beside the call."""
+"""Reads the description of a weight transfer; the weights themselves bypass gRPC."""
 
 import json
 from typing import Any
@@ -13,21 +13,21 @@ def read_init(request: engine_pb2.InitWeightTransferRequest, own_backend: str) -
 
     Raises:
         WeightTransferError: The engine was not started with that backend.
-        InvalidFieldError: It is no JSON object.
+        InvalidFieldError: It is not a JSON object.
     """
     _check_backend(request.backend, own_backend)
     info = _parse(request.init_json, "init_json")
     if not isinstance(info, dict):
-        raise InvalidFieldError("init_json", "is no object; give the fields of init_info")
+        raise InvalidFieldError("init_json", "is not an object; give the fields of init_info")
     return info
 
 
 def read_transfer(transfer: engine_pb2.WeightTransfer, own_backend: str) -> Transfer:
-    """Returns what the trainer is about to send.
+    """Returns the description of a transfer.
 
     Raises:
         WeightTransferError: The engine was not started with that backend.
-        InvalidFieldError: Nothing is described, or a description is no JSON object or list.
+        InvalidFieldError: There is no description, or one is not a JSON object or list.
     """
     _check_backend(transfer.backend, own_backend)
     field = "header.transfer.update_json"
@@ -43,11 +43,11 @@ def _check_backend(wanted: str, own: str) -> None:
             f"backend: the engine has none, not {wanted!r}; start it with --weight-transfer"
         )
     if wanted != own:
-        raise WeightTransferError(f"backend: the engine has {own!r}, not {wanted!r}; name that")
+        raise WeightTransferError(f"backend: the engine has {own!r}, not {wanted!r}; use that")
 
 
 def _parse(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidFieldError(field, f"is no JSON: {error}") from error
+        raise InvalidFieldError(field, f"is not JSON: {error}") from error

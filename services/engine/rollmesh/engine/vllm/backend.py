@@ -1,4 +1,4 @@
-"""The model behind vLLM's `AsyncLLM`: ids in, ids and flat log-probs out, no text."""
+"""The vLLM backend: `AsyncLLM` with token ids in, ids and flat log-probs out, no text."""
 
 import asyncio
 import logging
@@ -88,12 +88,12 @@ class VllmBackend:
             pass
 
     async def stop(self) -> None:
-        """Ends vLLM's processes."""
+        """Stops vLLM's processes."""
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
 
     async def watch(self) -> None:
-        """Sets `died` when vLLM's process is gone; runs until then."""
+        """Sets `died` when vLLM's process dies; runs until then."""
         while not self._llm.errored:  # noqa: ASYNC110 - vLLM offers no event
             await asyncio.sleep(_HEALTH_CHECK_S)
         self.died.set()
@@ -131,11 +131,11 @@ class VllmBackend:
             del self._running[request.request_id]
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Ends requests with what they have."""
+        """Ends requests; each finishes with the tokens it has."""
         await self._llm.abort([id_ for id_ in request_ids if id_ in self._running])
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling; cancelled while it waits for requests, it changes nothing."""
+        """Stops sampling; if it is cancelled while requests finish, nothing changes."""
         try:
             await self._llm.pause_generation(mode=_name_of(mode), clear_cache=False)
         except asyncio.CancelledError:
@@ -145,16 +145,16 @@ class VllmBackend:
         self._paused = True
 
     async def resume(self) -> None:
-        """Goes on sampling."""
+        """Resumes sampling."""
         await self._llm.resume_generation()
         self._paused = False
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer; vLLM samples nothing while it waits for it.
+        """Joins the trainer; vLLM samples nothing while it waits.
 
         Raises:
-            WeightTransferError: It did not come about.
-            EngineDeadError: It took too long.
+            WeightTransferError: The trainer was not joined.
+            EngineDeadError: The trainer took too long.
         """
         async with self._control:
             if problem := _first(await self._transfer_call("init_transfer", init_info)):
@@ -167,8 +167,8 @@ class VllmBackend:
 
         Raises:
             InvalidWeightsError: They do not fit; the old ones stay in use.
-            WeightTransferError: The transfer broke off, and nothing of it was loaded.
-            EngineDeadError: They were loaded in part, or a transfer took too long.
+            WeightTransferError: The transfer failed before anything was loaded.
+            EngineDeadError: The weights were loaded in part, or a transfer took too long.
         """
         async with self._control:
             await self._check(source)
@@ -181,7 +181,7 @@ class VllmBackend:
             except (WeightTransferError, EngineDeadError):
                 raise
             except Exception as error:
-                # Part of the new weights may be in: no version would be true. Start afresh.
+                # Some of the new weights may be loaded, so no version would be true: restart.
                 self.died.set()
                 raise EngineDeadError(
                     "the weights were loaded in part; the engine is about to restart",
@@ -213,7 +213,7 @@ class VllmBackend:
             raise RollmeshError(problem)
 
     async def _transfer_call(self, method: str, argument: object) -> list[str]:
-        """Calls the workers, which wait for the trainer; a trainer that never comes ends them."""
+        """Calls the workers, which wait for the trainer; the engine dies if it never comes."""
         try:
             async with asyncio.timeout(self._config.weight_transfer_timeout_ms / 1000):
                 return await self._on_workers(method, argument)
@@ -226,7 +226,7 @@ class VllmBackend:
             ) from error
 
     async def _on_workers(self, method: str, argument: object) -> list[str]:
-        """Calls every worker of every data-parallel rank; vLLM's own call answers for one rank."""
+        """Calls every worker of every data-parallel rank; vLLM's own call returns only one rank."""
         core = self._llm.engine_core
         ranks = await core.call_utility_all_async("collective_rpc", method, None, (argument,), {})
         return [answer for answers in ranks for answer in answers]
@@ -245,16 +245,16 @@ class VllmBackend:
         self._sleeping = True
 
     async def wake_up(self) -> None:
-        """Takes the memory back."""
+        """Takes the accelerator memory back."""
         await self._llm.wake_up()
         self._sleeping = False
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets cached prefixes; False when running requests hold them."""
+        """Drops cached prefixes; returns False if running requests hold them."""
         return bool(await self._llm.reset_prefix_cache())
 
     def load(self) -> Load:
-        """Says what vLLM is doing; what it has not scheduled counts as waiting."""
+        """Returns the load and state; requests that vLLM has not scheduled are waiting."""
         held = len(self._running)
         running = min(held, self._config.max_running)
         return Load(self._policy_version, running, held - running, self._paused, self._sleeping)
@@ -265,7 +265,7 @@ class VllmBackend:
         if not self._takes_constraints:
             raise InvalidConstraintError(
                 "constraint",
-                f"{self._config.model_path} has no tokenizer; start the engine from a whole model",
+                f"{self._config.model_path} has no tokenizer; use a model that has one",
             )
         return await asyncio.to_thread(compilable, constraint)
 
@@ -286,7 +286,7 @@ class VllmBackend:
             ignore_eos=sampling.ignore_eos,
             allowed_token_ids=list(sampling.allowed_token_ids) or None,
             logit_bias=dict(sampling.logit_bias) or None,
-            # What vLLM makes of bad_words: their text is the gateway's.
+            # What vLLM derives from bad_words; their text stays in the gateway.
             _bad_words_token_ids=list(map(list, sampling.bad_sequences)) or None,
             logprobs=request.top_logprobs,
             flat_logprobs=True,
@@ -302,7 +302,7 @@ class VllmBackend:
         )
 
     def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
-        """Returns the model's end tokens: without a tokenizer vLLM does not know them all."""
+        """Returns the model's end tokens; without a tokenizer vLLM does not know all of them."""
         return frozenset() if sampling.ignore_eos else self.limits.stop_ids
 
 
@@ -316,11 +316,11 @@ def _first(problems: list[str]) -> str:
 
 
 def _failure(request: GenerateInput) -> RollmeshError:
-    """Returns what to say of a request that vLLM could not go on with."""
+    """Returns the error of a request that vLLM gave up."""
     if request.constraint is None:
-        return RollmeshError("vLLM ended the request with an error; its log has it")
+        return RollmeshError("vLLM ended the request with an error; see its log")
     return InvalidConstraintError(
-        "constraint.structural_tag", "vLLM could not compile or follow it; its log has the reason"
+        "constraint.structural_tag", "vLLM could not compile or follow it; see its log"
     )
 
 

@@ -1,4 +1,4 @@
-"""Constraints in vLLM: whether the model's files allow them, and whether xgrammar takes one."""
+"""Constraints in vLLM: whether the model allows them, and whether xgrammar accepts one."""
 
 import json
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ _FIELD = "constraint.structural_tag"
 
 
 def has_tokenizer(model_path: Path) -> bool:
-    """Says whether a model's directory holds what a constraint needs: the text of its tokens."""
+    """Returns whether a model's directory has the tokenizer that constraints need."""
     return any((model_path / name).exists() for name in _TOKENIZERS)
 
 
 def compilable(constraint: Constraint) -> str:
-    """Returns the structural tag for vLLM; takes up to tenths of a second, so use a thread.
+    """Returns the structural tag for vLLM. It may take tenths of a second: run it in a thread.
 
     Raises:
-        InvalidConstraintError: xgrammar does not take it, or, where it is strict, would leave out
-            a part of a JSON schema.
+        InvalidConstraintError: xgrammar does not accept it, or it is strict and xgrammar would
+            ignore a part of a JSON schema.
     """
     tag = json.loads(constraint.structural_tag)
     for schema, takes_patterns in _schemas(tag):
@@ -50,9 +50,9 @@ def compilable(constraint: Constraint) -> str:
 
 
 def _schemas(value: Any) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yields the JSON schemas in a structural tag, and whether a pattern can bound a string.
+    """Yields the JSON schemas in a structural tag, and whether patterns can bound their strings.
 
-    It cannot in tags, nor where text is excluded: xgrammar does not exclude it from patterns.
+    They cannot inside tags, nor where text is excluded: xgrammar ignores exclusions in patterns.
     """
     for schema, form in tag_schemas(value):
         if isinstance(schema, dict):
@@ -60,7 +60,7 @@ def _schemas(value: Any) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 def _bounded_strings(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields the parts of a JSON schema that are strings bound by their length and nothing else."""
+    """Yields the parts of a JSON schema that are strings bounded only by their length."""
     if isinstance(schema, list):
         for one in schema:
             yield from _bounded_strings(one)
@@ -75,21 +75,21 @@ def _bounded_strings(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _bound_by_pattern(string: dict[str, Any]) -> None:
-    """Writes the bounds of a string's length as a pattern.
+    """Turns the length bounds of a string into a pattern.
 
-    For a bound, xgrammar 0.2.8 allows control characters, which no JSON string may hold; for a
-    pattern it does not.
+    Under length bounds, xgrammar 0.2.8 allows control characters, which are invalid in JSON
+    strings; under a pattern it does not.
     """
     least, most = string.pop("minLength", 0), string.pop("maxLength", "")
     string["pattern"] = f"^.{{{least},{most}}}$"
 
 
 def _is_narrower(schema: dict[str, Any]) -> bool:
-    """Says whether a string is bound by more than its length, which xgrammar cannot join."""
+    """Returns whether a string has other bounds too, which xgrammar cannot combine."""
     return not schema.keys().isdisjoint({"pattern", "format", "const", "enum"})
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first line of what the library says, without the place in its source."""
+    """Returns the first line of the library's message, without its source location."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rpartition(".cc:")[2].partition(": ")[2] or lines[0]

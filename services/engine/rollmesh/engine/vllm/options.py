@@ -1,7 +1,7 @@
-"""Options of vLLM that are passed through: any argument of the installed vLLM, by its own name.
+"""Passed-through options: any argument of the installed vLLM, by its own name.
 
-vLLM's own command line checks them, so an option takes here what `vllm serve` takes there. Those
-that rollmesh sets itself are refused by name, with the setting to use instead.
+vLLM's own command line checks them, so an option takes the values that `vllm serve` takes. Options
+that rollmesh sets itself are refused, with the setting to use instead.
 """
 
 import difflib
@@ -32,7 +32,7 @@ _OWNED = {
     "structured_outputs_config": "nothing: the gateway's constraints are for xgrammar",
     "logprobs_mode": "nothing: trainers get log-probabilities before temperature and truncation",
 }
-"""What the engine sets itself, and what to use instead."""
+"""Options that the engine sets itself, and what to use instead."""
 _SIMILAR = 3
 _MOST_CHARS = 400
 
@@ -44,8 +44,8 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
         options: By the names of `AsyncEngineArgs`, as JSON or TOML gives them.
 
     Raises:
-        ConfigError: An option is unknown (the nearest names are given), has a value that vLLM does
-            not take, or is one that rollmesh sets.
+        ConfigError: An option is unknown, has a value that vLLM does not take, or is set by
+            rollmesh.
     """
     if not options:
         return {}
@@ -74,14 +74,14 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # mypy has no vLLM
-    """Raises where vLLM's would print its usage and exit."""
+    """Raises an error instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """Returns an option as it stands on a command line."""
+    """Returns an option as words of a command line."""
     flag = name.replace("_", "-")
     match value:
         case bool():

@@ -1,4 +1,4 @@
-"""Starts vLLM with what rollmesh sets and what a user passes through."""
+"""Starts vLLM with the arguments of rollmesh and those passed through by the user."""
 
 import os
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ class VllmConfig:
     weight_transfer: str = ""
     weight_transfer_timeout_ms: int = 300_000
     metrics: bool = False
-    """Whether vLLM's own metrics are in this process's Prometheus registry."""
+    """Whether vLLM's metrics are added to this process's Prometheus registry."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `AsyncEngineArgs`, as `vllm_options` read them."""
+    """Further arguments of `AsyncEngineArgs`, as `read_options` returned them."""
 
 
 def start_llm(config: VllmConfig, *, takes_constraints: bool) -> AsyncLLM:
@@ -44,7 +44,7 @@ def start_llm(config: VllmConfig, *, takes_constraints: bool) -> AsyncLLM:
         takes_constraints: Whether the model has a tokenizer, which constraints need.
 
     Raises:
-        EngineStartError: vLLM could not start; the message is its reason, in one line.
+        EngineStartError: vLLM could not start; the message gives its reason on one line.
     """
     with failure_log() as failures:
         settings = {"logging_config": LoggingConfig(pylogging_config_file=failures.config_file)}
@@ -61,7 +61,7 @@ def start_llm(config: VllmConfig, *, takes_constraints: bool) -> AsyncLLM:
 def _arguments(config: VllmConfig, takes_constraints: bool) -> dict[str, Any]:  # noqa: FBT001
     own: dict[str, Any] = {
         "model": str(config.model_path),
-        # Text is the gateway's; the tokenizer is for constraints alone.
+        # The gateway handles text; only constraints need the tokenizer.
         "skip_tokenizer_init": not takes_constraints,
         "structured_outputs_config": {"backend": "xgrammar"},
         "max_model_len": config.max_context_tokens or None,
@@ -69,7 +69,7 @@ def _arguments(config: VllmConfig, takes_constraints: bool) -> dict[str, Any]:  
         "enforce_eager": config.enforce_eager,
         "max_num_seqs": config.max_running,
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "disable_log_stats": True,  # vLLM prints none; its metrics go to Prometheus alone
+        "disable_log_stats": True,  # vLLM logs no statistics; its metrics go to Prometheus
         "worker_extension_cls": "rollmesh.engine.vllm.worker_extension.WeightReceiver",
         "weight_transfer_config": (
             WeightTransferConfig(config.weight_transfer) if config.weight_transfer else None
@@ -79,13 +79,13 @@ def _arguments(config: VllmConfig, takes_constraints: bool) -> dict[str, Any]:  
 
 
 def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what vLLM needs to know on a CPU: run one worker in the scheduler's process.
+    """Returns the arguments for a CPU: one worker, in the scheduler's process.
 
-    vLLM's own choice there, a worker process per model, makes the scheduler spin for the worker's
-    answer. On few cores that takes a core from the model, and the threads that carry requests and
-    tokens in and out of the scheduler get no turn: streams stood still for seconds, and aborts and
-    pauses took effect when the request had ended anyway. The threads of the model, which vLLM
-    would bind to cores in the worker, are set by the environment instead.
+    vLLM's default there is a worker process, for whose answers the scheduler spins. On few cores
+    this takes a core from the model and starves the threads that move requests and tokens in and
+    out of the scheduler: streams stalled for seconds, and aborts and pauses took effect only after
+    the request had ended. The model's threads, which vLLM would bind to cores in the worker, are
+    set by the environment instead.
     """
     if not current_platform.is_cpu():
         return {}
@@ -95,6 +95,6 @@ def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     if workers == 1:
         return {"distributed_executor_backend": UniProcExecutor}
-    # vLLM would bind each worker to a NUMA node, and refuses to start where there are fewer.
+    # vLLM would bind each worker to a NUMA node, and refuses to start if there are fewer.
     environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return {}

@@ -30,7 +30,7 @@ class ListeningConfig(Config):
     log_level: Annotated[str, OneOf(LEVELS)] = "info"
     """Lowest level that is logged."""
     supervised: bool = False
-    """Stop when standard input ends; for a supervisor, which holds it open while it lives."""
+    """Stop when standard input ends, which a supervisor holds open while it lives."""
     fault: str = ""
     """Fault points to arm, for tests: NAME or NAME:COUNT, separated by commas."""
 
