@@ -21,7 +21,7 @@ from tests.meshes import Mesh, scripted_mesh
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 QUESTIONS = ("What is 12 plus 30?", "Use the tools.", "I am not sure.")

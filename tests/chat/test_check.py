@@ -12,7 +12,7 @@ TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
 
 def check(model: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "rollmesh.cli", "template", "check", str(model)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_every_package_says_that_it_is_typed(package: str) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_service_tells_its_settings(service: str) -> None:
     command = [sys.executable, "-m", f"rollmesh.{service}", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: rollmesh {service}")
     assert "--port" in done.stdout

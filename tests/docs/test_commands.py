@@ -36,7 +36,7 @@ def commands() -> list[tuple[str, list[str]]]:
 @cache
 def helps(*module: str) -> str:
     command = [sys.executable, "-m", *module, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     return done.stdout
 
 

@@ -35,7 +35,7 @@ reply_tokens = 4
 def call(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     environ = {"PATH": os.environ["PATH"], "HOME": str(folder)}
     return subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=250, check=False
     )
 
 

@@ -152,7 +152,7 @@ async def engine(
 
 
 # The first vLLM test waits for the model to start.
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 async def test_whole_and_streamed_answers_are_the_same(engine: Engine) -> None:

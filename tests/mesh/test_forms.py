@@ -204,7 +204,7 @@ class TestOnTheRealModel:
 
     pytestmark: ClassVar[list[Any]] = [
         pytest.mark.vllm,
-        pytest.mark.timeout(400),
+        pytest.mark.timeout(600),
     ]
 
     async def test_pydantic_models_are_parsed(self, real: Mesh) -> None:

@@ -214,7 +214,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_folder_with_such_a_file_and_no_template_is_checked_as_any_other(model: Path) -> None:
     command = [sys.executable, "-m", "rollmesh.cli", "template", "check", str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("append-only except prints the tools again")
     assert "ends with   </s>" in done.stdout
@@ -233,7 +233,7 @@ def test_the_package_brings_neither_torch_nor_vllm() -> None:
         "sys.exit(', '.join({'torch', 'vllm', 'transformers'} & set(sys.modules)) or 0)"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -116,7 +116,7 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
     assert checked >= 2
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_table_in_the_docs_is_what_the_code_finds() -> None:
     path = ROOT / "docs" / "templates.md"
     assert path.read_text() == families.document()

@@ -24,7 +24,7 @@ from tests.processes import running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
 ]
 SCHEMA = {
     "type": "object",

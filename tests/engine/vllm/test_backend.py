@@ -16,7 +16,7 @@ from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.test_conformance import PROMPT, Engine, Result
 from tests.processes import running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

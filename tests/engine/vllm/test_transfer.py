@@ -26,7 +26,7 @@ from tests.engine.vllm.test_backend import torch_logprobs
 from tests.paths import ROOT
 from tests.processes import running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def free_port() -> int:
