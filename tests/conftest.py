@@ -28,6 +28,7 @@ _WITH_TORCH = (
     "batches/test_tree_batches.py",
     "client/runners/test_ray_tasks.py",
     "engine/requests/test_constraint.py",
+    "engine/test_conformance.py",
     "engine/vllm",
     "examples",
     "gpu",

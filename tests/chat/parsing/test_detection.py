@@ -108,6 +108,7 @@ def test_calls_of_a_format_that_nobody_knows_are_unknown_and_not_hermes() -> Non
     assert detect("{{ messages }}").tools == "none"
 
 
+@pytest.mark.vllm
 def test_what_is_left_to_vllm_is_what_vllm_has() -> None:
     detected = {name.removeprefix(VLLM) for name, _ in SIGNS if name.startswith(VLLM)}
     assert detected <= vllm_parsers.names()
@@ -117,6 +118,7 @@ def chosen(source: str, tool_parser: str = "auto") -> AnswerFormat:
     return choose(source, tool_parser=tool_parser, reasoning_parser="auto", shown=("<|x|>",))
 
 
+@pytest.mark.vllm
 def test_a_format_of_vllms_is_chosen_only_where_vllm_is(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "{{ tools }} <|start_of_role|> <|tool_call|>"
     assert (chosen(source).tools, chosen(source).delimiters) == ("vllm:granite", ("<|x|>",))

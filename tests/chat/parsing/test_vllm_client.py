@@ -68,6 +68,7 @@ def test_the_pieces_come_at_the_end() -> None:
     ]
 
 
+@pytest.mark.vllm
 def test_what_cannot_work_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_parsers.check("pythonic")
     with pytest.raises(ConfigError, match="vLLM has no parser 'pythnic'; it has apertus, "):
@@ -77,6 +78,7 @@ def test_what_cannot_work_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -
         vllm_parsers.check("pythonic")
 
 
+@pytest.mark.vllm
 async def test_the_check_does_not_import_vllm() -> None:
     code = (
         "import sys; from rollmesh.chat.parsing.vllm import installed as vllm_parsers; "
