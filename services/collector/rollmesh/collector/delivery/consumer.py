@@ -1,10 +1,10 @@
-"""Who gets what: what one collector holds for a consumer, without I/O.
+"""The units that one collector holds for a consumer, and which stream gets them. No I/O.
 
-The store knows what is not settled; the consumer holds as much of it as its streams can take.
-Invariants: a unit is here at most once, ready or leased; a stream never holds more than it was
-granted; what a stream held is ready again when it ends or its lease runs out. A stream has
-*stalled* when its message is on its way for as long as a lease: its consumer does not read, and
-nothing waits for it.
+The store knows all unsettled units; a `Consumer` holds as many as its streams can take.
+Invariants: a unit is held at most once, ready or leased; a stream never holds more units than it
+was granted; units of a stream that ends, or whose lease expires, are ready again. A stream has
+*stalled* when one message has been in transit for the length of a lease: its consumer does not
+read.
 """
 
 import heapq

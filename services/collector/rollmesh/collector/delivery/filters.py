@@ -1,4 +1,4 @@
-"""What is kept from a consumer: a decision over the heads of sessions."""
+"""Delivery filters, judged on the heads of sessions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def judge(
 
 
 def usable(rules: pb.DeliveryFilter, head: types_pb2.SessionRecord) -> bool:
-    """Says whether a session counts for an over-sampled group: the lag is judged at delivery."""
+    """Returns whether the filter leaves a session a trajectory; policy lag is ignored here."""
     return any(not _reason(rules, None, row) for row in rows_of(head))
 
 

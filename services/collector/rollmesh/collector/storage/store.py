@@ -23,19 +23,19 @@ from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _log = logging.getLogger(__name__)
 LOAD_BYTES = 4 * 1024 * 1024
-"""Most that is loaded at once, and one unit more."""
+"""Bytes of arrays after which `load` stops; the last unit may exceed them."""
 _MAX_TOKEN_DIGITS = 18
 RETRY_MS = 1000
-"""When to try again after a refusal, milliseconds."""
+"""Delay before a refused call is retried, milliseconds."""
 
 
 class Sought(NamedTuple):
     """What a seek did."""
 
     again: int
-    """Units settled before that come again."""
+    """Settled units that will be redelivered."""
     skipped: int
-    """Open units that do not come any more."""
+    """Open units that will not be delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +95,19 @@ class Store(Protocol):
         ...
 
     async def tick(self, now_ms: int) -> bool:
-        """Decides what waited for a time; says whether anything became whole."""
+        """Acts on deadlines that have passed; returns whether anything became deliverable."""
         ...
 
     async def changed(self) -> list[str]:
-        """Waits for what another collector may have done: made something whole, or a seek.
+        """Waits until another collector made something deliverable, or moved a consumer.
 
         Returns:
-            The consumers that were moved elsewhere since; of what was fetched before nothing holds.
+            The consumers that another collector moved; what was fetched for them is void.
         """
         ...
 
     async def lost(self) -> str:
-        """Returns why nothing is kept any more, as soon as that is so for good."""
+        """Returns why the store is lost, once it is lost for good."""
         ...
 
     async def consumers(self) -> list[pb.SubscribeHello]:
@@ -122,7 +122,7 @@ class Store(Protocol):
         """
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:
-        """Returns what the consumer has not settled and was not fetched before.
+        """Returns units that the consumer has not settled and that were not fetched before.
 
         Args:
             consumer: Its name.
@@ -135,7 +135,7 @@ class Store(Protocol):
         ...
 
     async def release(self, consumer: str) -> None:
-        """Says that nothing fetched for the consumer is held here any more."""
+        """Gives up everything that was fetched for the consumer here."""
 
     async def load(
         self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
@@ -151,7 +151,7 @@ class Store(Protocol):
     async def settle(
         self, consumer: str, settlements: Sequence[Settlement], now_ms: int
     ) -> list[str]:
-        """Keeps that units are done; returns the ids of those that were open until now.
+        """Settles units; returns the ids of those that were open.
 
         An acknowledgement counts only for what was delivered since the consumer's last seek.
         """
@@ -213,7 +213,7 @@ class Store(Protocol):
         ...
 
     async def retain(self, now_ms: int) -> int:
-        """Removes what every consumer has settled and what is over; returns how many sessions."""
+        """Removes sessions that every consumer has settled; returns how many."""
         ...
 
 

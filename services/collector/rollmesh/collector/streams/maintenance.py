@@ -1,4 +1,4 @@
-"""What a collector does without being asked: times that pass, news from others, room."""
+"""Background work of a collector: deadlines, changes by other collectors, retention."""
 
 import asyncio
 import logging
