@@ -1,4 +1,4 @@
-"""`rollmesh up`: starts the processes of a mesh, restarts what dies, stops all on a signal."""
+"""The processes of `rollmesh up`: started, restarted when they die, stopped on a signal."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ _TAIL_BYTES = 8_192
 
 
 class StartError(Exception):
-    """A process ended before it was ever ready, or took too long."""
+    """A process ended before it was ready, or took too long to start."""
 
 
 class Supervisor:
@@ -36,7 +36,7 @@ class Supervisor:
         log_dir: Path,
         start_timeout_s: float,
     ) -> None:
-        """Takes what to run, and each process's environment by its name; starts nothing yet."""
+        """Takes the processes and their environments by name; starts nothing yet."""
         self._specs = specs
         self._environments = environments
         self._log_dir = log_dir
@@ -46,10 +46,10 @@ class Supervisor:
         self._stopping = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Starts everything, announces it, and keeps it up until `stop` is set.
+        """Starts and announces the mesh, and keeps it up until `stop` is set.
 
         Raises:
-            StartError: A process ended before it was ever ready, or took too long.
+            StartError: A process ended before it was ready, or took too long to start.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         async with asyncio.TaskGroup() as group:
@@ -67,7 +67,7 @@ class Supervisor:
                     task.cancel()
 
     async def _until_ready(self, stopped: asyncio.Task[bool]) -> None:
-        """Waits until all are ready, or until the mesh is to stop."""
+        """Waits until all processes are ready, or the mesh has to stop."""
         try:
             async with asyncio.timeout(self._start_timeout_s), asyncio.TaskGroup() as group:
                 ready = [group.create_task(event.wait()) for event in self._ready.values()]
@@ -85,10 +85,10 @@ class Supervisor:
             ) from None
 
     async def _keep(self, spec: ProcessSpec) -> None:
-        """Starts a process, again and again.
+        """Runs a process, and restarts it when it dies.
 
         Raises:
-            StartError: It ended before it was ever ready: another try would end the same way.
+            StartError: It ended before it was ready: a restart would end the same way.
         """
         restarts = Restarts()
         with (self._log_dir / f"{spec.name}.log").open("ab") as log:
@@ -117,11 +117,11 @@ class Supervisor:
             f"rollmesh.{spec.service}",
             *spec.flags,
             "--supervised=true",
-            stdin=PIPE,  # its end tells the process that we are gone, however we went
+            stdin=PIPE,  # its end tells the process that the supervisor is gone
             stdout=PIPE,
             stderr=log,
             env=self._environments[spec.name],
-            start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
+            start_new_session=True,  # the supervisor passes Ctrl-C on itself
         )
         self._processes[spec.name] = process
         assert process.stdout is not None
@@ -133,7 +133,7 @@ class Supervisor:
                     self._ready[spec.name].set()
             return await process.wait()
         finally:
-            _kill_group(process)  # also what it started itself, such as the model's process
+            _kill_group(process)  # including its children, such as the model's process
 
     def _announce(self) -> None:
         width = max(len(spec.name) for spec in self._specs)
@@ -148,7 +148,7 @@ class Supervisor:
         print("UP", json.dumps(line), flush=True)  # noqa: T201 - for programs
 
     async def _stop_all(self) -> None:
-        """Stops in reverse order: agents' side first, the router last."""
+        """Stops the processes in reverse order: the sidecar first, the router last."""
         for spec in reversed(self._specs):
             process = self._processes.get(spec.name)
             if process is None or process.returncode is not None:
@@ -164,7 +164,7 @@ class Supervisor:
 
 
 def _last_words(path: Path) -> str:
-    """Returns what a service said of its failed start, from the end of its log."""
+    """Returns the error of a failed start from the end of a log."""
     with path.open("rb") as log:
         log.seek(-min(_TAIL_BYTES, path.stat().st_size), os.SEEK_END)
         lines = log.read().decode(errors="replace").splitlines()
@@ -178,7 +178,7 @@ def _kill_group(process: Process) -> None:
 
 
 def free_ports() -> Generator[int]:
-    """Yields ports that nothing listens on now, each once; holds them until it is closed."""
+    """Yields free ports, each once; they stay reserved until the generator is closed."""
     with ExitStack() as held:
         while True:
             probe = held.enter_context(socket.socket())

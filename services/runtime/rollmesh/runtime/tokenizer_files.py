@@ -1,4 +1,4 @@
-"""The digest of a model's tokenizer: two services that agree on it mean the same text by an id."""
+"""The digest of a model's tokenizer: services with equal digests map ids to the same text."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 _PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-"""What decides ids; the rest (truncation, padding, decoder) is rewritten by tools that save it."""
+"""The parts that determine ids; tools rewrite the others (truncation, padding, decoder)."""
 
 
 def tokenizer_sha256(model_path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The edge of a service process: flags in, one READY line out, an exit code."""
+"""The entry point of a service process: flags in, one READY line and an exit code out."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ from rollmesh.runtime.rpc.server import Service, serve
 from rollmesh.runtime.telemetry.logs import configure_logging
 
 _Config = TypeVar("_Config", bound=ServerConfig)
-_GARBAGE_THRESHOLD = 20_000  # messages and conversations are no cycles: seldom is enough
+_GARBAGE_THRESHOLD = 20_000  # messages and conversations have no cycles: rare collections suffice
 
 
 def run_service(
@@ -63,7 +63,7 @@ async def _serve(build: Callable[[_Config], Service], config: _Config) -> str | 
 
 
 def print_ready(bound: Bound) -> None:
-    """Prints the line that tests and the supervisor wait for; what is loaded by now stays."""
+    """Prints the READY line, and exempts everything loaded so far from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GARBAGE_THRESHOLD, *gc.get_threshold()[1:])

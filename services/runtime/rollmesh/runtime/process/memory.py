@@ -1,4 +1,4 @@
-"""What the C library's allocator does with the memory of a process."""
+"""Settings of the C library's memory allocator."""
 
 import asyncio
 import ctypes
@@ -11,11 +11,11 @@ _PAUSE_S = 5.0
 
 
 def keep_freed_memory() -> None:
-    """Lets malloc keep up to 64 MiB of what is freed at the end of a heap, for the next message.
+    """Lets malloc keep up to 64 MiB of freed memory for the next message.
 
-    By itself it gives memory back as soon as a few messages of megabytes are gone, and the kernel
-    clears every page of the next ones: for a row of 64k tokens that is a quarter of what the
-    gateway's outbox and the collector cost. Where the C library is not glibc nothing changes.
+    By default malloc returns memory to the kernel after a few messages of megabytes, and the kernel
+    clears every page of the next ones: for a row of 64k tokens, a quarter of the cost of the
+    gateway's outbox and the collector. Without glibc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -24,19 +24,19 @@ def keep_freed_memory() -> None:
 
 
 class FreedMemory:
-    """Gives back to the kernel what large requests leave behind.
+    """Returns the memory of large requests to the kernel.
 
-    JSON takes up to 30 times its bytes as Python objects, and malloc keeps the pages of small ones
-    once they are freed: three requests of 26 MB left 650 MB. Giving back takes some tens of
-    milliseconds, so it is done in a thread, and once for all large requests of five seconds.
+    Parsed JSON takes up to 30 times its size as Python objects, and malloc keeps the pages of small
+    objects after they are freed: three requests of 26 MB left 650 MB. Returning them takes tens of
+    milliseconds, so it happens in a thread, once for all large requests within five seconds.
     """
 
     def __init__(self) -> None:
-        """Begins without a large request."""
+        """Starts without large requests."""
         self._timer: asyncio.TimerHandle | None = None
 
     def served(self, request_bytes: int) -> None:
-        """Notes a request; one of 4 MiB or more has its memory given back soon."""
+        """Notes a request; after one of 4 MiB or more, memory is returned soon."""
         if request_bytes >= _LARGE_BYTES and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_PAUSE_S, self._give_back)
 

@@ -1,4 +1,4 @@
-"""What tells a process to stop."""
+"""Signals that stop a process."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ def stop_signals(*, supervised: bool = False) -> Iterator[asyncio.Event]:
     """Yields an event that SIGTERM and SIGINT set.
 
     Args:
-        supervised: The end of standard input sets it too: whoever held it open is gone.
+        supervised: The end of standard input sets it too: the supervisor is gone.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 

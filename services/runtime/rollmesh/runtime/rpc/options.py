@@ -4,13 +4,13 @@ WINDOW_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.lookahead_bytes", 1024 * 1024),
     ("grpc.http2.max_frame_size", 1024 * 1024),
 ]
-"""For both ends: a long conversation crosses at once, not in windows of 64 KB each way."""
+"""For both ends: a long conversation is sent at once, not in windows of 64 KB."""
 KEEPALIVE_MS = 20_000
-"""Time without a word after which the other end is asked whether it is there, milliseconds."""
+"""Silence after which the other end is pinged, milliseconds."""
 
 
 def keepalive_options(keepalive_ms: int) -> list[tuple[str, int]]:
-    """Returns what ends a connection to a host that is gone; it has half the time to answer."""
+    """Returns options that end a connection to a dead host, which has half the time to answer."""
     return [
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms // 2),

@@ -1,4 +1,4 @@
-"""Logs: one JSON object per line, events with fields, no prompts and no keys."""
+"""Structured logs: one JSON object per line, without prompts and keys."""
 
 import contextvars
 import json
@@ -14,17 +14,17 @@ _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", 
 
 
 def current_request_id() -> str:
-    """Returns the id of the request this task works for; empty outside of one."""
+    """Returns the id of the current request; empty outside of requests."""
     return _request_id.get()
 
 
 def set_request_id(request_id: str) -> None:
-    """Sets the id of the request this task works for."""
+    """Sets the id of the current request."""
     _request_id.set(request_id)
 
 
 def without_keys(text: str) -> str:
-    """Returns a text with session keys cut to the ids in them; HTTP clients' errors hold URLs."""
+    """Returns a text with session keys cut to their ids; errors of HTTP clients contain URLs."""
     return _KEY.sub(r"rmk-\1-...", text)
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics that every service has; each service adds its own beside them."""
+"""Prometheus metrics of every service, and the endpoint that serves them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +22,14 @@ _timer = lru_cache(RPC_SECONDS.labels)
 
 
 def count_rpc(method: str, code: str, seconds: float) -> None:
-    """Counts an RPC that has ended."""
+    """Counts a completed RPC."""
     _counter(method, code).inc()
     _timer(method).observe(seconds)
 
 
 @contextmanager
 def metrics_endpoint(host: str, port: int | None) -> Iterator[int | None]:
-    """Serves `/metrics` while the block runs; yields the port, None where it is turned off.
+    """Serves `/metrics` while the block runs; yields the port, or None if it is turned off.
 
     Args:
         host: Address to listen on.
