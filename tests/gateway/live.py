@@ -119,9 +119,10 @@ class LiveMesh:
         )
         self._backends = [RememberingBackend(config, dice, faults) for _ in range(2)]
         self._service: LiveGateway | None = None
-        self._router = ""
+        self.router = ""
         self._port = 0
         self.collector = ""
+        self.address = ""
         self.stub: gateway_pb2_grpc.GatewayServiceAsyncStub
 
     @property
@@ -136,13 +137,13 @@ class LiveMesh:
     async def __aenter__(self) -> "LiveMesh":
         enter = self._stack.enter_async_context
         router = RouterConfig(port=0, data_dir=self._folder / "router", grace_ms=0)
-        self._router = await enter(served(RouterService(router), router))
+        self.router = await enter(served(RouterService(router), router))
         collector = CollectorConfig(port=0, data_dir=self._folder / "collector", grace_ms=0)
         self.collector = await enter(served(CollectorService(collector), collector))
         for at, backend in enumerate(self._backends):
             engine = EngineConfig(
                 port=0,
-                router=self._router,
+                router=self.router,
                 engine_id=f"engine-{at}",
                 backend="scripted",
                 grace_ms=0,
@@ -159,7 +160,7 @@ class LiveMesh:
         """Ends the gateway, where there is one, and starts another on its journal."""
         await self._gateway_stack.aclose()
         config = GatewayConfig(
-            router=self._router,
+            router=self.router,
             collector=self.collector,
             data_dir=self._folder / "gateway",
             model_path=self._model,
@@ -169,6 +170,7 @@ class LiveMesh:
         )
         self._service = LiveGateway(config)
         address = await self._gateway_stack.enter_async_context(served(self._service, config))
+        self.address = address
         if not self._port:
             self._port = int(address.rpartition(":")[2])
             channel: grpc.aio.Channel = open_channel(address)
