@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollmesh.runtime import errors
+from rollmesh.runtime.codec.content import text_of
 from rollmesh.sidecar.config import SidecarConfig
 from tests.sidecar.scripted_gateway import (
     KEY,
@@ -320,7 +321,7 @@ async def test_a_body_over_the_limit_is_413_and_one_of_many_kilobytes_is_not(
     gateway.script = answering(done("fine"))
     long: list[Any] = [{"role": "user", "content": "x" * 150_000}]
     await client.chat.completions.create(model="m", messages=long)
-    assert len(gateway.requests[0].messages[0].content) == 150_000
+    assert len(text_of(gateway.requests[0].messages[0])) == 150_000
     with pytest.raises(openai.APIStatusError) as caught:
         await client.chat.completions.create(model="m", messages=long * 2)
     assert caught.value.status_code == 413
