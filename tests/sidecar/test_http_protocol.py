@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
+from rollmesh.runtime.codec.content import text_of
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.metrics import REFUSED
 from tests.sidecar.scripted_gateway import (
@@ -290,7 +291,7 @@ async def test_chunked_bodies_one_byte_at_a_time_are_read_and_the_connection_is_
             assert (await wire.answer())[0] == 200
         await wire.send([HEALTH])
         assert (await wire.answer())[0] == 200
-    assert [request.messages[0].content for request in gateway.requests] == ["Hi", "Hi"]
+    assert [text_of(request.messages[0]) for request in gateway.requests] == ["Hi", "Hi"]
 
 
 async def test_a_client_that_asks_whether_to_send_its_body_is_told_to_go_on() -> None:
@@ -322,7 +323,7 @@ async def test_a_client_that_offers_http_2_is_served_http_1_1() -> None:
         assert [(await wire.answer())[0] for _ in range(2)] == [200, 200]
         await wire.send([b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n"])
         assert await wire.refusal() == (400, "http_invalid")
-    assert [request.messages[0].content for request in gateway.requests] == ["Hi", "Hi"]
+    assert [text_of(request.messages[0]) for request in gateway.requests] == ["Hi", "Hi"]
 
 
 async def test_a_stream_ends_and_its_connection_serves_the_next_request() -> None:
