@@ -200,7 +200,7 @@ proto: .venv-protos/.ready ## Generates the stubs under protos/gen
 # Clients in other languages are built from the contract, so it only grows: `buf breaking` compares it with
 # the image in BASELINE, and with origin/main for what was added since. `make proto-baseline` moves the
 # image, and is for a new package version, never for a change that the check refuses.
-BASELINE = protos/baseline.binpb
+BASELINE = protos/baseline.txtpb
 
 proto-baseline: .venv-check/.ready ## Moves the baseline of the contract to the protos as they are
 	$(CHECK)/buf build --exclude-source-info -o $(BASELINE)
