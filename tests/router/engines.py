@@ -44,7 +44,7 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         assert self.answers is not None
         return await anext(self.answers(request))
 
-    async def StreamGenerate(self, request: Any, context: Any) -> Any:
+    async def StreamGenerate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         assert self.answers is not None
         async for answer in self.answers(request.generate):
             yield engine_pb2.StreamGenerateResponse.FromString(answer.SerializeToString())

@@ -91,16 +91,23 @@ async def test_leases_that_end_together_share_one_message(tmp_path: Path) -> Non
         assert [len(message.releases) for message in router.messages if message.releases] == [10]
 
 
+async def find_fault(leases: LeaseClient, held: list[str]) -> None:
+    async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
+        held.append(grant.engine_id)
+        raise EngineFaultError("it lies")
+
+
 async def test_a_faulty_engine_is_given_back_with_its_fault(tmp_path: Path) -> None:
     async with noting_router(tmp_path) as router, LeaseClient(router.address, "g") as leases:
         router.table.add_engine(Engine("b", "127.0.0.1:8", "policy", 64))
+        held: list[str] = []
         with pytest.raises(EngineFaultError):
-            async with leases.lease(session_id="s", deadline_ms=20_000) as grant:
-                raise EngineFaultError("it lies")
+            await find_fault(leases, held)
+        (faulty,) = held
         async with leases.lease(session_id="s", deadline_ms=20_000) as other:
-            assert other.engine_id != grant.engine_id
-        assert router.table.engines[grant.engine_id].fault == "it lies"
-        assert router.table.engines[grant.engine_id].leases == 0
+            assert other.engine_id != faulty
+        assert router.table.engines[faulty].fault == "it lies"
+        assert router.table.engines[faulty].leases == 0
 
 
 @pytest.mark.parametrize(

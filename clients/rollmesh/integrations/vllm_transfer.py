@@ -42,7 +42,7 @@ class MeshWeightSync:
         """
         self._client = client
         self._backend = backend
-        self._mode = mode
+        self._mode: Literal["keep", "abort", "wait"] = mode
         self._ranks_per_engine = ranks_per_engine
         self._engines = sorted(
             replica.hello.replica_id

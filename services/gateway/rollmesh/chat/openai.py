@@ -7,8 +7,9 @@ from rollmesh.chat.json_values import write_json
 from rollmesh.chat.messages import Message, RoleName, ToolCall
 from rollmesh.runtime.errors import InvalidFieldError
 
-_ROLES: dict[object, RoleName] = {role: role for role in get_args(RoleName)} | {
-    "developer": "system"
+_ROLES: dict[object, RoleName] = {
+    **{role: role for role in get_args(RoleName)},
+    "developer": "system",
 }
 
 

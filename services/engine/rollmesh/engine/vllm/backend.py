@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm import SamplingParams
+from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue] - not this package
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams

@@ -54,7 +54,8 @@ class FailureLog:
 @contextmanager
 def failure_log() -> Iterator[FailureLog]:
     """Holds a folder for failures while vLLM starts; later ones are in vLLM's log alone."""
-    from vllm import envs  # noqa: PLC0415 - workers import this module
+    # pyright takes this package for vLLM; workers import this module.
+    from vllm import envs  # noqa: PLC0415 # pyright: ignore[reportAttributeAccessIssue]
     from vllm.logger import DEFAULT_LOGGING_CONFIG  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="rollmesh-vllm-") as folder:

@@ -28,19 +28,24 @@ class HeldGroup(Protocol):
     @property
     def end(self) -> int:
         """Length of the context up to and including this group, in tokens."""
+        ...
 
     @property
     def messages(self) -> MessageGroup:
         """The messages."""
+        ...
 
     @property
     def token_ids(self) -> TokenIds:
         """The ids that the group adds; uint32 [N]."""
+        ...
 
     @property
     def sample(self) -> object | None:
         """What was sampled; None for a group that the template printed."""
+        ...
 
     @property
     def ends_turn(self) -> bool:
         """False for a truncated answer; the next group closes it."""
+        ...

@@ -80,7 +80,7 @@ def trajectory_ends(session: Session) -> list[int]:
             ends = ()
         case gateway_pb2.EXPORT_MODE_TURNS:
             ends = (node for node in tree.nodes.values() if node.sample is not None)
-        case gateway_pb2.EXPORT_MODE_LEAVES:
+        case _:
             ends = tree.leaves()
     return [node.node_id for node in ends]
 

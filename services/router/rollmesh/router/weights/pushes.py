@@ -120,8 +120,8 @@ class Pushes:
         self._updates.bring(engine)
 
     def gone(self, engine: Engine) -> None:
-        """Cancels the update of an engine that left."""
-        self._updates.drop(engine)
+        """Ends the update of an engine that left."""
+        self._updates.leave(engine)
 
     def _check_restored(self) -> None:
         if not self._models.restored:

@@ -25,6 +25,7 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1024 * 1024
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 300.0
+_LAST_ANSWER_S = 2.0
 
 
 class Updates:
@@ -71,10 +72,13 @@ class Updates:
         if engine not in self._running and not self._ended and self._wanted(engine) is not None:
             self._start(engine, self._bring(engine))
 
-    def drop(self, engine: Engine) -> None:
-        """Ends the updates of an engine that is gone."""
+    def leave(self, engine: Engine) -> None:
+        """Ends the updates of an engine that is gone.
+
+        Its last answer may still be on the way, and say why it ended.
+        """
         if (task := self._running.pop(engine, None)) is not None:
-            task.cancel()
+            asyncio.get_running_loop().call_later(_LAST_ANSWER_S, task.cancel)
 
     async def close(self) -> None:
         """Ends all updates."""
@@ -88,7 +92,8 @@ class Updates:
     def _start(
         self, engine: Engine, work: Coroutine[Any, Any, router_pb2.EngineResult]
     ) -> asyncio.Task[router_pb2.EngineResult]:
-        self.drop(engine)
+        if (former := self._running.pop(engine, None)) is not None:
+            former.cancel()
         task = self.tasks.create_task(work)
         self._running[engine] = task
         task.add_done_callback(lambda done: self._done(engine, done))
