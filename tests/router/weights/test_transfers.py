@@ -217,7 +217,7 @@ def test_each_push_has_a_version_of_its_own_and_comes_whole() -> None:
     sync.policy_version = 7
     sync.start_weight_update()
     sync.update_weights(UPDATE)
-    with pytest.raises(InvalidFieldError, match="pieces"):
+    with pytest.raises(InvalidFieldError, match="packed=False"):
         sync.update_weights(UPDATE)
     with pytest.raises(InvalidFieldError, match="weight_version"):
         sync.finish_weight_update("other")
