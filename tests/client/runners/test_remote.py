@@ -112,7 +112,7 @@ async def test_a_server_that_is_not_up_yet_is_waited_for(server: Server) -> None
 
 async def test_a_server_that_stays_away_fails_the_attempt(server: Server) -> None:
     async with running(server, away_s=0.3) as runner:
-        with pytest.raises(RemoteAgentLostError, match=r"away for 0\.3 s"):
+        with pytest.raises(RemoteAgentLostError, match=r"unavailable for 0\.3 s"):
             await runner({}, SESSION)
 
 
