@@ -25,6 +25,7 @@ from rollmesh.v1 import gateway_pb2
 _log = logging.getLogger(__name__)
 _UNNAMED = "policy"
 """Model in answers to requests that name none."""
+_LARGE_BODY_BYTES = 256 * 1024
 _LAST_WORD_S = 5.0
 """Time that a stream gets beyond its turn, to send its error."""
 
@@ -52,7 +53,7 @@ class ChatEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:
-            call = read_call(await _read_body(receive), scope, request_id)
+            call = await _read_call(await _read_body(receive), scope, request_id)
             await self._gateway.check_model(call.model)
         except ClientDisconnect:
             return
@@ -162,6 +163,13 @@ async def _read_body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
+
+
+async def _read_call(body: bytes, scope: Scope, request_id: str) -> ChatCall:
+    """Reads a request; a large one in a thread, because other requests wait for the loop."""
+    if len(body) < _LARGE_BODY_BYTES:
+        return read_call(body, scope, request_id)
+    return await asyncio.to_thread(read_call, body, scope, request_id)
 
 
 async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
