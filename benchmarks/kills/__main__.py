@@ -23,7 +23,7 @@ from examples.demo.chatml import make_tokenizer
 from rollmesh.cli.up.plan import plan_mesh, read_mesh
 from rollmesh.cli.up.supervisor import free_ports
 from rollmesh.client import Client, MeshAddresses, Session
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.errors import RepeatConflictError, RollmeshError
 
 _KILLS = 500
 _AT_ONCE = 2  # processes that are down at the same time
@@ -201,7 +201,8 @@ async def drain(matrix: Matrix) -> int:
             found = Audit.read(matrix.agents_log, matrix.trainer_log)
             for session_id in found.opened.keys() - found.closed:
                 left = Session(session_id, found.opened[session_id], "")
-                await client.close_session(left, outcome="ABORTED")
+                with suppress(RepeatConflictError):  # closed, though its agent died unanswered
+                    await client.close_session(left, outcome="ABORTED")
             while found.opened.keys() - found.received.keys():
                 await asyncio.sleep(_STEP_S)
                 found = Audit.read(matrix.agents_log, matrix.trainer_log)
