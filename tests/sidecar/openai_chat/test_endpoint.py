@@ -8,6 +8,7 @@ from openai import AsyncOpenAI
 
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.openai_chat import endpoint
+from rollmesh.sidecar.openai_chat.calls import read_call
 from tests.sidecar.scripted_gateway import (
     KEY,
     ScriptedGateway,
@@ -22,11 +23,11 @@ from tests.sidecar.scripted_gateway import (
 async def test_a_large_body_is_read_off_the_loop(
     monkeypatch: pytest.MonkeyPatch, *, characters: int, off_the_loop: bool
 ) -> None:
-    gateway, read, threads = ScriptedGateway(), endpoint.read_call, list[int]()
+    gateway, threads = ScriptedGateway(), list[int]()
 
     def noted(*request: Any) -> Any:
         threads.append(threading.get_ident())
-        return read(*request)
+        return read_call(*request)
 
     monkeypatch.setattr(endpoint, "read_call", noted)
     gateway.script = answering(done("short"))
