@@ -1,15 +1,15 @@
-"""The gateway: turns the chat requests of agents into exact token sequences.
+"""The gateway: turns agents' chat requests into exact token sequences.
 
-Layers, of which each imports only those below it:
+Layers, each of which imports only those below it:
 
     __main__
-    service | commands    a process; command-line tools
+    service | commands    the process; command-line tools
     servicer              RPCs
-    sessions              sessions from creation to close
+    sessions              session lifecycle, from creation to close
     turns                 one turn: prompt, lease, generation, commit
     storage               the journal, and the outbox to the collector
-    export                a closed session as a record
-    protocol              requests in, responses out
+    export                the record of a closed session
+    protocol              reads requests, writes responses
     metrics
-    conversation          the state of a session: its tree, its turns
+    conversation          the state of a session: its tree and its turns
 """

@@ -1,4 +1,4 @@
-"""`rollmesh gateway dead-letters`: the sessions that a running gateway has set aside."""
+"""`rollmesh gateway dead-letters`: manages the sessions that a running gateway has set aside."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ _TIMEOUT_S = 60.0
 
 
 def run_dead_letters(argv: Sequence[str]) -> int:
-    """Runs the tool; returns the exit code: 0, 1 after an error of the gateway, 2 for a flag."""
+    """Runs the tool; returns 0, 1 if the gateway returns an error, or 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh gateway {DEAD_LETTERS}")
     parser.add_argument("--gateway", default="127.0.0.1:7200", help="host:port")
     parser.add_argument("work", nargs="?", default="list", choices=("list", "retry", "drop"))

@@ -1,4 +1,4 @@
-"""Settings of the gateway."""
+"""Gateway settings."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ class GatewayConfig(ServerConfig):
     """Settings of a gateway."""
 
     port: Port = 7200
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     router: str = "127.0.0.1:7100"
     """host:port of the router."""
     collector: str = "127.0.0.1:7300"
@@ -21,53 +21,56 @@ class GatewayConfig(ServerConfig):
     gateway_id: str = "gateway-0"
     """Id of this gateway, unique in the mesh."""
     data_dir: Path = Path("var/gateway")
-    """Folder of the journal."""
+    """Directory of the journal."""
     model_path: Path = Path("var/model")
-    """Folder with the model's tokenizer, chat template and config."""
+    """Directory with the model's tokenizer, chat template and config."""
     model: str = "policy"
-    """Name of the model, as agents give it."""
+    """Model name that agents send in their requests."""
     tool_parser: str = "auto"
-    """How the model writes tool calls: auto (as its chat template shows), a name, or vllm:NAME."""
+    """Tool-call parser: auto (detected from the chat template), a parser's name, or vllm:NAME."""
     tool_parser_timeout_ms: Annotated[int, Bounds(1)] = 60_000
-    """Longest wait for a parser of vLLM's, its start included, milliseconds."""
+    """Timeout of a vLLM tool parser, including its startup, milliseconds."""
     reasoning_parser: str = "auto"
-    """Whether answers begin with <think>: think, none, or auto."""
+    """Reasoning parser: think (answers begin with <think>), none, or auto."""
     special_text: Annotated[str, OneOf(("parity", "plain", "refuse"))] = "parity"
-    """What becomes of text of messages, calls and tools that spells a special token: parity (it is
-    that token, as transformers' apply_chat_template has it; the turn carries SPECIAL_TEXT), plain
-    (it stays text), or refuse (the request is a 400 that names the message)."""
+    """How text in messages, calls and tools that spells a special token is handled: parity (it is
+    encoded as that token, like transformers' apply_chat_template does; the turn carries
+    SPECIAL_TEXT), plain (it stays text), or refuse (the request fails with a 400 that names the
+    message)."""
     history: Annotated[str, OneOf(("keep", "rewrite"))] = "keep"
-    """What becomes of sampled turns that the chat template prints otherwise later on: keep them
-    as sampled, or rewrite: go on from what the template prints, on a new branch."""
+    """How sampled turns are handled if the chat template later renders them differently: keep
+    (keep the sampled tokens) or rewrite (continue from the rendered text on a new branch)."""
     max_context_tokens: Annotated[int, Bounds(0)] = 0
-    """Most ids of one path, prompt and answer; 0 takes max_position_embeddings of the model."""
+    """Maximum number of token ids in one path, prompt and answer together; 0 uses the model's
+    max_position_embeddings."""
     max_sessions: Annotated[int, Bounds(1)] = 16_384
-    """Most open sessions."""
+    """Maximum number of open sessions."""
     max_session_nodes: Annotated[int, Bounds(1)] = 20_000
-    """Most messages that one session may hold, those of all branches together."""
+    """Maximum number of messages in one session, counting all branches."""
     max_session_tokens: Annotated[int, Bounds(1)] = 16_000_000
-    """Most token ids that one session may hold; they need about 8 bytes each."""
+    """Maximum number of token ids in one session; each takes about 8 bytes."""
     max_session_bytes: Annotated[int, Bounds(1)] = 256 * 1024 * 1024
-    """Most text that one session may hold, bytes."""
+    """Maximum size of the text in one session, bytes."""
     max_choices: Annotated[int, Bounds(1)] = 128
-    """Most answers to one chat request (`n`); each is a generation of its own."""
+    """Maximum number of answers to one chat request (`n`); each is a separate generation."""
     max_session_record_bytes: Annotated[int, Bounds(1)] = 256 * 1024 * 1024
-    """Most bytes that the record of one session may have as it is handed over: 9 for each token of
-    each trajectory, so tokens that many trajectories share count for each of them. A turn that
-    would make it larger is refused, and the session can still be closed."""
+    """Maximum size of one session's record when it is handed over, bytes. Each token of each
+    trajectory takes 9 bytes, so tokens shared by several trajectories count once for each of them.
+    A turn that would exceed the limit is refused; the session can still be closed."""
     session_idle_ms: Annotated[int, Bounds(1)] = 86_400_000
-    """A session without a request for so long is closed as ABORTED, with what it has."""
+    """Time without a request after which a session is closed as ABORTED with the turns it has,
+    milliseconds."""
     max_undelivered_sessions: Annotated[int, Bounds(1)] = 4_096
-    """Closed sessions that may wait for the collector before no more are opened."""
+    """Number of closed sessions waiting for the collector at which new sessions are refused."""
     remembered_closes: Annotated[int, Bounds(0)] = 65_536
-    """Delivered sessions whose close can be repeated: the newest so many. A repeat after that is
-    answered SESSION_UNKNOWN. Closes that wait for the collector are remembered as well."""
+    """Number of delivered sessions, the newest, whose close can be repeated. Repeating an older
+    close fails with SESSION_UNKNOWN. Closes that wait for the collector are always remembered."""
     lease_timeout_ms: Annotated[int, Bounds(1)] = 30_000
-    """Longest wait for a place on an engine, milliseconds."""
+    """Longest wait for an engine lease, milliseconds."""
     turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
-    """Longest turn, milliseconds."""
+    """Longest duration of a turn, milliseconds."""
     stall_timeout_ms: Annotated[int, Bounds(1)] = 120_000
-    """Silence of an engine after which it is asked whether it is there, milliseconds. One that is
-    not, or that streams and has no reason to be silent, is taken out of service."""
+    """Silence after which an engine is probed, milliseconds. An engine that does not respond, or
+    that is streaming and has no reason to be silent, is taken out of service."""
     workers: Annotated[int, Bounds(1)] = 2
-    """Threads that tokenise short texts, and as many for long ones."""
+    """Number of threads that tokenise short texts; long texts get as many threads of their own."""

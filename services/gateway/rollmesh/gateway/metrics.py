@@ -1,4 +1,4 @@
-"""What a gateway counts, beside the RPCs."""
+"""Prometheus metrics of a gateway, in addition to those of its RPCs."""
 
 from prometheus_client import Counter, Gauge
 
@@ -45,7 +45,7 @@ DEAD_LETTERS = Gauge(
 
 
 def committed(node: Node) -> None:
-    """Counts a turn that was committed."""
+    """Counts a committed turn."""
     sample = node.sample
     assert sample is not None
     TURNS.labels(name_of(types_pb2.FinishReason.DESCRIPTOR, sample.finish).lower()).inc()

@@ -1,4 +1,4 @@
-"""The gateway as a service: what it starts, in which order, and how it stops."""
+"""The gateway service: startup, the order of its components, and shutdown."""
 
 import asyncio
 import logging
@@ -90,7 +90,7 @@ class GatewayService:
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
-        """Whether tool calls and reasoning are read from answers."""
+        """Whether tool calls and reasoning are parsed from answers."""
         found = {
             server_pb2.CAPABILITY_TOOL_CALLS: self._format.tools not in {UNKNOWN, "none"},
             server_pb2.CAPABILITY_REASONING: self._format.reasoning,
@@ -103,7 +103,7 @@ class GatewayService:
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Opens the journal, rebuilds the sessions, joins the mesh; undoes it in reverse."""
+        """Opens the journal, rebuilds the sessions and joins the mesh; exits in reverse order."""
         config = self._config
         self._log_formats()
         async with AsyncExitStack() as stack:
@@ -155,7 +155,7 @@ class GatewayService:
                     task.cancel()
 
     def _runner(self, stack: AsyncExitStack, leases: LeaseClient, database: Database) -> TurnRunner:
-        """Returns what runs turns; the stack ends its threads and closes its channels."""
+        """Returns the turn runner; the stack shuts down its threads and closes its channels."""
         config = self._config
         executor, long_executor = (
             stack.enter_context(ThreadPoolExecutor(config.workers, name))
@@ -188,18 +188,18 @@ class GatewayService:
         )
 
     async def ready(self) -> None:
-        """Waits for the router."""
+        """Waits until the gateway is registered with the router."""
         assert self._membership is not None
         await self._membership.wait_registered()
 
     async def drain(self) -> None:
-        """Leaves the router and refuses new sessions and turns."""
+        """Deregisters from the router and refuses new sessions and turns."""
         self._servicer.gateway.drain()
         if self._membership is not None:
             await self._membership.leave()
 
     async def failed(self) -> str:
-        """Returns when the router refuses the gateway, or its journal's files are gone."""
+        """Returns why, once the router refuses the gateway or the journal's files are gone."""
         assert self._membership is not None
         assert self._database is not None
         async with asyncio.TaskGroup() as group:
@@ -213,7 +213,7 @@ class GatewayService:
         return done.pop().result()
 
     def _log_formats(self) -> None:
-        """Says how answers are read, and warns where calls cannot be."""
+        """Logs the answer formats, and warns if tool calls cannot be parsed."""
         _log.info(
             "answer formats",
             extra=fields(tools=self._format.tools, reasoning=self._format.reasoning_name),
@@ -226,10 +226,10 @@ class GatewayService:
             )
 
     async def _adopt(self, database: Database) -> None:
-        """Makes sure that the open sessions of the journal are of the model that is served.
+        """Checks that the journal's open sessions belong to the model that is served.
 
         Raises:
-            StoreError: They are of another.
+            StoreError: They belong to another model.
         """
         ours = self._model_files
         try:
@@ -245,7 +245,7 @@ class GatewayService:
             ) from error
 
     def _shown(self) -> tuple[str, ...]:
-        """Special tokens that an answer may contain before its end."""
+        """Returns the special tokens that an answer may contain before its end."""
         ends = self._continuation.end_ids | self._tokenizer.stop_ids
         texts = self._tokenizer.special_texts
         return tuple(text for text in texts if self._tokenizer.special_id(text) not in ends)

@@ -1,4 +1,4 @@
-"""GatewayService: checks fields, calls the gateway, answers."""
+"""GatewayService: validates fields, calls the gateway and writes the responses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -27,7 +27,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Serves one gateway."""
 
     def __init__(self, info: gateway_pb2.GetGatewayInfoResponse, max_choices: int) -> None:
-        """Takes what does not change of the gateway's info, and the most choices of a request."""
+        """Takes the constant part of the gateway's info and the maximum choices per request."""
         self._info = info
         self._max_choices = max_choices
         self._gateway: Gateway | None = None
@@ -40,7 +40,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """The gateway; set before the service is SERVING.
 
         Raises:
-            StartingError: It is not set yet: its sessions are being rebuilt.
+            StartingError: It is not set yet, because its sessions are still being rebuilt.
         """
         if self._gateway is None:
             raise StartingError("the gateway is rebuilding its sessions", retry_delay_ms=_RETRY_MS)
@@ -48,17 +48,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     @property
     def dead_letters(self) -> DeadLetters:
-        """What was set aside; there as soon as the gateway is.
+        """The dead letters; set together with the gateway.
 
         Raises:
-            StartingError: It is not there yet.
+            StartingError: They are not set yet.
         """
         assert self.gateway
         assert self._dead_letters is not None
         return self._dead_letters
 
     def begin(self, gateway: Gateway, dead_letters: DeadLetters) -> None:
-        """Begins to serve a gateway whose sessions are rebuilt."""
+        """Starts serving a gateway whose sessions have been rebuilt."""
         self._gateway, self._dead_letters = gateway, dead_letters
 
     async def CreateSession(
@@ -117,7 +117,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             is_told = False
             async with aclosing(merged(answers)) as events:
                 async for index, event in events:
-                    if isinstance(event, PromptIds) and is_told:  # each choice begins with it
+                    if isinstance(event, PromptIds) and is_told:  # every choice starts with it
                         continue
                     is_told |= isinstance(event, PromptIds)
                     yield write_event(event, index)
@@ -131,7 +131,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def _read(
         self, request: gateway_pb2.ChatRequest, session: Session, *, stream: bool
     ) -> list[TurnRequest]:
-        """Reads a request; what takes longer than others may wait is read in a thread."""
+        """Reads a request; a large one is read in a thread so that it does not block the others."""
 
         def read() -> list[TurnRequest]:
             return read_choices(request, session, self._max_choices, stream=stream)

@@ -1,4 +1,4 @@
-"""The state of a session: its conversation tree, its turns, and what its branches are.
+"""The state of a session: its conversation tree, its turns, and the lineage of its branches.
 
-No I/O: a caller stores what changes. May import only `chat` and the runtime.
+It does no I/O: the caller stores the changes. May import only `chat` and the runtime.
 """

@@ -1,4 +1,4 @@
-"""The choices of one request: their seeds, what they share, and their events as one stream."""
+"""The choices of one request: their seeds, their shared work, and their merged event stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -10,9 +10,10 @@ _Item = TypeVar("_Item")
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Returns the seed of a choice: another for each, the first as given.
+    """Returns the seed of a choice: the given seed for the first, a different one for each other.
 
-    It counts up and goes on at the least 64-bit number. -1 is left out: in vLLM it is no seed.
+    Seeds count up and wrap around to the smallest 64-bit integer. -1 is skipped because vLLM treats
+    it as no seed.
     """
     value = seed + index
     if seed < -1 <= value:
@@ -21,20 +22,20 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 class Shared(Generic[_Item]):
-    """Work of the choices of a request that is done once, by whichever needs it first."""
+    """Work that the choices of a request share; the first choice that needs it starts it."""
 
     def __init__(self) -> None:
-        """Begins without having done it."""
+        """Creates the shared work without starting it."""
         self._outcome: asyncio.Future[_Item] | None = None
         self._waiting = 0
 
     async def get(self, begin: Callable[[], asyncio.Future[_Item]]) -> _Item:
-        """Returns its result; a choice that is cancelled meanwhile does not cancel it for others.
+        """Returns the result; cancelling one waiting choice does not cancel it for the others.
 
-        The last choice that is cancelled cancels the work; another that asks begins it anew.
+        Cancelling the last waiting choice cancels the work. A later call starts it again.
 
         Raises:
-            Exception: What it raised, for every choice.
+            Exception: The work failed; every choice gets the same exception.
         """
         if self._outcome is None or self._outcome.cancelled():
             self._outcome = begin()
@@ -46,12 +47,12 @@ class Shared(Generic[_Item]):
         finally:
             self._waiting -= 1
             if not self._waiting:
-                outcome.cancel()  # nothing where it is done
+                outcome.cancel()  # no-op once it is done
 
 
 async def gathered(works: Sequence[Coroutine[Any, Any, _Item]]) -> list[_Item]:
-    """Returns the results of all, in their order. Where one fails, all are cancelled."""
-    if len(works) == 1:  # as most are: no tasks are needed
+    """Returns all results, in order. If one fails, all are cancelled."""
+    if len(works) == 1:  # the common case needs no tasks
         return [await works[0]]
     tasks = list(map(asyncio.get_running_loop().create_task, works))
     try:
@@ -65,12 +66,12 @@ async def gathered(works: Sequence[Coroutine[Any, Any, _Item]]) -> list[_Item]:
 async def merged(
     streams: Sequence[AsyncGenerator[_Item, None]],
 ) -> AsyncGenerator[tuple[int, _Item], None]:
-    """Yields the items of all streams as they come, each with the place of its stream.
+    """Yields the items of all streams as they arrive, each with the index of its stream.
 
-    A stream is asked for its next item when its last one was taken. Where one fails, or this one is
-    closed, all are closed.
+    A stream is asked for its next item once its previous one was consumed. If one stream fails, or
+    this generator is closed, all streams are closed.
     """
-    if len(streams) == 1:  # as most are: no tasks are needed
+    if len(streams) == 1:  # the common case needs no tasks
         async with aclosing(streams[0]) as only:
             async for item in only:
                 yield 0, item
@@ -96,13 +97,13 @@ async def merged(
 
 
 async def _next(stream: AsyncGenerator[_Item, None]) -> list[_Item]:
-    """Returns the next item, or none at the end, which no task can raise."""
+    """Returns the next item, or an empty list at the end: no task can raise StopAsyncIteration."""
     async for item in stream:
         return [item]
     return []
 
 
 def _seen(outcome: asyncio.Future[_Item]) -> None:
-    """Takes note of an error, so that one whose waiters have left is no complaint of the loop."""
+    """Retrieves the exception, so that asyncio does not log it if all waiters have left."""
     if not outcome.cancelled():
         outcome.exception()

@@ -1,35 +1,36 @@
-"""How each branch of a session's tree came to be, by rules over the whole tree.
+"""Determines the lineage of each branch of a session's tree, by rules over the complete tree.
 
-The *main* conversation is found first, at the close, when all of them are known. Each rule keeps
-those for which it holds, if it holds for any; the first one that leaves one decides:
+The *main* conversation is chosen first, at close, when all conversations are known. Each rule
+keeps the conversations that satisfy it, if any do. The first rule that leaves exactly one decides:
 
 | the main conversation |
 |---|
-| has a turn that its request calls MAIN |
-| is not begun by a turn that its request calls otherwise |
+| has a turn whose request says MAIN |
+| does not begin with a turn whose request says another lineage |
 | has tools |
-| goes on: a second turn follows the first |
-| is no probe, and does not quote what the user first said in another one, as title calls do |
+| continues: a second turn follows the first |
+| is not a probe, and does not quote the first user message of another one, as title calls do |
 | is the oldest |
 
-Where it divides, the same is asked of each way: calls MAIN, is not called otherwise, answers the
-calls of the turn before, goes on, is the oldest. So a title or memory call is not taken for the
-work because it came first. What leaves the main conversation, or stands beside it, is told apart
-by these rules; the first that holds decides:
+Where the main conversation forks, its children are compared in the same way: says MAIN, does not
+begin with another lineage, answers the calls of the previous turn, continues, is the oldest. So a
+title or memory call is not mistaken for the main work because it came first. Branches that leave
+the main conversation, and other conversations, are classified by these rules; the first match
+decides:
 
 | rule | lineage |
 |---|---|
-| its request says what it is, and not MAIN | that |
+| its request says a lineage other than MAIN | that lineage |
 | it is the main path of the main conversation | MAIN |
-| it leaves that with another sample of a turn | SIBLING |
-| it leaves that with another message, behind a sampled turn | BRANCH |
+| it leaves the main path with another sample of a turn | SIBLING |
+| it leaves the main path with another message, after a sampled turn | BRANCH |
 | one turn of at most one token, cut by its limit: a probe | AUXILIARY |
-| one turn without tools, under another system message, where the main has tools | AUXILIARY |
-| the main's tools and system message, behind its last turn, which is not its first | COMPACTION |
+| one turn without tools, with another system message, while the main one has tools | AUXILIARY |
+| main's tools and system message, after main's last turn, which is not its first | COMPACTION |
 | another system message, or other tools | SUB_AGENT |
-| anything else | BRANCH where messages are shared, else ROOT |
+| anything else | BRANCH if messages are shared, else ROOT |
 
-What is not sure is never AUXILIARY: that is not trained.
+An uncertain case is never AUXILIARY, because AUXILIARY turns are not trained.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,27 +54,27 @@ def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Lineage]:
 
 
 class _Way(NamedTuple):
-    """A path, as far as its lineage depends on it."""
+    """The properties of a path that decide its lineage."""
 
     head: Node
     """Its first node."""
     said: Lineage | None
-    """What the last request on it that says so calls itself."""
+    """The lineage given by the last request on it that gives one."""
     first: Node | None
-    """Where it leaves the main path; None where it does not."""
+    """Its first node off the main path; None if it stays on the main path."""
     last: Node | None
-    """Where it leaves, last of all, the way that its conversation goes on."""
+    """The last node at which it departs from the preferred continuation of its conversation."""
     shared: bool
-    """Whether it took a turn on the main path."""
+    """Whether it has a turn on the main path."""
     begun: Node | None
     """Its first turn that is not on the main path."""
 
 
 class _Ways:
-    """The main path of a tree, and what leaves it."""
+    """The main path of a tree and the paths that leave it."""
 
     def __init__(self, tree: Tree) -> None:
-        """Counts what lies below each node; parents come before their children in `nodes`."""
+        """Counts the turns below each node; parents precede their children in `nodes`."""
         self._turns: dict[int, int] = {}
         self._says_main: set[int] = set()
         for node in reversed(tree.nodes.values()):
@@ -93,7 +94,7 @@ class _Ways:
             reached = self._next(reached) if reached.children else None
 
     def all_of(self, tree: Tree) -> dict[int, _Way]:
-        """Returns the paths of all nodes, by the ids of their last ones."""
+        """Returns the paths of all nodes, by the id of the last node."""
         found: dict[int, _Way] = {}
         for node in tree.nodes.values():
             assert node.parent is not None
@@ -110,7 +111,7 @@ class _Ways:
         return found
 
     def lineage(self, way: _Way) -> Lineage:
-        """Returns the lineage of the branch that ends with a path."""
+        """Returns the lineage of the branch that a path ends in."""
         main = self._main
         assert main is not None
         if way.said is not None and way.said != types_pb2.LINEAGE_MAIN:
@@ -143,7 +144,7 @@ class _Ways:
         return max(heads, key=rank)
 
     def _next(self, node: Node) -> Node:
-        """Returns the child with which a path goes on."""
+        """Returns the child with which a path preferably continues."""
         if len(node.children) == 1:
             return node.children[0]
         chosen = self._chosen.get(id(node))
@@ -157,13 +158,13 @@ class _Ways:
         return chosen
 
     def _said(self, node: Node) -> tuple[bool, bool]:
-        """Says whether a request below calls its turn MAIN, and whether the first is not other."""
+        """Returns whether a request below says MAIN, and whether the first says nothing else."""
         first = _first_turn(node)
         other = first is not None and first.said not in {None, types_pb2.LINEAGE_MAIN}
         return node.node_id in self._says_main, not other
 
     def _is_first(self, node: Node) -> bool:
-        """Says whether a node goes on where its parent does; a head: whether it is main."""
+        """Returns whether a node is its parent's preferred child or, if it is a head, the main."""
         if _is_head(node):
             return node is self._main
         return node.parent is not None and self._next(node.parent) is node
@@ -173,7 +174,7 @@ class _Ways:
 
         Args:
             head: Its first node.
-            first: Its first turn, where it has taken one.
+            first: Its first turn, if it has one.
             main: The first node of the main conversation.
         """
         one_turn = first is not None and self._turns[first.node_id] == 1
@@ -205,7 +206,7 @@ def _is_head(node: Node) -> bool:
 
 
 def _first_turn(node: Node) -> Node | None:
-    """Returns the oldest turn at or below a node, along the oldest way."""
+    """Returns the first turn at or below a node, following the oldest child."""
     found: Node | None = node
     while found is not None and found.sample is None:
         found = found.children[0] if found.children else None
@@ -213,7 +214,7 @@ def _first_turn(node: Node) -> Node | None:
 
 
 def _first_asked(head: Node) -> str:
-    """Returns what the user first says in a conversation."""
+    """Returns the first user message of a conversation."""
     node: Node | None = head
     while node is not None and node.messages[0].role == "system":
         node = node.children[0] if node.children else None
@@ -229,7 +230,7 @@ def _system(head: Node) -> MessageGroup:
 
 
 def _follows(first: Node, trunk: Sequence[Node]) -> bool:
-    """Says whether a conversation began when the main one had taken turns and took no more."""
+    """Returns whether a conversation began after the last of the main one's two or more turns."""
     turns = [node.node_id for node in trunk if node.sample is not None]
     before = [node_id for node_id in turns if node_id < first.node_id]
     return len(before) >= _TURNS_BEFORE_COMPACTION and len(before) == len(turns)

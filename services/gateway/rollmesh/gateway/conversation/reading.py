@@ -1,7 +1,7 @@
-"""Reads the messages of chat requests; what a request repeats of an earlier one is read once.
+"""Reads the messages of chat requests; messages repeated from an earlier request are read once.
 
-Every request of an agent carries the whole conversation. Its serialised messages begin with those
-of the request before, so a digest of that many bytes says whether they are the same.
+Every request of an agent carries the complete conversation. Its serialised messages start with
+those of the previous request, so a digest of that prefix shows whether they are the same.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ ROLES: dict[int, RoleName] = {
     types_pb2.ROLE_ASSISTANT: "assistant",
     types_pb2.ROLE_TOOL: "tool",
 }
-_KEPT = 4  # a main conversation, and those of some sub-agents
+_KEPT = 4  # a main conversation and some sub-agents
 _KEPT_BYTES = 4 * 1024 * 1024
-"""Most bytes of a conversation that is kept: a larger one is read anew each time."""
+"""Maximum size of a conversation that is kept; a larger one is read again for each request."""
 _DIGEST_BYTES = 16
 
 
@@ -30,32 +30,32 @@ class _Known:
 
     messages: tuple[Message, ...]
     size: int
-    """Of the serialised messages, bytes."""
+    """Size of the serialised messages, bytes."""
     digest: bytes
-    """Of the serialised messages."""
+    """Digest of the serialised messages."""
 
 
 class MessageReader:
-    """Reads the requests of one session; threads may read at the same time.
+    """Reads the requests of one session; threads may read concurrently.
 
-    What is known is replaced as a whole, never changed: of two that replace it at once one is
-    forgotten, and what it knew is read anew.
+    The known conversations are replaced as one tuple and never mutated. If two threads replace them
+    at the same time, one update is lost and its messages are read again.
     """
 
     def __init__(self) -> None:
-        """Begins without having read anything."""
+        """Starts without known conversations."""
         self._known: tuple[_Known, ...] = ()
 
     def read(self, request: gateway_pb2.ChatRequest) -> tuple[tuple[Message, ...], bytes]:
-        """Returns a request's messages, and a digest of their fields, call ids included.
+        """Returns a request's messages and a digest of their fields, including call ids.
 
         Raises:
-            InvalidMessagesError: Names the message and what is wrong.
+            InvalidMessagesError: A message is invalid; the error names it and the problem.
         """
         head = gateway_pb2.ChatRequest(
             session_id=request.session_id, session_key=request.session_key
         )
-        # Fields are written in order of their numbers: two ids, then the messages.
+        # Fields are serialised in order of their numbers: two ids, then the messages.
         data = memoryview(request.SerializeToString(deterministic=True))[head.ByteSize() :]
         messages: tuple[Message, ...] = ()
         size, digest = 0, hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -101,7 +101,7 @@ def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
 
 def _read_content(parts: Sequence[types_pb2.ContentPart], field: str) -> str:
     """Returns the text of a message, joined from its parts."""
-    if len(parts) == 1 and (text := parts[0].text):  # as most are
+    if len(parts) == 1 and (text := parts[0].text):  # the common case
         return text
     for at, part in enumerate(parts):
         match part.WhichOneof("part"):
@@ -117,6 +117,6 @@ def _read_content(parts: Sequence[types_pb2.ContentPart], field: str) -> str:
 
 
 def _size(message: types_pb2.ChatMessage) -> int:
-    """Returns how many bytes a message takes in its request: tag, length, and the message."""
+    """Returns the size of a message within its request: tag, length and the message, bytes."""
     size = message.ByteSize()
     return 1 + max((size.bit_length() + 6) // 7, 1) + size

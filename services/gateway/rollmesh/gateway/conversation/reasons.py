@@ -1,6 +1,6 @@
-"""Types of the contract's enums, under the names that this package has for them.
+"""Type aliases for the enums of the contract, under the names that this package uses.
 
-The values are those of `rollmesh.v1.types_pb2`: plain integers.
+The values are plain integers, those of `rollmesh.v1.types_pb2`.
 """
 
 from typing import TypeAlias

@@ -1,22 +1,22 @@
-"""Which sample a request asks for: a retry is not a sample, and a sample is not a retry.
+"""Decides which sample a request asks for: an existing one if it is a retry, else a new one.
 
-Equal requests are siblings, one after another and at the same time: best-of-n agents ask like that.
-An idempotency key names one sample, however often it is asked for. Without a key, the turns of the
-same request are candidates in this order:
+Equal requests are siblings, whether sequential or concurrent: best-of-n agents send such requests.
+An idempotency key names one sample, however often it is requested. Without a key, the turns of
+equal requests are candidates in this order:
 
-| turn | a request that says it is a retry | any other request |
+| turn | a request marked as a retry | any other request |
 |---|---|---|
-| nobody waits for it and its answer never left whole | joins: the newest | joins: the newest |
-| somebody waits for it | joins: the oldest | begins a turn of its own |
-| its answer left whole | joins: the newest | begins a turn of its own |
+| no request waits for it, and its answer was never sent completely | joins newest | joins newest |
+| a request waits for it | joins oldest | begins its own turn |
+| its answer was sent completely | joins newest | begins its own turn |
 
-So no answer goes to two requests of which none is a retry. In the first row, and among those of the
-other two, a retry joins the turn that was tried as often as it says that it was, before the order
-of the table counts: when several siblings time out and all of them come again, each gets a turn of
-its own, and the same one with each further try.
+So no answer goes to two requests unless one of them is a retry. Within the first row, and within
+the other two rows together, a retry joins the turn whose number of tries fits its retry count best;
+the order of the table breaks ties. When several siblings time out and all are retried, each retry
+gets its own turn, and the same one on each further try.
 
-After a restart nobody waits, and an answer is known to have left whole only where the agent went on
-from it: the request may be the retry of an answer that was lost with the process.
+After a restart no request waits, and an answer is known to have been sent completely only if the
+agent continued from it. The request may be the retry of an answer that was lost with the process.
 """
 
 from collections.abc import Sequence
@@ -24,25 +24,25 @@ from typing import Protocol, TypeVar
 
 
 class Asked(Protocol):
-    """One sample that was asked for."""
+    """One requested sample."""
 
     waiting: int
-    """Number of requests that wait for its answer now."""
+    """Number of requests that currently wait for its answer."""
     left: bool
-    """Whether its answer left whole, to any of them."""
+    """Whether its complete answer was sent to any request."""
     tries: int
-    """The highest retry count with which it was asked for."""
+    """The highest retry count of the requests for it."""
 
 
 _Asked = TypeVar("_Asked", bound=Asked)
 
 
 def retried(turns: Sequence[_Asked], retry_count: int) -> _Asked | None:
-    """Returns the turn that a request without a key joins; None where it begins one.
+    """Returns the turn that a request without a key joins; None if it begins a new one.
 
     Args:
-        turns: Those of equal requests, in flight or answered, oldest first.
-        retry_count: How often the request says it was tried before.
+        turns: The turns of equal requests, in flight or answered, oldest first.
+        retry_count: Number of previous tries, as the request gives it.
     """
     lost = [turn for turn in turns if not turn.waiting and not turn.left]
     if lost or not retry_count:
@@ -53,5 +53,5 @@ def retried(turns: Sequence[_Asked], retry_count: int) -> _Asked | None:
 
 
 def _nearest(turns: Sequence[_Asked], retry_count: int) -> _Asked | None:
-    """Returns the first of those that were tried about as often as the request was."""
+    """Returns the first turn whose number of tries is closest to the request's."""
     return min(turns, key=lambda turn: abs(turn.tries + 1 - retry_count), default=None)

@@ -1,4 +1,4 @@
-"""Sampled tokens as a client may want to see them: ids, log-probabilities, text, alternatives."""
+"""Sampled tokens as clients request them: ids, log-probabilities, text and alternatives."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 
 
 class Tops(NamedTuple):
-    """The most likely ids at each of N places, the most likely first."""
+    """The most likely ids at each of N positions, the most likely first."""
 
     ids: TokenIds
     """uint32 [N, T]."""
@@ -21,7 +21,7 @@ class Tops(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens as the engine gives them, arrays of one length N."""
+    """Tokens as the engine returns them, in arrays of equal length N."""
 
     token_ids: TokenIds
     """uint32 [N]."""
@@ -40,12 +40,12 @@ class Sampled:
 
 
 def no_tops(tokens: int) -> Tops:
-    """Returns what is said of the most likely ids where nobody asked for them."""
+    """Returns empty `Tops` for tokens whose most likely ids were not requested."""
     return Tops(np.zeros((tokens, 0), np.uint32), np.zeros((tokens, 0), np.float32))
 
 
 def joined(runs: Iterable[Sampled]) -> Sampled:
-    """Returns runs as one; at least one is needed."""
+    """Concatenates runs of tokens; at least one is required."""
     parts = list(runs)
     return Sampled(
         np.concatenate([one.token_ids for one in parts]),
@@ -59,30 +59,30 @@ def joined(runs: Iterable[Sampled]) -> Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Returns:
-    """What a request wants beside its answer."""
+    """What a request wants in addition to its answer."""
 
     token_ids: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
 
     def __bool__(self) -> bool:
-        """Says whether it wants anything."""
+        """Returns whether anything is requested."""
         return self.token_ids or self.logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A run of sampled tokens as it is shown."""
+    """A run of sampled tokens in the form that the client requested."""
 
     sampled: Sampled
     texts: tuple[bytes, ...] | None
-    """Text of each token; None where log-probabilities are not wanted."""
+    """Text of each token; None if log-probabilities are not requested."""
     top_texts: tuple[bytes, ...]
-    """Text of each of the most likely, row by row."""
+    """Text of each of the most likely tokens, row by row."""
 
 
 def show(sampled: Sampled, returns: Returns, tokenizer: ModelTokenizer) -> Shown:
-    """Returns tokens as a request wants them."""
+    """Returns tokens in the form that a request wants."""
     if not returns.logprobs:
         return Shown(sampled, None, ())
     return Shown(

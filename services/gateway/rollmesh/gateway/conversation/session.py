@@ -1,4 +1,4 @@
-"""An open session: its tree, and its turns, in flight and answered, as retries find them."""
+"""An open session: its tree, and its in-flight and answered turns, indexed for retries."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +26,7 @@ from rollmesh.v1 import types_pb2
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One chat request, checked and free of protos but for its sampling parameters."""
+    """One choice of a validated chat request; only its sampling parameters are still a proto."""
 
     messages: tuple[Message, ...]
     render_context: RenderContext
@@ -35,41 +35,41 @@ class TurnRequest:
     wanted: Wanted
     stream: bool
     fingerprint: str
-    """Digest of all that makes the answer; equal for a retry."""
+    """Digest of everything that determines the answer; equal for a retry."""
     idempotency_key: str = ""
-    """Names the sample; with the choice, of which each is a sample. May be empty."""
+    """Key of the sample, including the choice index: each choice is a sample. May be empty."""
     choice: int = 0
-    """Which of the request's choices it is, from 0."""
+    """Index of the choice, from 0."""
     keeps_stop: bool = False
     """Whether the stop string, or the text of a stop token, is part of the answer."""
     shows_special: bool = False
-    """Whether special tokens are part of its text."""
+    """Whether special tokens are part of the answer's text."""
     bad_words: tuple[str, ...] = ()
     returns: Returns = field(default_factory=Returns)
     shared: Shared[Any] = field(default_factory=Shared, compare=False)
-    """What all choices of the request have in common: it is made into tokens once."""
+    """Work shared by all choices of the request: it is tokenised once."""
     retry_count: int = 0
     finish_on_disconnect: bool = False
     lineage: Lineage | None = None
-    """What the request says that it is; None where it says nothing."""
+    """The lineage that the request gives; None if it gives none."""
 
     @property
     def may_stop_early(self) -> bool:
-        """Whether parts of the answer are needed before its end."""
+        """Whether parts of the answer are needed before it is complete."""
         return self.stream or bool(self.stops) or self.wanted.one_call
 
     @property
     def identity(self) -> str:
-        """What a retry has in common with the first try."""
+        """The key that a retry shares with the first try."""
         return self.idempotency_key or self.fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a request wants to know beside the answer."""
+    """What a request wants in addition to the answer."""
 
     prompt: bytes
-    """Packed ids of the prompt; empty where they are not wanted."""
+    """Packed ids of the prompt; empty if they are not requested."""
     tokens: Shown
 
 
@@ -80,7 +80,7 @@ class Answered:
     node: Node
     record: AnswerRecord
     report: Report | None = None
-    """Where one is wanted, and was not told while it was sampled."""
+    """Set if one is requested and was not streamed during sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class PromptIds:
-    """The prompt of a streamed answer, packed; told before all else."""
+    """The packed prompt of a streamed answer; sent before the answer's events."""
 
     packed: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Tokens of a streamed answer, and the event that came with them."""
+    """Tokens of a streamed answer, and the event that they produced."""
 
     tokens: Shown
     event: ParserEvent | None
@@ -110,17 +110,17 @@ TurnEvent: TypeAlias = Begun | StreamEvent | Answered
 
 
 class Turn:
-    """One sample that was asked for, and those who wait for its answer.
+    """One requested sample and the requests that wait for its answer.
 
-    Events are kept until the end, so that a retry that joins late gets all of them, and so that who
-    reads slowly holds up neither the engine nor others: they have no more text than the answer.
-    Afterwards they are read from the answer itself.
+    Events are buffered until the turn ends. A retry that joins late gets all of them, and a slow
+    reader delays neither the engine nor other readers. The buffer holds no more text than the
+    answer. After the end, events are derived from the answer itself.
     """
 
     def __init__(
         self, node_id: int, answer_id: str, fingerprint: str, idempotency_key: str = ""
     ) -> None:
-        """Begins a turn that nobody has joined; its ids are those it has when it is committed."""
+        """Creates a turn that no request has joined; its ids stay the same when it is committed."""
         self.node_id = node_id
         self.answer_id = answer_id
         self.fingerprint = fingerprint
@@ -130,24 +130,24 @@ class Turn:
         self.lineage: Lineage | None = None
         self.waiting = 0
         self.joins = 0
-        """How often somebody asked for its answer."""
+        """Number of requests that have joined it so far."""
         self.tries = 0
         self.handed = False
-        """Whether its answer began to leave; whether it arrived may not be known."""
+        """Whether sending its answer has started; whether it arrived may be unknown."""
         self.left = False
         self.task: asyncio.Task[None] | None = None
         self.committing = False
-        """Whether the answer is on its way to the journal: from then on it is kept."""
+        """Whether the answer is being written to the journal; from then on it is kept."""
         self._events: list[StreamEvent] = []
         self._prompts = 0
         self.record_bytes = 0
-        """What its path may add to the session's record, about, at most."""
+        """Approximate upper bound of what its path adds to the session's record, bytes."""
         self._result: Answered | RollmeshError | None = None
         self._changed: asyncio.Event | None = None
 
     @classmethod
     def of(cls, request: TurnRequest, session_id: str, node_id: int) -> "Turn":
-        """Returns the turn that a request begins, with the node id that is reserved for it."""
+        """Returns the turn that a request begins, with the node id reserved for it."""
         answer_id = f"chatcmpl-{session_id}-{node_id}"
         turn = cls(node_id, answer_id, request.fingerprint, request.idempotency_key)
         turn.stream, turn.finish_on_disconnect = request.stream, request.finish_on_disconnect
@@ -156,10 +156,10 @@ class Turn:
 
     @classmethod
     def stored(cls, answered: Answered) -> "Turn":
-        """Returns an answered turn as the journal has it.
+        """Returns an answered turn restored from the journal.
 
-        Who had its answer is not known: everybody may have. That all of it left is known only where
-        the agent went on from it.
+        Whether its answer reached a client is unknown, so it counts as handed over. It is known to
+        have been sent completely only if the agent continued from it.
         """
         record = answered.record
         turn = cls(
@@ -171,7 +171,7 @@ class Turn:
 
     @property
     def identity(self) -> str:
-        """What its retries have in common with it."""
+        """The key that its retries share with it."""
         return self.idempotency_key or self.fingerprint
 
     @property
@@ -186,33 +186,33 @@ class Turn:
 
     @property
     def has_emitted(self) -> bool:
-        """Whether a part of the answer may have left."""
+        """Whether part of the answer may have been sent."""
         return self.stream and len(self._events) > self._prompts
 
     def begin(self, prompt: PromptIds) -> None:
-        """Passes the prompt on, which is no part of the answer."""
+        """Emits the prompt, which is not part of the answer."""
         self._prompts = 1
         self.emit([prompt])
 
     def emit(self, events: Sequence[StreamEvent]) -> None:
-        """Passes events on."""
+        """Buffers events and wakes their readers."""
         if events:
             self._events += events
             self._wake()
 
     def begin_again(self) -> None:
-        """Drops the events of an answer that is lost; none of them has left."""
+        """Drops the events of a lost answer, none of which was sent."""
         del self._events[self._prompts :]
 
     def end(self, result: Answered | RollmeshError) -> None:
-        """Ends the turn; the first end counts."""
+        """Ends the turn; only the first end counts."""
         if self._result is None:
             self._result = result
             self._wake()
-            self._events = []  # who reads them has the list
+            self._events = []  # current readers keep a reference to the old list
 
     def cancel(self, error: RollmeshError) -> None:
-        """Ends a turn that is not on its way to the journal; who waits for it gets the error."""
+        """Ends a turn that is not being committed; requests that wait for it get the error."""
         self.end(error)
         if self.task is not None:
             self.task.cancel()
@@ -231,7 +231,7 @@ class Turn:
         return self._result
 
     async def events(self) -> AsyncIterator[TurnEvent]:
-        """Yields the beginning, the prompt where it is passed on, the events, and then the answer.
+        """Yields the beginning, the prompt if it was emitted, the events, and then the answer.
 
         Raises:
             RollmeshError: The turn failed.
@@ -260,7 +260,7 @@ class Turn:
 
 
 def _events_of(message: Message) -> list[ParserEvent]:
-    """Returns a whole answer as the events of a stream."""
+    """Returns a complete answer as the events of a stream."""
     events: list[ParserEvent] = [ReasoningEvent(message.reasoning)] if message.reasoning else []
     events += [TextEvent(message.content)] if message.content else []
     events += [
@@ -272,19 +272,19 @@ def _events_of(message: Message) -> list[ParserEvent]:
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """How much one session may hold."""
+    """Limits on what one session may hold."""
 
     nodes: int
     tokens: int
     text_bytes: int
     record_bytes: int
-    """Of the record, which must be small enough to be handed over."""
+    """Limit on the record, which must be small enough to hand over."""
 
     def check(self, session: "Session") -> None:
         """Checks that a session may take another turn.
 
         Raises:
-            SessionLimitError: It holds as much as it may.
+            SessionLimitError: The session has reached a limit.
         """
         tree = session.tree
         for name, held, most in (
@@ -300,16 +300,16 @@ class SessionLimits:
                 )
 
     def reserve(self, session: "Session", turn: Turn, held: int, added: int) -> None:
-        """Keeps room in the session's record for a turn, as long as that is in flight.
+        """Reserves room in the session's record for a turn while it is in flight.
 
         Args:
             session: The session.
             turn: The turn.
-            held: Size of the record of what the session holds, bytes.
-            added: What the turn may add, bytes.
+            held: Record size of the session's current content, bytes.
+            added: Most that the turn may add, bytes.
 
         Raises:
-            SessionLimitError: The session could not be closed with it.
+            SessionLimitError: With the turn, the record would be too large to hand over.
         """
         turn.record_bytes = 0
         held += sum(other.record_bytes for other in session.in_flight)
@@ -329,19 +329,19 @@ class Session:
     spec: SessionSpec
     tree: Tree
     turns: dict[str, list[Turn]] = field(default_factory=dict)
-    """Those in flight and the answered ones, by what retries have in common, oldest first."""
+    """In-flight and answered turns by the identity that retries share, oldest first."""
     in_flight: list[Turn] = field(default_factory=list)
     reader: MessageReader = field(default_factory=MessageReader)
-    """Reads its requests."""
+    """Reads the session's requests."""
     closing: bool = False
     used_ms: int = field(default_factory=clock.monotonic_ms)
-    """When it was last used, on the monotonic clock."""
+    """Time of the last use, on the monotonic clock."""
 
     def find_turn(self, request: TurnRequest) -> Turn | None:
-        """Returns the turn that a request is a retry of; None where it is a new sample.
+        """Returns the turn that a request retries; None if it asks for a new sample.
 
         Raises:
-            IdempotencyKeyReusedError: The key names the sample of another request.
+            IdempotencyKeyReusedError: The key belongs to the sample of another request.
         """
         turns = self.turns.get(request.identity, [])
         if not request.idempotency_key:
@@ -353,17 +353,17 @@ class Session:
         return turns[0] if turns else None
 
     def begin(self, turn: Turn) -> None:
-        """Takes up a turn that is in flight."""
+        """Adds a turn that is in flight."""
         self.in_flight.append(turn)
         self.turns.setdefault(turn.identity, []).append(turn)
 
     def restore(self, answered: Answered) -> None:
-        """Takes up an answered turn of the journal."""
+        """Adds an answered turn from the journal."""
         turn = Turn.stored(answered)
         self.turns.setdefault(turn.identity, []).append(turn)
 
     def end(self, turn: Turn, result: Answered | RollmeshError) -> None:
-        """Ends a turn, unless it has ended; one that failed is forgotten: it is no sample."""
+        """Ends a turn unless it has ended; a failed turn is forgotten because it has no sample."""
         if turn in self.in_flight:
             self.in_flight.remove(turn)
             self.used_ms = clock.monotonic_ms()
@@ -372,7 +372,7 @@ class Session:
             self.forget(turn)
 
     def forget(self, turn: Turn) -> None:
-        """Lets no more requests join a turn."""
+        """Removes a turn so that no more requests can join it."""
         turns = self.turns.get(turn.identity, [])
         if turn in turns:
             turns.remove(turn)
@@ -380,10 +380,10 @@ class Session:
             self.turns.pop(turn.identity, None)
 
     def mark_orphans(self) -> list[Node]:
-        """Marks the answers that never reached the agent, which went on without them.
+        """Marks the answers that never reached the agent and that it did not continue from.
 
         Returns:
-            Those that did not reach it, marked or not.
+            All nodes whose answers did not reach the agent, marked or not.
         """
         nodes = [
             turn.answered.node
@@ -392,9 +392,8 @@ class Session:
             if turn.answered is not None and not (turn.handed or turn.waiting)
         ]
         for node in nodes:
-            reasons = node.reasons - {
-                types_pb2.FIDELITY_REASON_ORPHANED
-            }  # of a close that was not stored
+            # A close that could not be stored may have marked it.
+            reasons = node.reasons - {types_pb2.FIDELITY_REASON_ORPHANED}
             node.reasons = (
                 reasons if node.children else reasons | {types_pb2.FIDELITY_REASON_ORPHANED}
             )

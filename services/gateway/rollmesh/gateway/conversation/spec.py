@@ -1,4 +1,4 @@
-"""What a session was created with, and how its answers are found again; both are stored."""
+"""The creation settings of a session and the lookup records of its answers; both are stored."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from rollmesh.v1 import gateway_pb2
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What a session was opened with."""
+    """The settings with which a session was created."""
 
     session_id: str
     opened_unix_ms: int
@@ -20,16 +20,16 @@ class SessionSpec:
     metadata: dict[str, str] = field(default_factory=dict)
     finish_on_disconnect: bool = False
     export_mode: int = gateway_pb2.EXPORT_MODE_LEAVES
-    """In which form the tree is exported: an `ExportMode`."""
+    """The form in which the tree is exported: an `ExportMode`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRecord:
-    """How an answered turn is found again by a retry."""
+    """What identifies an answered turn to a retry."""
 
     answer_id: str
     fingerprint: str
     idempotency_key: str
     created_unix_ms: int
     lineage: int | None = None
-    """What the request says that the turn is: a `Lineage`."""
+    """The lineage that the request gives the turn: a `Lineage`."""

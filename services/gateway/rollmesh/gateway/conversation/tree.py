@@ -1,13 +1,14 @@
 """The conversation tree of one session: plain state, no I/O.
 
-A node is one message group (a message, or a run of tool results) and holds the ids it
-adds. Invariants:
+A node is one message group (a message, or a run of tool results) and holds the ids that it adds.
+Invariants:
 
-* The ids of the nodes from a root to a node, joined, are exactly the context behind that node.
-* The ids of a sampled node are what the engine was given after its parent (`scaffold_tokens`
-  of them) and then what it sampled; nothing is ever tokenised again.
-* A path is shared, never copied: two conversations with a common beginning share those nodes.
-* `nodes` has parents before children. Ids do not: a turn has its id from its beginning.
+* The concatenated ids of the nodes from a root to a node are exactly the context after that node.
+* The ids of a sampled node are the ids that the engine received after its parent
+  (`scaffold_tokens` of them) followed by the sampled ids; nothing is ever tokenised again.
+* Paths are shared, never copied: two conversations with a common prefix share its nodes.
+* `nodes` lists parents before children. Ids need not be in that order: a turn's id is reserved
+  when the turn begins.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.v1 import types_pb2
 
 _TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 24, 512
-"""What a record needs for a token, at most for a node and a version span, and for a trajectory."""
+"""Record bytes per token, at most per node and per version span, and per trajectory."""
 
 
 class VersionSpan(NamedTuple):
@@ -45,53 +46,53 @@ class Sample:
     logprobs: Logprobs
     """Their log-probabilities, float32 [S]."""
     spans: tuple[VersionSpan, ...]
-    """Their policy versions, by index into `token_ids`; together they cover all."""
+    """Their policy versions, by index into `token_ids`; together they cover all tokens."""
     finish: Finish
     engine_id: str
     prompt_tokens: int
-    """Number of ids the engine was given."""
+    """Number of ids in the engine's prompt."""
     cached_tokens: int
-    """Number of those whose KV entries were reused."""
+    """Number of prompt ids whose KV entries were reused."""
     prompt_crc32: int
-    """CRC-32 of the ids the engine was given, as it received them."""
+    """CRC-32 of the prompt ids as the engine received them."""
     tops: Tops | None = None
-    """The most likely ids at each place, where the request wanted them."""
+    """The most likely ids at each position, if the request wanted them."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One group of a conversation; a root has no group and adds nothing."""
+    """One message group of a conversation; a root has no group and adds no ids."""
 
     node_id: int
     parent: "Node | None"
     render_context: RenderContext
     messages: MessageGroup
     token_ids: TokenIds
-    """What the node adds, uint32 [N]."""
+    """The ids that the node adds, uint32 [N]."""
     scaffold_tokens: int
-    """Number of leading ids that were not sampled; all of them where `sample` is None."""
+    """Number of leading ids that were not sampled; all of them if `sample` is None."""
     sample: Sample | None = None
     reasons: frozenset[Fidelity] = frozenset()
     said: Lineage | None = None
-    """What the request says that the turn is; None where it says nothing."""
+    """The lineage that the request gives the turn; None if it gives none."""
     stored: bool = False
     """Whether the journal has it."""
     ends_turn: bool = True
-    """False for an answer that was cut: the node behind it closes it."""
+    """False for an answer that was cut; the next node closes it."""
     end: int = 0
     """Length of the context up to and including this node."""
     record_bytes: int = 0
-    """Size of the path up to here in a record, about, at most."""
+    """Approximate upper bound of the path's size in a record, up to this node, bytes."""
     as_printed: bool | None = None
-    """Whether the template prints a sampled answer as it was sampled; None while nobody looked."""
+    """Whether the template renders a sampled answer as it was sampled; None if not checked yet."""
     seen: Seen | None = None
-    """What the context up to this node was seen to be; a restart forgets it."""
+    """What is known of the template's render up to this node; lost on restart."""
     children: list["Node"] = field(default_factory=list)
     by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
     by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
 
     def path(self) -> list["Node"]:
-        """Returns the nodes from below the root to this one."""
+        """Returns the nodes from the root's child to this node."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -100,30 +101,30 @@ class Node:
         return nodes[::-1]
 
     def context(self) -> list[TokenIds]:
-        """Returns the arrays whose concatenation is the context behind this node."""
+        """Returns the arrays whose concatenation is the context after this node."""
         return [node.token_ids for node in self.path()]
 
 
 class Match(NamedTuple):
-    """Where a request meets the tree."""
+    """The node from which a request continues the tree."""
 
     node: Node
-    """The deepest node that the request shares."""
+    """The deepest node that matches the request."""
     depth: int
-    """Number of groups of the request that it shares."""
+    """Number of the request's groups that match."""
     reasons: frozenset[Fidelity]
-    """LENIENT_ECHO where a sampled message came back changed and was kept as sampled."""
+    """LENIENT_ECHO if a sampled message was echoed with changes and was kept as sampled."""
 
 
 class Tree:
     """All conversations of one session."""
 
     def __init__(self, end_ids: frozenset[int], *, call_ids: bool = False) -> None:
-        """Begins without a conversation.
+        """Creates a tree without conversations.
 
         Args:
             end_ids: Ids that end an answer.
-            call_ids: Messages with other ids of tool calls are others: the template prints them.
+            call_ids: Whether tool-call ids distinguish messages, because the template prints them.
         """
         self._end_ids = end_ids
         self._call_ids = call_ids
@@ -131,16 +132,16 @@ class Tree:
         self._roots: dict[bytes, Node] = {}
         self.nodes: dict[int, Node] = {}
         self.tokens = 0
-        """Number of ids that all nodes hold."""
+        """Number of ids in all nodes."""
         self.text_bytes = 0
-        """Size of all messages' text, and of the most likely ids where they are kept, about."""
+        """Approximate size of all message text and of the most likely ids that are kept, bytes."""
         self.leaf_bytes = 0
-        """Size of a record with one trajectory for each leaf, about, at most."""
+        """Approximate upper bound of a record with one trajectory per leaf, bytes."""
         self.turn_bytes = 0
-        """Size of a record with one trajectory for each turn, about, at most."""
+        """Approximate upper bound of a record with one trajectory per turn, bytes."""
 
     def __repr__(self) -> str:
-        """Says how large the tree is."""
+        """Describes the size of the tree."""
         return f"Tree({len(self._roots)} roots, {len(self.nodes)} nodes, {self.turns} turns)"
 
     @property
@@ -149,12 +150,12 @@ class Tree:
         return sum(node.sample is not None for node in self.nodes.values())
 
     def match(self, render_context: RenderContext, groups: list[MessageGroup]) -> Match:
-        """Finds the deepest node whose path equals the beginning of the request.
+        """Finds the deepest node whose path equals a prefix of the request.
 
-        Where several samples are equal, the ids of calls say which of them the request goes on
-        from, also where the template does not print them; ids that speak for none of them part
-        nothing, as agents make up their own. Of equally deep nodes it takes one without leniency
-        before one with, then the newest.
+        If several samples are equal, tool-call ids decide which one the request continues, even if
+        the template does not print them. Ids that match none of the samples are ignored, because
+        agents may make up their own. Among equally deep nodes, exact matches precede lenient ones,
+        then the newest wins.
         """
         node, shared = _unbranched(self.root(render_context), groups)
         best = Match(node, shared, frozenset())
@@ -165,7 +166,7 @@ class Tree:
             frontier = [
                 Match(child, depth + 1, match.reasons | reasons)
                 for match in named
-                # A digest of a long text takes its time: only where there is something to compare.
+                # Digesting a long text is slow: do it only if there are children to compare.
                 if match.node.children
                 for child, reasons in self._children_like(match.node, group)
             ]
@@ -176,27 +177,27 @@ class Tree:
         return best
 
     def reserve_id(self) -> int:
-        """Returns a node id that no other node gets: that of a turn which begins."""
+        """Returns a unique node id, for a turn that begins."""
         self._next_id += 1
         return self._next_id - 1
 
     def skip_ids(self, count: int) -> None:
-        """Leaves out ids that turns may have had which did not end before a restart."""
+        """Skips ids that were possibly reserved by turns that a restart interrupted."""
         self._next_id += count
 
     def root_reasons(self, render_context: RenderContext) -> frozenset[Fidelity]:
-        """Returns why a first message begins a new root: TOOLS_CHANGED or nothing."""
+        """Returns why a first message starts a new root: TOOLS_CHANGED, or no reason."""
         others = (root for key, root in self._roots.items() if key != render_context.key)
         changed = any(root.children for root in others)
         return frozenset({types_pb2.FIDELITY_REASON_TOOLS_CHANGED}) if changed else frozenset()
 
     def add_messages(self, parent: Node, group: MessageGroup, token_ids: TokenIds) -> Node:
-        """Attaches an unsampled group, or returns the equal one that another request attached.
+        """Attaches an unsampled group, or returns the equal node that another request attached.
 
-        Where the template prints a message otherwise by now, it is another one.
+        If the template now renders the message differently, a new node is attached.
         """
         for node in parent.by_key.get(self._key(group), ()):
-            # Equal messages may be spelled otherwise (7 and 7.0): each has its own tokens then.
+            # Equal messages may be spelled differently (7 and 7.0): then each has its own tokens.
             if node.sample is None and np.array_equal(node.token_ids, token_ids):
                 return node
         reasons = self.root_reasons(parent.render_context) if parent.parent is None else frozenset()
@@ -222,7 +223,7 @@ class Tree:
         node_id: int | None = None,
         said: Lineage | None = None,
     ) -> Node:
-        """Attaches a sampled turn, with its reserved id; equal samples stay apart."""
+        """Attaches a sampled turn under its reserved id; equal samples stay separate nodes."""
         node = Node(
             self.reserve_id() if node_id is None else node_id,
             parent,
@@ -237,7 +238,7 @@ class Tree:
         return self.attach(node)
 
     def attach(self, node: Node) -> Node:
-        """Attaches a node that is complete but for its place; also used to rebuild a tree."""
+        """Attaches a node to its parent; also used to rebuild a tree."""
         assert node.parent is not None
         parent = node.parent
         last = int(node.token_ids[-1]) if len(node.token_ids) else None
@@ -259,7 +260,7 @@ class Tree:
         return node
 
     def detach(self, node: Node) -> None:
-        """Takes back a node that could not be stored, unless another has gone on from it."""
+        """Removes a node that could not be stored, unless it has children."""
         assert node.parent is not None
         if node.children or node.stored:
             return
@@ -276,7 +277,7 @@ class Tree:
         self._count_record(node, -1)
 
     def reattach(self, node: Node) -> None:
-        """Puts a path back that was taken back while another turn was made to go on from it."""
+        """Reattaches the detached nodes of a path, for a turn that was prepared on top of it."""
         for one in node.path():
             if one.node_id not in self.nodes:
                 self.attach(one)
@@ -288,7 +289,7 @@ class Tree:
                 yield node
 
     def root(self, render_context: RenderContext) -> Node:
-        """Returns the root of a render_context; a new one where there was none."""
+        """Returns the root of a render context; creates it if there is none."""
         root = self._roots.get(render_context.key)
         if root is None:
             root = Node(0, None, render_context, (), np.empty(0, np.uint32), 0)
@@ -310,7 +311,7 @@ class Tree:
     def _children_like(
         self, parent: Node, group: MessageGroup
     ) -> Iterator[tuple[Node, frozenset[Fidelity]]]:
-        """Yields the children that a request's group stands for, with what was overlooked."""
+        """Yields the children that a request's group matches, with the reasons for leniency."""
         nothing: frozenset[Fidelity] = frozenset()
         exact = parent.by_key.get(self._key(group), ())
         for node in exact:
@@ -334,7 +335,7 @@ class Tree:
 
 
 def path_bytes(tokens: int, nodes: int) -> int:
-    """Returns the size of a path in a record, about, at most."""
+    """Returns an approximate upper bound of a path's size in a record, bytes."""
     return tokens * _TOKEN_BYTES + nodes * _NODE_BYTES + _ROW_BYTES
 
 
@@ -358,20 +359,20 @@ def _best(matches: list[Match]) -> Match:
 
 
 def _chosen(matches: list[Match], wanted: Callable[[Match], bool]) -> list[Match]:
-    """Returns the matches that are wanted, or all where none is."""
+    """Returns the wanted matches, or all if none is wanted."""
     if len(matches) == 1:
         return matches
     return [match for match in matches if wanted(match)] or matches
 
 
 def _repeats(group: MessageGroup, node: Node) -> bool:
-    """Says whether the calls of a request's message have the ids of a node's."""
+    """Returns whether the calls of a request's message have the same ids as a node's calls."""
     ids = [call.id for call in group[0].tool_calls]
     return any(ids) and ids == [call.id for call in node.messages[0].tool_calls]
 
 
 def _answers(group: MessageGroup, node: Node) -> bool:
-    """Says whether tool results name the calls of a node."""
+    """Returns whether tool results refer to calls of a node."""
     named = {message.tool_call_id for message in group if message.tool_call_id}
     return (
         bool(named) and bool(node.messages) and named <= {c.id for c in node.messages[0].tool_calls}
@@ -379,12 +380,12 @@ def _answers(group: MessageGroup, node: Node) -> bool:
 
 
 def _unbranched(root: Node, groups: list[MessageGroup]) -> tuple[Node, int]:
-    """Follows a request while there is nothing to choose and nothing to overlook.
+    """Follows a request down the tree while each node has a single, exactly matching child.
 
-    Most requests are one long conversation that goes on: comparing is quicker than digesting.
+    Most requests continue one long conversation, for which comparing is faster than digesting.
 
     Returns:
-        The node that was reached and the number of groups up to it.
+        The last matching node and the number of groups up to it.
     """
     node, depth = root, 0
     for group in groups:

@@ -1,4 +1,4 @@
-"""A closed session as the record that a trainer gets.
+"""The record of a closed session, as a trainer receives it.
 
 May import `conversation` and `protocol`.
 """

@@ -1,4 +1,4 @@
-"""The record of a closed session: what the trainer gets of it."""
+"""Writes the record of a closed session for the trainer."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ from rollmesh.v1 import gateway_pb2, types_pb2
 def write_record(
     session: Session, request: gateway_pb2.CloseSessionRequest, closed_unix_ms: int
 ) -> types_pb2.SessionRecord:
-    """Returns the record of a session that `request` closes; its rewards are checked.
+    """Returns the record of a session closed by `request`, with its rewards checked and applied.
 
     Runs in a worker thread.
     """
@@ -57,22 +57,22 @@ def write_record(
 
 
 def check_close(session: Session, rewards: types_pb2.SessionRewards) -> None:
-    """Checks that the rewards of a close are of what the session's record will have.
+    """Checks that a close's rewards refer to what the session's record will contain.
 
     Raises:
-        InvalidFieldError: Names the first reward that is wrong.
+        InvalidFieldError: A reward is invalid; the error names the first one.
     """
     turns = {node.node_id for node in session.tree.nodes.values() if node.sample is not None}
     check_rewards(rewards, trajectory_ids(session), turns)
 
 
 def trajectory_ids(session: Session) -> set[str]:
-    """Returns the ids of the trajectories that a close gives: none where the tree is exported."""
+    """Returns the ids of the trajectories that a close exports; none if it exports the tree."""
     return {trajectory_id(session.spec.session_id, end) for end in trajectory_ends(session)}
 
 
 def trajectory_ends(session: Session) -> list[int]:
-    """Returns the last node of each trajectory that a close gives, oldest first."""
+    """Returns the id of the last node of each trajectory that a close exports, oldest first."""
     tree = session.tree
     ends: Iterable[Node]
     match session.spec.export_mode:
@@ -86,7 +86,7 @@ def trajectory_ends(session: Session) -> list[int]:
 
 
 def record_bytes(session: Session) -> int:
-    """Returns the size of a session's record, about, at most."""
+    """Returns an approximate upper bound of the size of a session's record, bytes."""
     tree = session.tree
     match session.spec.export_mode:
         case gateway_pb2.EXPORT_MODE_TREE:
@@ -107,7 +107,7 @@ def exported_lineages(record: types_pb2.SessionRecord) -> list[str]:
 
 
 def trajectory_id(session_id: str, leaf_node_id: int) -> str:
-    """Returns the id of the trajectory that ends in a node."""
+    """Returns the id of the trajectory that ends at a node."""
     return f"{session_id}-{leaf_node_id}"
 
 

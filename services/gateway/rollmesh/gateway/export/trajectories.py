@@ -1,6 +1,6 @@
-"""What of a tree is trained: one trajectory per leaf or per turn, or the tree itself, packed.
+"""Exports a tree for training: as one trajectory per leaf or per turn, or as a packed tree.
 
-In each of them a sampled token is trained in exactly one place, or says why not.
+In each form a sampled token is trained exactly once, or carries the reason why it is not trained.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _NONE: Mapping[int, Lineage] = {}
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens of one node: its scaffold, or what was sampled."""
+    """A run of tokens of one node: its scaffold or its sampled tokens."""
 
     start: int
     end: int
@@ -36,7 +36,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One root-to-leaf token sequence; arrays of equal length N."""
+    """One root-to-leaf token sequence, in arrays of equal length N."""
 
     leaf_node_id: int
     lineage: Lineage
@@ -52,7 +52,7 @@ class Trajectory:
     """Policy versions of the sampled tokens, by index into `token_ids`."""
     segments: tuple[Segment, ...]
     reasons: tuple[Fidelity, ...]
-    """Sorted; exactly (EXACT,) where nothing else is to be said."""
+    """Sorted; exactly (EXACT,) if there is no other reason."""
     turns: int
 
 
@@ -62,7 +62,7 @@ class TreeNode:
 
     node_id: int
     parent_index: int | None
-    """Place of the parent among the nodes; None for a root."""
+    """Index of the parent in the list of nodes; None for a root."""
     start: int
     end: int
     scaffold_tokens: int
@@ -76,10 +76,10 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class PackedTree:
-    """A tree, each token once; arrays of equal length N, one node's tokens after another's."""
+    """A tree with each token once, in arrays of equal length N that are ordered by node."""
 
     nodes: tuple[TreeNode, ...]
-    """Parents first."""
+    """Parents precede their children."""
     token_ids: TokenIds
     """uint32 [N]."""
     logprobs: Logprobs
@@ -89,11 +89,11 @@ class PackedTree:
     spans: tuple[VersionSpan, ...]
     """Policy versions of the sampled tokens, by index into `token_ids`."""
     reasons: tuple[Fidelity, ...]
-    """Sorted; exactly (EXACT,) where nothing else is to be said."""
+    """Sorted; exactly (EXACT,) if there is no other reason."""
 
 
 def pack_tree(tree: Tree) -> PackedTree:
-    """Returns the whole tree; auxiliary calls and orphans are not trained and say so."""
+    """Returns the complete tree; auxiliary calls and orphans have mask 0 and carry a reason."""
     token_ids = np.zeros(tree.tokens, np.uint32)
     logprobs = np.zeros(tree.tokens, np.float32)
     mask = np.zeros(tree.tokens, np.bool_)
@@ -127,9 +127,10 @@ def pack_tree(tree: Tree) -> PackedTree:
 def export_tree(tree: Tree) -> Iterator[Trajectory]:
     """Yields the trajectories of all leaves, oldest leaf first.
 
-    A sampled node on several paths is trained in the first of them that is not auxiliary; the
+    A sampled node on several paths is trained in the first of them that is not auxiliary. The
     others carry its tokens with mask 0 and the reason SHARED_PREFIX. Auxiliary calls are not
-    trained and say AUXILIARY; nor are answers that never reached the agent, which say ORPHANED.
+    trained and carry AUXILIARY. Answers that never reached the agent are not trained and carry
+    ORPHANED.
     """
     leaves = list(tree.leaves())
     found = lineages(tree, leaves)
@@ -140,15 +141,16 @@ def export_tree(tree: Tree) -> Iterator[Trajectory]:
     for leaf in leaves:
         elsewhere = {n.node_id for n in leaf.path() if owners[n.node_id] != leaf.node_id}
         own: dict[int, Lineage] = {}
-        if found[leaf.node_id] == types_pb2.LINEAGE_AUXILIARY:  # what it goes on from need not be
+        # Earlier turns on the path of an auxiliary leaf need not be auxiliary.
+        if found[leaf.node_id] == types_pb2.LINEAGE_AUXILIARY:
             own = lineages(tree, leaf.path())
         yield _export(leaf, found[leaf.node_id], elsewhere, own)
 
 
 def export_turns(tree: Tree) -> Iterator[Trajectory]:
-    """Yields one trajectory for each sampled turn, oldest first; only that turn is trained in it.
+    """Yields one trajectory per sampled turn, oldest first; it trains only that turn.
 
-    Earlier turns of its path carry the reason SHARED_PREFIX: they have their own trajectories.
+    Earlier turns on its path have their own trajectories and carry the reason SHARED_PREFIX here.
     """
     turns = [node for node in tree.nodes.values() if node.sample is not None]
     found = lineages(tree, turns)
@@ -163,10 +165,10 @@ def _export(
     """Returns the trajectory of a leaf.
 
     Args:
-        leaf: Its last node.
-        lineage: Of the leaf.
-        elsewhere: Nodes that are trained in another trajectory.
-        own: Lineages of nodes that have another than the leaf.
+        leaf: The last node of the trajectory.
+        lineage: Lineage of the leaf.
+        elsewhere: Ids of nodes that are trained in another trajectory.
+        own: Lineages, by node id, of nodes whose lineage differs from the leaf's.
     """
     path = leaf.path()
     logprobs = np.zeros(leaf.end, np.float32)
@@ -269,7 +271,7 @@ def _overall(
 
 
 def _joined(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Joins spans of one version that touch."""
+    """Joins adjacent spans of the same version."""
     joined: list[VersionSpan] = []
     for span in spans:
         if span.start == span.end:

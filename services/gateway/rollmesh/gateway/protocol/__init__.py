@@ -1,4 +1,4 @@
-"""Between the messages of `rollmesh.v1` and the gateway's own types.
+"""Converts between the messages of `rollmesh.v1` and the gateway's own types.
 
 May import `conversation`.
 """

@@ -1,4 +1,4 @@
-"""Reads chat requests: checks every field and fills in the defaults of the session."""
+"""Reads chat requests: validates every field and fills in the session's defaults."""
 
 import dataclasses
 from collections.abc import Callable
@@ -49,18 +49,18 @@ _REPLACED: tuple[Literal["allowed_token_ids", "logit_bias", "bad_sequences"], ..
 _MAX_SCHEMA_BYTES = 64 * 1024
 _DEFAULTS_CACHED = 256
 _Digest: TypeAlias = Callable[[types_pb2.SamplingParams, int], str]
-"""Gives a choice's fingerprint, by its sampling parameters and its index."""
+"""Returns a choice's fingerprint, given its sampling parameters and index."""
 _contexts: ByteCache[tuple[str, str], RenderContext] = ByteCache(16 * 1024 * 1024)
-"""By tools and options: agents send the same ones with every request."""
+"""Render contexts by tools and options; agents send the same ones with every request."""
 
 
 def read_choices(
     request: gateway_pb2.ChatRequest, session: Session, max_choices: int, *, stream: bool
 ) -> list[TurnRequest]:
-    """Returns the choices that a chat request wants; they are told apart by index and seed.
+    """Returns the choices that a chat request asks for; they differ in index and seed.
 
     Raises:
-        InvalidFieldError: Names the field.
+        InvalidFieldError: A field is invalid; the error names it.
     """
     count = request.choices or 1
     if count > max_choices:
@@ -74,7 +74,7 @@ def _read_choice(
 ) -> TurnRequest:
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(first.sampling)
-    if sampling.HasField("seed"):  # one seed would make all choices equal
+    if sampling.HasField("seed"):  # the same seed would make all choices equal
         sampling.seed = choice_seed(sampling.seed, index)
     return dataclasses.replace(
         first,
@@ -88,7 +88,7 @@ def _read_choice(
 def _read_chat(
     request: gateway_pb2.ChatRequest, session: Session, *, stream: bool
 ) -> tuple[TurnRequest, "_Digest"]:
-    """Checks a chat request and fills in the session's defaults."""
+    """Validates a chat request and fills in the session's defaults."""
     spec = session.spec
     messages, digest = session.reader.read(request)
     stops = tuple(request.stop)
@@ -99,7 +99,7 @@ def _read_chat(
     render_context = _context_of(request)
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(_defaults(spec.sampling))
-    for name in _REPLACED:  # merging would join them
+    for name in _REPLACED:  # MergeFrom would concatenate them
         if getattr(request.sampling, name):
             sampling.ClearField(name)
     sampling.MergeFrom(request.sampling)
@@ -214,7 +214,7 @@ def _read_wanted(request: gateway_pb2.ChatRequest, render_context: RenderContext
 
 
 def _sample_key(request: gateway_pb2.ChatRequest, index: int) -> str:
-    """Returns the name of one choice's sample: the choices of a request share its key."""
+    """Returns the key of one choice's sample; the choices of a request share its key."""
     key = request.idempotency_key
     if len(key) > _MAX_KEY_CHARS:
         raise InvalidFieldError(

@@ -23,7 +23,7 @@ _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
 
 
 def write_message(message: Message) -> types_pb2.ChatMessage:
-    """Returns the proto of a message; content is absent where it is empty."""
+    """Returns the proto of a message; empty content is omitted."""
     return types_pb2.ChatMessage(
         role=write_role(message.role),
         content=[types_pb2.ContentPart(text=message.content)] if message.content else [],
@@ -38,7 +38,7 @@ def write_message(message: Message) -> types_pb2.ChatMessage:
 
 
 def write_event(event: TurnEvent, index: int = 0) -> gateway_pb2.StreamChatResponse:
-    """Returns the proto of the beginning of a choice's answer, of a part of it, or of its end."""
+    """Returns the proto of an event: the beginning, a part or the end of a choice's answer."""
     if isinstance(event, Begun):
         begun = gateway_pb2.ChatBegun(answer_id=event.answer_id)
         return gateway_pb2.StreamChatResponse(begun=begun, choice_index=index)
@@ -56,7 +56,7 @@ def write_event(event: TurnEvent, index: int = 0) -> gateway_pb2.StreamChatRespo
 
 
 def write_answers(answers: Sequence[Answered]) -> gateway_pb2.ChatResponse:
-    """Returns the proto of the answers of a request, in order of its choices."""
+    """Returns the proto of a request's answers, in order of its choices."""
     report = answers[0].report
     return gateway_pb2.ChatResponse(
         answers=map(_write_answer, answers),

@@ -1,4 +1,4 @@
-"""Sessions from creation to close: keys, replies, idle time, and what ends them.
+"""Session lifecycle from creation to close: keys, replies, idle timeouts and ending turns.
 
 May import `turns`, `storage`, `export` and `conversation`.
 """

@@ -1,4 +1,4 @@
-"""Turns that end before they are committed: their clients leave, or their session ends."""
+"""Ends turns before they are committed: their clients disconnect, or their session closes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from rollmesh.runtime.errors import GenerationAbortedError, RollmeshError
 
 @asynccontextmanager
 async def subscribed(session: Session, turn: Turn) -> AsyncIterator[None]:
-    """Counts who waits; the last to leave an unfinished turn ends it, unless it is to finish."""
+    """Counts a waiting request; the last one to leave cancels a turn that need not finish."""
     turn.waiting += 1
     turn.joins += 1
     try:
@@ -24,7 +24,7 @@ async def subscribed(session: Session, turn: Turn) -> AsyncIterator[None]:
 
 
 async def end_turns(session: Session, error: RollmeshError) -> None:
-    """Ends what is being sampled with an error, and waits for what is on its way to the journal."""
+    """Ends the turns that are being sampled with an error; waits for those being committed."""
     committing: list[asyncio.Task[None]] = []
     for turn in session.in_flight:
         if not turn.committing:
@@ -36,5 +36,5 @@ async def end_turns(session: Session, error: RollmeshError) -> None:
 
 
 def cancelled() -> GenerationAbortedError:
-    """Returns the error of a turn that nobody waits for any more."""
+    """Returns the error of a turn that no request waits for any more."""
     return GenerationAbortedError("the turn was cancelled; nothing was kept")

@@ -1,4 +1,4 @@
-"""The sizes of the groups that a gateway knows: all sessions of a group give one."""
+"""Group sizes known to a gateway; all sessions of a group must give the same size."""
 
 from collections import OrderedDict
 
@@ -8,17 +8,17 @@ _MOST_GROUPS = 65_536
 
 
 class GroupSizes:
-    """The sizes of the groups that were used last."""
+    """The sizes of the most recently used groups."""
 
     def __init__(self) -> None:
-        """Begins without groups."""
+        """Starts without groups."""
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
     def check(self, group_id: str, size: int) -> None:
         """Checks the size that a new session gives for its group.
 
         Raises:
-            GroupSizeError: Another session gave another size.
+            GroupSizeError: Another session of the group gave a different size.
         """
         known = self._sizes.get(group_id, size)
         if group_id and known != size:
@@ -28,7 +28,7 @@ class GroupSizes:
             )
 
     def add(self, group_id: str, size: int) -> None:
-        """Notes a session of a group; the group that was used longest ago may be forgotten."""
+        """Records a group's session; the least recently used group may be evicted."""
         if group_id:
             self._sizes.setdefault(group_id, size)
             self._sizes.move_to_end(group_id)

@@ -1,4 +1,4 @@
-"""Closes sessions that nobody uses, with what they have."""
+"""Closes idle sessions with the turns they have."""
 
 import asyncio
 import logging
@@ -15,13 +15,13 @@ _CHECK_S = 60.0
 
 
 async def close_idle(gateway: Gateway, idle_ms: int) -> None:
-    """Closes sessions that were not used for so long; runs until it is cancelled."""
+    """Closes sessions that have been idle for `idle_ms`; runs until it is cancelled."""
     while True:
         for session in gateway.unused_since(clock.monotonic_ms() - idle_ms):
             _log.warning("idle session", extra=fields(session=session.spec.session_id))
             try:
                 await _close(gateway, session)
-            except RollmeshError as error:  # tried again with the next round
+            except RollmeshError as error:  # retried in the next round
                 _log.warning(
                     "not closed",
                     extra=fields(session=session.spec.session_id, error=str(error)),
@@ -30,7 +30,7 @@ async def close_idle(gateway: Gateway, idle_ms: int) -> None:
 
 
 async def _close(gateway: Gateway, session: Session) -> None:
-    """Closes a session; one that cannot be closed is set aside, and ends nothing else."""
+    """Closes a session; one that cannot be closed is set aside and affects no other session."""
     request = gateway_pb2.CloseSessionRequest(
         session_id=session.spec.session_id,
         outcome=types_pb2.SESSION_OUTCOME_ABORTED,
@@ -40,5 +40,5 @@ async def _close(gateway: Gateway, session: Session) -> None:
         await gateway.close(request)
     except RollmeshError:
         raise
-    except Exception as error:  # noqa: BLE001 - it is this session's own fault
+    except Exception as error:  # noqa: BLE001 - affects only this session
         await gateway.set_aside(session, error)

@@ -1,7 +1,7 @@
-"""Session keys: what opens a session and nothing else.
+"""Session keys, each of which grants access to one session only.
 
-A key is derived from the session's id with the journal's secret, so no key is stored, a repeated
-CreateSession returns the same one, and a gateway that takes over the journal accepts it.
+A key is derived from the session's id and the journal's secret. So keys need not be stored, a
+repeated CreateSession returns the same key, and a gateway that takes over the journal accepts it.
 """
 
 import base64
@@ -26,10 +26,10 @@ class SessionKeys:
         return f"rmk-{session_id}-{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
 
     def check(self, session_id: str, key: str) -> None:
-        """Checks a key, in a time that does not tell how much of it is right.
+        """Checks a key in constant time.
 
         Raises:
-            SessionKeyWrongError: There is none, or it is not the key of this session.
+            SessionKeyWrongError: The key is empty, or it is not the key of this session.
         """
         if not hmac.compare_digest(key.encode(), self.key(session_id).encode()):
             problem = "does not open this session" if key else "is empty"

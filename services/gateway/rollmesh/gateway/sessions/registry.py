@@ -1,4 +1,4 @@
-"""The gateway's sessions: opening, turns, retries, closing, and handing over to the collector."""
+"""The gateway's sessions: opening, turns, retries, closing, and hand-over to the collector."""
 
 import asyncio
 import logging
@@ -52,7 +52,7 @@ from rollmesh.v1 import gateway_pb2
 _log = logging.getLogger(__name__)
 _RETRY_MS = 1000
 _LOST_IDS = 1024
-"""More than the turns of a session that began to stream and were lost with the process."""
+"""Upper bound of a session's turns that had started to stream and were lost with the process."""
 
 
 class Gateway:
@@ -68,7 +68,7 @@ class Gateway:
         tasks: asyncio.TaskGroup,
         max_sessions: int,
     ) -> None:
-        """Begins without sessions; `restore` brings back those of the journal."""
+        """Starts without sessions; `restore` loads those of the journal."""
         self._new_tree = new_tree
         self._database = database
         self._runner = runner
@@ -81,15 +81,15 @@ class Gateway:
         self._groups = GroupSizes()
         self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
         self._opens = 0
-        """Sessions on their way to the journal."""
+        """Number of new sessions that are being written to the journal."""
         self._closing: dict[str, tuple[bytes, asyncio.Future[list[str]]]] = {}
-        """What is on its way to the journal, and what tells a repeat of its request."""
+        """Closes that are being written to the journal, each with the digest of its request."""
         self._draining = False
         self.replies = Replies(database, runner, tasks, self._begin)
         self.keys: SessionKeys
         """Set by `restore`."""
         self.forgotten: Callable[[str], None] = lambda _: None
-        """Told the id of each closed session, so that its engine need not stick."""
+        """Called with the id of each closed session, to drop its engine affinity."""
         outbox.forgotten = self._closed.difference_update
 
     @property
@@ -103,7 +103,7 @@ class Gateway:
         return len(self._sessions)
 
     async def restore(self) -> None:
-        """Rebuilds the open sessions from the journal, and what their keys are made with."""
+        """Rebuilds the open sessions from the journal, and loads the secret of their keys."""
         fresh = secrets.token_bytes(SECRET_BYTES)
         self.keys = SessionKeys(await self._database.run(lambda db: journal.keep_secret(db, fresh)))
         sessions, damaged = await self._database.run(
@@ -127,7 +127,7 @@ class Gateway:
         )
 
     def reopen(self, stored: StoredSession) -> None:
-        """Serves a session of the journal."""
+        """Adds a session from the journal to the open sessions."""
         stored.tree.skip_ids(_LOST_IDS)
         session = Session(stored.spec, stored.tree)
         for node_id, record in stored.answers.items():
@@ -145,8 +145,8 @@ class Gateway:
         """Returns an open session.
 
         Raises:
-            SessionClosedError: It is closed.
-            SessionUnknownError: There is none with this id.
+            SessionClosedError: The session is closed.
+            SessionUnknownError: There is no session with this id.
         """
         session = self._sessions.get(session_id)
         if session is None or session.closing:
@@ -165,16 +165,16 @@ class Gateway:
         """Opens a session, or returns the one that the same request id opened.
 
         Raises:
-            SessionClosedError: The session that the same request id opened is closed.
+            SessionClosedError: The session opened by the same request id is closed.
             TooManySessionsError: The gateway is full.
-            StoreFullError: The collector is behind.
+            StoreFullError: Too many closed sessions wait for the collector.
             InvalidFieldError: The group has another size.
         """
         known = self._by_request_id.get(request.request_id)
         if known is not None:
             return known
         opening = self._opening.get(request.request_id)
-        if opening is not None:  # a repeat, while the first is on its way to the journal
+        if opening is not None:  # a repeat while the first is being written
             return await asyncio.shield(opening)
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
@@ -223,21 +223,22 @@ class Gateway:
     def _begin(self, session: Session, request: TurnRequest) -> Turn:
         if self._draining:
             raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
-        if session.closing:  # since the request was accepted: a large one is read in a thread
+        if session.closing:  # it may have closed while a thread read the request
             raise _closed(session.spec.session_id)
         turn = Turn.of(request, session.spec.session_id, session.tree.reserve_id())
         session.begin(turn)
         turn.task = self._tasks.create_task(self._run(session, turn, request))
-        # Not in the task: one that is cancelled before its first step runs nothing.
+        # Not inside the task: a task that is cancelled before its first step never runs.
         turn.task.add_done_callback(lambda _: session.end(turn, cancelled()))
         return turn
 
     async def close(self, request: gateway_pb2.CloseSessionRequest) -> list[str]:
-        """Closes a session and puts its record into the outbox; a repeat gives the same ids.
+        """Closes a session and adds it to the outbox; a repeated close returns the same ids.
 
         Raises:
-            SessionUnknownError: There is none with this id.
-            InvalidFieldError: A reward is of what the session does not have; it stays open.
+            SessionUnknownError: There is no session with this id.
+            InvalidFieldError: A reward refers to something the session does not have. The session
+                stays open.
             RepeatConflictError: It was closed with another outcome, other rewards or metadata.
         """
         session_id, digest = request.session_id, _digest_of(request)
@@ -261,7 +262,7 @@ class Gateway:
         session.closing = True
         try:
             await end_turns(session, _closed(request.session_id))
-            # Again: a turn that was being committed may have gone on from a leaf.
+            # Check again: a turn that was being committed may have extended a leaf.
             check_close(session, request.rewards)
             session_id = request.session_id
             close = Close(
@@ -284,19 +285,19 @@ class Gateway:
         return [trajectory_id(session_id, leaf) for leaf in close.leaves]
 
     def unused_since(self, time_ms: int) -> Iterator[Session]:
-        """Yields the open sessions that nobody has used since a time of the monotonic clock.
+        """Yields the open sessions that have not been used since a time of the monotonic clock.
 
-        Each is looked at when it is asked for: closing those before it takes time.
+        Each session is checked only when the iterator reaches it: closing earlier ones takes time.
         """
         for session in list(self._sessions.values()):
             if not (session.in_flight or session.closing) and session.used_ms <= time_ms:
                 yield session
 
     async def set_aside(self, session: Session, error: Exception) -> None:
-        """Makes an open session a dead letter: an error of its own keeps it from being closed.
+        """Makes an open session a dead letter, because an error of its own prevents its close.
 
         Raises:
-            RollmeshError: The journal cannot be written; it stays open.
+            RollmeshError: The journal cannot be written; the session stays open.
         """
         letter = dead_letter(session.spec.session_id, "UNEXPORTABLE", error)
         session.closing = True
@@ -314,29 +315,29 @@ class Gateway:
         self.forgotten(session.spec.session_id)
 
     async def stop(self) -> None:
-        """Ends the turns that are still running; waits for those on their way to the journal."""
+        """Ends the turns that are still running; waits for those being committed."""
         error = ShuttingDownError("the gateway stopped; nothing was kept", retry_delay_ms=_RETRY_MS)
         for session in list(self._sessions.values()):
             await end_turns(session, error)
 
     async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
-        """Owns one turn: whatever happens becomes its end."""
+        """Runs one turn; any outcome, including an unexpected error, ends it."""
         try:
             answered = await self._runner.run(session, turn, request)
-            if turn.joins > 1:  # here, for a retry may have come while the turn was committed
+            if turn.joins > 1:  # checked here: a retry may join during the commit
                 await self.replies.mark_replayed(session, answered.node)
             metrics.committed(answered.node)
             session.end(turn, answered)
         except RollmeshError as error:
             metrics.TURNS.labels(error.reason).inc()
             session.end(turn, error)
-        except Exception as error:  # noqa: BLE001 - the edge of a task: one turn must not end the others
+        except Exception as error:  # noqa: BLE001 - task edge: one turn must not end the others
             _log.exception("turn failed", extra=fields(session=session.spec.session_id))
             session.end(turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
 
 
 def _digest_of(request: gateway_pb2.CloseSessionRequest) -> bytes:
-    """Returns what tells a repeat of a close from another one; the key is no part of it."""
+    """Returns the digest that identifies a repeat of a close; it excludes the session key."""
     body = gateway_pb2.CloseSessionRequest()
     body.CopyFrom(request)
     body.ClearField("session_key")

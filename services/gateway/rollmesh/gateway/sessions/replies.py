@@ -1,4 +1,4 @@
-"""Replies to chat requests: which turn answers a request, and when its answer has left."""
+"""Replies to chat requests: picks the turn that answers, and tracks when its answer was sent."""
 
 import asyncio
 import dataclasses
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Replies:
-    """What the requests of all sessions are answered with."""
+    """Answers the chat requests of all sessions."""
 
     def __init__(
         self,
@@ -43,17 +43,17 @@ class Replies:
         tasks: asyncio.TaskGroup,
         begin: Callable[[Session, TurnRequest], Turn],
     ) -> None:
-        """Takes what a reply needs; `begin` begins a turn for a request that is no retry."""
+        """Takes the dependencies; `begin` begins a turn for a request that is not a retry."""
         self._database = database
         self._runner = runner
         self._tasks = tasks
         self._begin = begin
 
     async def chat(self, session: Session, request: TurnRequest) -> tuple[Turn, Answered]:
-        """Returns a turn and its answer, which is durable; the caller ends it with `replied`.
+        """Returns a turn and its durable answer; the caller must then call `replied`.
 
         Raises:
-            IdempotencyKeyReusedError: The key names the sample of another request.
+            IdempotencyKeyReusedError: The key belongs to the sample of another request.
             RollmeshError: There is no answer and nothing was kept.
         """
         turn = self._join(session, request)
@@ -63,11 +63,11 @@ class Replies:
             await faults.reach("gateway-before-reply")
             report = await self._report(answered, request)
             turn.handed = True
-            turn.waiting += 1  # until the reply has left: an equal request is no retry before
+            turn.waiting += 1  # until the reply is sent, an equal request is no retry
         return turn, dataclasses.replace(answered, report=report)
 
     def replied(self, turn: Turn, *, left: bool) -> None:
-        """Ends a turn that `chat` returned; `left` says whether the complete reply was sent."""
+        """Releases a turn that `chat` returned; `left` is whether the complete reply was sent."""
         turn.waiting -= 1
         turn.left |= left
         if faults.is_armed("gateway-after-reply"):
@@ -76,10 +76,10 @@ class Replies:
     async def stream_chat(
         self, session: Session, request: TurnRequest
     ) -> AsyncGenerator[TurnEvent, None]:
-        """Yields the beginning and the events of an answer, then its end, durable by then.
+        """Yields the beginning and the events of an answer, then the answer once it is durable.
 
         Raises:
-            IdempotencyKeyReusedError: The key names the sample of another request.
+            IdempotencyKeyReusedError: The key belongs to the sample of another request.
             RollmeshError: There is no answer and nothing was kept.
         """
         turn = self._join(session, request)
@@ -107,7 +107,7 @@ class Replies:
                     told |= isinstance(early, Told)
 
     def _join(self, session: Session, request: TurnRequest) -> Turn:
-        """Returns the turn that a request is a retry of, or begins one."""
+        """Returns the turn that a request retries, or begins a new one."""
         session.used_ms = clock.monotonic_ms()
         turn = session.find_turn(request) or self._begin(session, request)
         turn.tries = max(turn.tries, request.retry_count)
@@ -119,13 +119,13 @@ class Replies:
             await self.mark_replayed(session, turn.answered.node)
 
     async def _report(self, answered: Answered, request: TurnRequest) -> Report | None:
-        """Returns what a request wants to know beside its answer."""
+        """Returns what a request wants in addition to its answer; None if nothing."""
         return await self._runner.report(answered.node, request) if request.returns else None
 
     async def mark_replayed(self, session: Session, node: Node) -> None:
-        """Records that a turn was answered more than once from one sample.
+        """Records that one sample answered more than one request.
 
-        The answer is committed and goes out all the same where that cannot be stored: it informs.
+        The mark is informational. If it cannot be stored, the committed answer is sent anyway.
         """
         if types_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons:
             return

@@ -1,8 +1,8 @@
-"""Closed sessions in the journal: on their way to the collector, set aside, and remembered.
+"""Closed sessions in the journal: waiting for the collector, set aside, and remembered.
 
-A close moves nothing: its request stands beside the session's own turns, each token once, and its
-record is made when it is sent. Once the collector has it, its turns go in pieces, so that other
-commits go between.
+A close moves no data. Its request is stored next to the session's turns, each token once, and the
+record is built when it is sent. Once the collector has the session, its turns are deleted in
+batches, so that other commits can run in between.
 """
 
 import json
@@ -22,37 +22,37 @@ from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids
 from rollmesh.runtime.errors import SessionUnknownError
 
 PIECE_NODES = 512
-"""Nodes that one commit reads of a session, or deletes."""
+"""Number of nodes that one commit reads from a session; a commit deletes up to twice as many."""
 
 
 class State(IntEnum):
-    """Where a closed session is; the journal has the numbers."""
+    """The state of a closed session; the journal stores the numbers."""
 
     WAITING = 0
     DELIVERED = 1
-    """The collector has it, or it was given up: its turns go."""
+    """The collector has it, or an operator dropped it: its turns are deleted."""
     DEAD = 2
 
 
 class Close(NamedTuple):
-    """What a close adds to a session."""
+    """What a close stores in addition to the session."""
 
     session_id: str
     request: bytes
-    """The request, serialised."""
+    """The serialised request."""
     digest: bytes
-    """Tells a repeat of the request from another one."""
+    """Digest that tells a repeated request from a different one."""
     closed_unix_ms: int
     record_bytes: int
-    """Size of its record, about."""
+    """Approximate size of the session's record, bytes."""
     leaves: Sequence[int]
-    """Last node of each of its trajectories."""
+    """Last node of each of the session's trajectories."""
     orphans: Sequence[Node]
-    """Nodes that became orphans by it."""
+    """Nodes whose answers did not reach the agent; their reasons are stored again."""
 
 
 class Letter(NamedTuple):
-    """A closed session as the journal has it."""
+    """A closed session as read from the journal."""
 
     session_id: str
     spec: str
@@ -60,7 +60,7 @@ class Letter(NamedTuple):
     closed_unix_ms: int
     contexts: dict[bytes, RenderContext]
     rows: list[Any]
-    """Its nodes; the first `PIECE_NODES` at first."""
+    """Rows of its nodes; initially the first `PIECE_NODES`."""
 
 
 class DeadLetter(NamedTuple):
@@ -73,7 +73,7 @@ class DeadLetter(NamedTuple):
 
 
 def close_session(db: sqlite3.Connection, close: Close) -> None:
-    """Moves a session to the outbox, and remembers the answer of the close."""
+    """Adds a session to the outbox, and remembers the response to the close."""
     for node in close.orphans:
         journal.update_reasons(db, close.session_id, node)
     db.execute(
@@ -90,12 +90,12 @@ def close_session(db: sqlite3.Connection, close: Close) -> None:
 
 
 def read_closes(db: sqlite3.Connection) -> set[str]:
-    """Returns the ids of the closed sessions that are remembered."""
+    """Returns the ids of the sessions whose close is remembered."""
     return {session_id for (session_id,) in db.execute("SELECT session_id FROM closes")}
 
 
 def read_close(db: sqlite3.Connection, session_id: str) -> tuple[bytes, list[int]]:
-    """Returns the digest of a close, and the last node of each trajectory of its session."""
+    """Returns the digest of a close, and the last node of each of the session's trajectories."""
     digest, leaves = db.execute(
         "SELECT digest, leaves FROM closes WHERE session_id = ?", (session_id,)
     ).fetchone()
@@ -103,7 +103,7 @@ def read_close(db: sqlite3.Connection, session_id: str) -> tuple[bytes, list[int
 
 
 def forget_closes(db: sqlite3.Connection, remembered: int) -> list[str]:
-    """Forgets the oldest closes, but none that waits for the collector; returns their ids."""
+    """Forgets the oldest closes, except those still in the outbox; returns their session ids."""
     rows = db.execute(
         "DELETE FROM closes WHERE n <= (SELECT max(n) FROM closes) - ?"
         " AND session_id NOT IN (SELECT session_id FROM outbox) RETURNING session_id",
@@ -113,7 +113,7 @@ def forget_closes(db: sqlite3.Connection, remembered: int) -> list[str]:
 
 
 def undelivered(db: sqlite3.Connection, count: int) -> list[tuple[str, int]]:
-    """Returns the oldest closed sessions that the collector has not taken, and their sizes."""
+    """Returns the oldest sessions that wait for the collector, with their approximate sizes."""
     rows = db.execute(
         "SELECT session_id, bytes FROM outbox WHERE state = ? ORDER BY n LIMIT ?",
         (State.WAITING, count),
@@ -128,10 +128,10 @@ def count_undelivered(db: sqlite3.Connection) -> int:
 
 
 def read_letter(db: sqlite3.Connection, session_id: str) -> Letter:
-    """Returns a closed session, and the first of its nodes.
+    """Returns a closed session with its first nodes.
 
     Raises:
-        DamagedSessionError: What the journal has of it cannot be read.
+        DamagedSessionError: The session's data in the journal cannot be read.
     """
     try:
         (spec,) = db.execute(
@@ -148,7 +148,7 @@ def read_letter(db: sqlite3.Connection, session_id: str) -> Letter:
 
 
 def rebuilt(letter: Letter, new_tree: Callable[[], Tree]) -> StoredSession:
-    """Returns the session of a letter with all its rows."""
+    """Rebuilds the session of a letter that holds all its rows."""
     stored = StoredSession(SessionSpec(**json.loads(letter.spec)), new_tree())
     for row in letter.rows:
         journal.attach_row(stored, row, letter.contexts)
@@ -156,13 +156,13 @@ def rebuilt(letter: Letter, new_tree: Callable[[], Tree]) -> StoredSession:
 
 
 def mark_delivered(db: sqlite3.Connection, session_ids: Iterable[str]) -> None:
-    """Says that the collector has sessions; `sweep` removes them."""
+    """Marks sessions as delivered; `sweep` removes them."""
     rows = [(State.DELIVERED, session_id) for session_id in session_ids]
     db.executemany("UPDATE outbox SET state = ? WHERE session_id = ?", rows)
 
 
 def sweep(db: sqlite3.Connection) -> bool:
-    """Removes a piece of what is not needed any more; says whether there is more of it."""
+    """Removes one batch of delivered data; returns whether more may be left."""
     left = 2 * PIECE_NODES
     while left > 0:
         row = db.execute(
@@ -182,7 +182,7 @@ def sweep(db: sqlite3.Connection) -> bool:
 
 
 def _forget(db: sqlite3.Connection, session_id: str) -> None:
-    """Removes what is left of a session without nodes, and render contexts that only it has."""
+    """Removes the remains of a session without nodes, and render contexts used only by it."""
     keys = db.execute(
         "DELETE FROM session_frames WHERE session_id = ? RETURNING frame_key", (session_id,)
     ).fetchall()
@@ -196,7 +196,7 @@ def _forget(db: sqlite3.Connection, session_id: str) -> None:
 
 
 def set_aside(db: sqlite3.Connection, letters: Iterable[DeadLetter]) -> None:
-    """Makes sessions dead letters: open ones are not served, closed ones not sent."""
+    """Makes sessions dead letters: open ones are no longer served, closed ones not sent."""
     for letter in letters:
         db.execute(
             "INSERT OR REPLACE INTO dead_letters (session_id, reason, message, unix_ms)"
@@ -206,14 +206,14 @@ def set_aside(db: sqlite3.Connection, letters: Iterable[DeadLetter]) -> None:
         db.execute(
             "UPDATE outbox SET state = ? WHERE session_id = ?", (State.DEAD, letter.session_id)
         )
-        # Whoever asks with the same request id again gets a session that works.
+        # A repeated CreateSession with the same request id then opens a working session.
         db.execute(
             "UPDATE sessions SET request_id = NULL WHERE session_id = ?", (letter.session_id,)
         )
 
 
 def dead_letters(db: sqlite3.Connection, after: str, count: int) -> list[DeadLetter]:
-    """Returns dead letters by session id, those after the id given."""
+    """Returns up to `count` dead letters with session ids after the given one, in id order."""
     rows = db.execute(
         "SELECT session_id, reason, message, unix_ms FROM dead_letters WHERE session_id > ?"
         " ORDER BY session_id LIMIT ?",
@@ -230,11 +230,11 @@ def dead_ids(db: sqlite3.Connection) -> set[str]:
 def revive(
     db: sqlite3.Connection, session_id: str, new_tree: Callable[[], Tree]
 ) -> StoredSession | None:
-    """Takes a session back: a closed one waits for the collector again, an open one is returned.
+    """Revives a session: a closed one waits for the collector again, an open one is returned.
 
     Raises:
-        SessionUnknownError: It is no dead letter.
-        DamagedSessionError: It still cannot be read, and stays where it is.
+        SessionUnknownError: It is not a dead letter.
+        DamagedSessionError: It still cannot be read, and stays a dead letter.
     """
     if not db.execute("DELETE FROM dead_letters WHERE session_id = ?", (session_id,)).rowcount:
         raise SessionUnknownError(f"session_id: {session_id!r} is no dead letter")
@@ -245,7 +245,7 @@ def revive(
 
 
 def give_up(db: sqlite3.Connection, session_id: str) -> None:
-    """Gives up a session that was set aside; `sweep` removes it."""
+    """Drops a dead letter; `sweep` removes its data."""
     db.execute("DELETE FROM dead_letters WHERE session_id = ?", (session_id,))
     db.execute(
         "INSERT INTO outbox (session_id, request, closed_unix_ms, bytes, state)"

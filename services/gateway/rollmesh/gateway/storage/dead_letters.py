@@ -1,4 +1,4 @@
-"""Sessions that were set aside: listed, tried again, given up."""
+"""Dead letters, the sessions that were set aside: list, retry and drop."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from rollmesh.runtime.errors import SessionDamagedError, SessionUnknownError
 
 
 class DeadLetters:
-    """What an operator does about them."""
+    """The operations on dead letters that an operator can run."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class DeadLetters:
         new_tree: Callable[[], Tree],
         reopen: Callable[[StoredSession], None],
     ) -> None:
-        """Takes the journal, what sends closed sessions, and what serves open ones."""
+        """Takes the journal, the outbox for closed sessions, and `reopen` for open ones."""
         self._database = database
         self._outbox = outbox
         self._new_tree = new_tree
@@ -28,19 +28,19 @@ class DeadLetters:
 
     @property
     def count(self) -> int:
-        """Number of sessions that were set aside."""
+        """Number of dead letters."""
         return len(self._outbox.dead)
 
     async def list(self, after: str, count: int) -> list[closed.DeadLetter]:
-        """Returns sessions that were set aside, by id, those after the id given."""
+        """Returns up to `count` dead letters with session ids after the given one, in id order."""
         return await self._database.run(lambda db: closed.dead_letters(db, after, count))
 
     async def retry(self, session_id: str) -> None:
-        """Takes a session back: it is sent again, or is open again where it was.
+        """Revives a session: a closed one is sent again, an open one is reopened.
 
         Raises:
-            SessionUnknownError: It is no dead letter.
-            SessionDamagedError: It still cannot be read, and stays one.
+            SessionUnknownError: It is not a dead letter.
+            SessionDamagedError: It still cannot be read, and stays a dead letter.
         """
         self._check(session_id)
         try:
@@ -56,10 +56,10 @@ class DeadLetters:
             self._reopen(stored)
 
     async def drop(self, session_id: str) -> None:
-        """Gives a session up: all that the journal has of it goes.
+        """Drops a session and deletes its data from the journal.
 
         Raises:
-            SessionUnknownError: It is no dead letter.
+            SessionUnknownError: It is not a dead letter.
         """
         self._check(session_id)
         await self._database.run(lambda db: closed.give_up(db, session_id))

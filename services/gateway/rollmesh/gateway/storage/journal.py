@@ -1,4 +1,4 @@
-"""The gateway's journal: open sessions turn by turn, closed ones until the collector has them."""
+"""The gateway's journal: open sessions turn by turn, closed ones until they are delivered."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, u
 from rollmesh.runtime.errors import SessionClosedError
 from rollmesh.v1 import types_pb2
 
-SCHEMA_VERSION = 7  # counts up with every change of what is below
+SCHEMA_VERSION = 7  # increment with every change of the schema below
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -54,7 +54,7 @@ _OPEN = (
 
 
 class ModelFiles(NamedTuple):
-    """What makes the ids of a conversation; SHA-256 each, hexadecimal."""
+    """The files that determine a conversation's token ids; SHA-256 of each, hexadecimal."""
 
     tokenizer_sha256: str
     template_sha256: str
@@ -64,7 +64,7 @@ class OtherModelError(Exception):
     """The journal has open sessions of another model."""
 
     def __init__(self, found: ModelFiles, open_sessions: int) -> None:
-        """Says which model the journal has, and how many open sessions of it."""
+        """Takes the journal's model and the number of its open sessions."""
         super().__init__(found, open_sessions)
         self.found = found
         self.open_sessions = open_sessions
@@ -72,28 +72,29 @@ class OtherModelError(Exception):
 
 @dataclass(slots=True)
 class StoredSession:
-    """A session as read back."""
+    """A session as read back from the journal."""
 
     spec: SessionSpec
     tree: Tree
     answers: dict[int, AnswerRecord] = field(default_factory=dict)
-    """By node id, oldest first."""
+    """Records of answered turns by node id, oldest first."""
 
 
 def keep_secret(db: sqlite3.Connection, fresh: bytes) -> bytes:
-    """Returns the secret of the session keys; `fresh` becomes it where there is none yet."""
+    """Returns the secret of the session keys; stores `fresh` as the secret if there is none yet."""
     db.execute("INSERT OR IGNORE INTO secrets VALUES ('session keys', ?)", (fresh,))
     row = db.execute("SELECT value FROM secrets WHERE name = 'session keys'").fetchone()
     return bytes(row[0])
 
 
 def adopt_model(db: sqlite3.Connection, model: ModelFiles) -> None:
-    """Stores which model the open sessions are of; with none open, any model may have the journal.
+    """Stores the model of the open sessions; with no open session, any model may be stored.
 
-    An open session that was set aside counts: it is served again once it is retried.
+    An open session that was set aside counts, because it is served again once it is retried.
 
     Raises:
-        OtherModelError: The open sessions are another model's: their ids would mean other text.
+        OtherModelError: The open sessions belong to another model, so their ids have another
+            meaning.
     """
     row = db.execute("SELECT tokenizer_sha256, template_sha256 FROM model").fetchone()
     if row is not None and ModelFiles(*row) == model:
@@ -111,7 +112,7 @@ def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:
     """Stores a new session.
 
     Raises:
-        SessionClosedError: Its request id opened one that is closed and still remembered.
+        SessionClosedError: The request id opened a session that is closed and still remembered.
     """
     known = "SELECT session_id FROM closes WHERE request_id = ?"
     for (session_id,) in db.execute(known, (spec.request_id,)):
@@ -129,7 +130,7 @@ def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:
 def insert_turn(
     db: sqlite3.Connection, session_id: str, nodes: list[Node], answer: AnswerRecord
 ) -> None:
-    """Stores the nodes of a turn that may not be stored yet; the last is the sampled one."""
+    """Stores those nodes of a turn that are not stored yet; the last one is the sampled node."""
     context = nodes[-1].render_context
     db.execute(
         "INSERT OR IGNORE INTO frames VALUES (?, ?, ?)",
@@ -143,7 +144,7 @@ def insert_turn(
 
 
 def update_reasons(db: sqlite3.Connection, session_id: str, node: Node) -> None:
-    """Stores what is to be known about a node by now."""
+    """Stores the current fidelity reasons of a node."""
     db.execute(
         "UPDATE nodes SET reasons = ? WHERE session_id = ? AND node_id = ?",
         (json.dumps(sorted(node.reasons)), session_id, node.node_id),
@@ -156,7 +157,7 @@ def read_open(
     """Rebuilds all open sessions exactly.
 
     Returns:
-        The sessions, and of each one that cannot be read its id and what is wrong with it.
+        The sessions, and the error message of each session that cannot be read, by session id.
     """
     sessions: list[StoredSession] = []
     damaged: dict[str, str] = {}
@@ -175,7 +176,7 @@ def read_session(
     """Rebuilds one session exactly.
 
     Raises:
-        DamagedSessionError: What the journal has of it makes no session.
+        DamagedSessionError: The session's data in the journal is damaged.
     """
     try:
         stored = StoredSession(read_spec(db, session_id), new_tree())
@@ -188,11 +189,11 @@ def read_session(
 
 
 class DamagedSessionError(Exception):
-    """What the journal has of a session makes no session; the message says why."""
+    """The data of a session in the journal is damaged; the message says how."""
 
 
 def read_spec(db: sqlite3.Connection, session_id: str) -> SessionSpec:
-    """Returns what a session was opened with."""
+    """Returns the settings with which a session was created."""
     row = db.execute("SELECT spec FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
     return SessionSpec(**json.loads(row[0]))
 
@@ -214,9 +215,9 @@ def read_nodes(
 
     Args:
         db: The journal.
-        session_id: The session's.
-        after: First column of the last row that was read; 0 begins.
-        limit: Most rows; -1 is all.
+        session_id: Id of the session.
+        after: First column of the last row that was read; 0 starts from the beginning.
+        limit: Maximum number of rows; -1 returns all.
     """
     return db.execute(
         "SELECT rowid, node_id, parent_id, frame_key, unit, token_ids, glue, reasons, sample,"
@@ -286,7 +287,7 @@ def _known(enum: Any, number: Any) -> Any:
     """Returns the number of an enum value.
 
     Raises:
-        ValueError: The enum has no such number: the row is damaged.
+        ValueError: The enum has no such number, so the row is damaged.
     """
     enum.Name(number)
     return number

@@ -1,7 +1,8 @@
-"""Hands closed sessions to the collector until it has them: at least once, oldest first.
+"""Delivers closed sessions to the collector, at least once and oldest first.
 
-What the collector refuses for good, and what makes no record, becomes a dead letter: it stays in
-the journal, holds up nobody, and waits for an operator. An error that may pass makes none.
+A session becomes a dead letter if the collector refuses it permanently or if no record can be
+written from it. It then stays in the journal for an operator and delays no other session. A
+transient error never makes a session a dead letter.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from rollmesh.v1 import collector_pb2, gateway_pb2
 
 _log = logging.getLogger(__name__)
 _CALLS = 2
-"""At a time: the next is read and sent while the collector writes the one before."""
+"""Concurrent calls: the next one is read and sent while the collector writes the previous one."""
 _CALL_SESSIONS, _CALL_BYTES = 64, 4 * 1024 * 1024
 _INGEST_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
@@ -49,30 +50,30 @@ class _Parcel(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """What one turn at the journal gave."""
+    """The result of one journal transaction."""
 
     letters: list[Letter]
     damaged: list[DeadLetter]
     forgotten: list[str]
-    """Closes that are not remembered any more."""
+    """Session ids of closes that are no longer remembered."""
     more: bool
-    """Whether there is more to remove."""
+    """Whether there may be more to remove."""
 
 
 class _Record(NamedTuple):
-    """A session as it is sent."""
+    """A session in the form in which it is sent."""
 
     session_id: str
     request: bytes
-    """A serialised `IngestRequest` of it alone. Those of several sessions, one after the other, are
-    the request of all of them."""
+    """A serialised `IngestRequest` with this session only. Concatenating those of several sessions
+    gives one request with all of them."""
     lineages: list[str]
 
 
 def write_letters(
     letters: Sequence[Letter], new_tree: Callable[[], Tree]
 ) -> tuple[list[_Record], list[DeadLetter]]:
-    """Returns the records of closed sessions, and those of which none can be made.
+    """Returns the records of closed sessions, and dead letters for those that cannot be written.
 
     Runs in a worker thread.
     """
@@ -85,7 +86,7 @@ def write_letters(
             session = Session(stored.spec, stored.tree)
             record = write_record(session, request, letter.closed_unix_ms)
             check_session(record, "session")
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this session's alone
+        except Exception as error:  # noqa: BLE001 - any error affects only this session
             broken.append(dead_letter(letter.session_id, "UNEXPORTABLE", error))
         else:
             data = collector_pb2.IngestRequest(sessions=[record]).SerializeToString()
@@ -94,7 +95,7 @@ def write_letters(
 
 
 def dead_letter(session_id: str, reason: str, error: Exception) -> DeadLetter:
-    """Returns why a session is set aside, and says it to the log."""
+    """Returns the dead letter of a session that is set aside, and logs its error."""
     message = str(error) if isinstance(error, (RollmeshError, DamagedSessionError)) else repr(error)
     _log.error(
         "set aside", extra=fields(session=session_id, reason=reason, error=message), exc_info=error
@@ -103,13 +104,13 @@ def dead_letter(session_id: str, reason: str, error: Exception) -> DeadLetter:
 
 
 def _is_final(error: Exception) -> bool:
-    """Says whether a session that was sent alone would be refused again and again."""
+    """Returns whether a session sent alone would be refused on every retry."""
     too_large = isinstance(error, RemoteError) and "larger than max" in error.message
     return too_large or isinstance(error, InvalidFieldError)
 
 
 class Outbox:
-    """The closed sessions that the collector has not taken; they are in the journal."""
+    """The closed sessions that the collector has not taken; the journal stores them."""
 
     def __init__(
         self,
@@ -120,14 +121,14 @@ class Outbox:
         max_undelivered: int,
         remembered: int,
     ) -> None:
-        """Begins with nothing; `run` finds what waits in the journal.
+        """Starts empty; `run` reads the waiting sessions from the journal.
 
         Args:
             database: The journal.
-            collector: `host:port`.
+            collector: Address of the collector, `host:port`.
             new_tree: Returns an empty tree.
-            max_undelivered: Sessions that may wait.
-            remembered: Closes that are remembered once they are delivered.
+            max_undelivered: Number of waiting sessions at which the outbox is full.
+            remembered: Number of closes that are remembered after delivery.
         """
         self._database = database
         self._new_tree = new_tree
@@ -142,34 +143,34 @@ class Outbox:
         self._changed = asyncio.Event()
         self._calls = asyncio.Semaphore(_CALLS)
         self._busy: set[str] = set()
-        """Sessions that are with the collector, or wait to be sent again."""
+        """Sessions that are being sent or are waiting for a retry."""
         self._delivered: list[str] = []
-        """What the collector has, and the journal too."""
+        """Sessions that the collector has but that the journal does not mark as delivered yet."""
         self._retries: dict[str, Backoff] = {}
-        """Sessions that the collector did not take; each is sent again alone."""
+        """Sessions that the collector did not take; each is retried alone."""
         self.undelivered = 0
-        """Number of sessions that wait."""
+        """Number of waiting sessions."""
         self.dead: set[str] = set()
-        """Sessions that were set aside, open ones that cannot be read among them."""
+        """Sessions that were set aside, including open ones that cannot be read."""
         self.forgotten: Callable[[list[str]], None] = lambda _: None
-        """Told the ids of the closes that are not remembered any more."""
+        """Called with the session ids of closes that are no longer remembered."""
 
     @property
     def full(self) -> bool:
-        """Whether no more sessions should be opened until the collector catches up."""
+        """Whether new sessions should be refused until the collector catches up."""
         return self.undelivered >= self._max_undelivered
 
     def added(self, count: int = 1) -> None:
-        """Says that sessions were closed and journalled."""
+        """Notifies the outbox of closed sessions in the journal."""
         self.undelivered += count
         self._changed.set()
 
     def wake(self) -> None:
-        """Says that there is something to remove."""
+        """Notifies the outbox of data to remove."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Delivers for ever; cancelled when the gateway stops."""
+        """Delivers sessions until it is cancelled when the gateway stops."""
         self.undelivered = await self._database.run(closed.count_undelivered)
         async with asyncio.TaskGroup() as group:
             while True:
@@ -185,19 +186,19 @@ class Outbox:
         """Makes sessions dead letters.
 
         Raises:
-            RollmeshError: The journal cannot be written; they are what they were.
+            RollmeshError: The journal cannot be written; the sessions are unchanged.
         """
         await self._database.run(lambda db: closed.set_aside(db, letters))
         self.dead.update(letter.session_id for letter in letters)
 
     async def _next(self) -> _Parcel:
-        """Waits for sessions to send; forgets what the collector has on the way."""
+        """Waits for sessions to send; also removes delivered sessions from the journal."""
         while True:
             self._changed.clear()
             delivered, self._delivered = self._delivered, []
             try:
                 turn = await self._database.run(lambda db: self._turn(db, delivered))  # noqa: B023
-            except RollmeshError as error:  # a full disk, or too much to write: it passes
+            except RollmeshError as error:  # transient: a full disk or write backlog
                 _log.warning("no hand-over", extra=fields(reason=error.reason, error=str(error)))
                 self._delivered += delivered
                 await asyncio.sleep(_JOURNAL_RETRY_S)
@@ -216,7 +217,7 @@ class Outbox:
                 await self._changed.wait()
 
     def _turn(self, db: sqlite3.Connection, delivered: list[str]) -> _Turn:
-        """Removes what was delivered and reads what comes next: one wait for the disk."""
+        """Removes delivered data and reads the next sessions in a single transaction."""
         closed.mark_delivered(db, delivered)
         more = closed.sweep(db)
         forgotten = closed.forget_closes(db, self._remembered)
@@ -241,9 +242,10 @@ class Outbox:
         return _Turn(letters, damaged, forgotten, more)
 
     async def _hand_over(self, parcel: _Parcel) -> None:
-        """Sends sessions once; those that the collector does not take are sent again later, alone.
+        """Sends sessions once; those that the collector does not take are later retried alone.
 
-        A session that is wrong itself holds up no other; what else fails would fail for the others.
+        An invalid session delays no other session. Any other failure would affect the others too,
+        so the call slot stays occupied during the backoff.
         """
         ids = parcel.session_ids
         try:
@@ -277,7 +279,8 @@ class Outbox:
         """Sends sessions; one that can never be sent becomes a dead letter.
 
         Raises:
-            RollmeshError: Nothing was taken: it may pass, or one of several is to blame.
+            RollmeshError: No session was taken: the error is transient, or one of several sessions
+                caused it.
         """
         for letter in parcel.letters:
             await self._read_rest(letter)
@@ -304,7 +307,7 @@ class Outbox:
                 metrics.TRAJECTORIES.labels(lineage).inc()
 
     async def _read_rest(self, letter: Letter) -> None:
-        """Reads what is left of a large session, in pieces: commits of others go between."""
+        """Reads the remaining nodes of a large session in batches; other commits run in between."""
         count = len(letter.rows)
         while count == PIECE_NODES:
             last = letter.rows[-1][0]

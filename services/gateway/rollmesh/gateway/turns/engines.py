@@ -1,4 +1,4 @@
-"""Calls to engines: one channel per address, opened when first leased, closed when long unused."""
+"""Engine calls over one channel per address, opened on the first lease and closed when idle."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -31,17 +31,17 @@ _MISMATCHES = (PromptTooLongError, TokenOutOfVocabularyError, ModelMismatchError
 
 
 SampledTokens: TypeAlias = engine_pb2.GenerateResponse | engine_pb2.StreamGenerateResponse
-"""What an engine sampled: all of it, or what came since the last message."""
+"""An engine's sampled tokens: all of them, or those since the last message."""
 
 
 class EngineClients:
-    """The engines this gateway talks to."""
+    """Clients for the engines that this gateway uses."""
 
     def __init__(self, stall_timeout_ms: int) -> None:
-        """Begins without channels.
+        """Starts without channels.
 
         Args:
-            stall_timeout_ms: Silence after which an engine is asked whether it is there.
+            stall_timeout_ms: Silence after which an engine is probed, milliseconds.
         """
         self._stall_timeout_s = stall_timeout_ms / 1000
         self._engines: dict[str, _Engine] = {}
@@ -54,17 +54,17 @@ class EngineClients:
         *,
         max_chunk_tokens: int,
     ) -> AsyncGenerator[SampledTokens, None]:
-        """Yields what an engine samples; closing the iterator aborts the request there.
+        """Yields the tokens that an engine samples; closing the iterator aborts the request.
 
         Args:
-            address: Of the engine.
-            request: What is to be sampled.
+            address: Address of the engine.
+            request: The generation request.
             timeout_ms: Longest generation, milliseconds.
-            max_chunk_tokens: Most tokens that are yielded at once; 0 yields all at the end.
+            max_chunk_tokens: Maximum tokens per message; 0 yields all tokens at the end.
 
         Raises:
-            EngineMismatchError: The engine does not take the prompt: it has another model.
-            EngineFaultError: It says nothing, and does not say why.
+            EngineMismatchError: The engine rejected the prompt because it serves another model.
+            EngineFaultError: The engine is silent without a known reason.
         """
         timeout_s, metadata = timeout_ms / 1000, request_metadata()
         engine = await self._engine(address)
@@ -94,14 +94,14 @@ class EngineClients:
                 PromptTooLongError,
                 TokenOutOfVocabularyError,
                 ModelMismatchError,
-            ) as error:  # not the agent's
+            ) as error:  # not the agent's fault
                 raise EngineMismatchError(
                     f"engine {address} refused the prompt: {error.message}; "
                     "start it and the gateway from the same model_path"
                 ) from error
 
     async def abort(self, address: str, request_id: str) -> None:
-        """Asks an engine to end a request with what it has."""
+        """Asks an engine to finish a request with the tokens sampled so far."""
         engine = await self._engine(address)
         with engine.used(), typed_errors():
             await engine.stub.Abort(
@@ -122,7 +122,7 @@ class EngineClients:
         return engine
 
     async def _close_unused(self) -> None:
-        """Closes channels to engines that were not leased for long: most are gone."""
+        """Closes channels to engines that have not been used for long; most of them are gone."""
         before_ms = clock.monotonic_ms() - _UNUSED_MS
         for address, engine in list(self._engines.items()):
             if not engine.calls and engine.used_ms < before_ms:
@@ -131,14 +131,14 @@ class EngineClients:
 
 
 class _Engine:
-    """One engine's channel and calls."""
+    """The channel and the calls of one engine."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.calls = 0
-        """Number of calls that are running."""
+        """Number of running calls."""
         self.used_ms = clock.monotonic_ms()
-        """When the last one ended."""
+        """Time at which the last call ended, on the monotonic clock."""
         self.stub: engine_pb2_grpc.EngineServiceAsyncStub
         self.stub = engine_pb2_grpc.EngineServiceStub(channel)
 
@@ -153,10 +153,10 @@ class _Engine:
             self.used_ms = clock.monotonic_ms()
 
     async def why_silent(self, *, streams: bool) -> str:
-        """Returns why silence is a fault; empty where the engine may be silent.
+        """Returns why the engine's silence is a fault, or an empty string if it may be silent.
 
-        A paused engine samples nothing, and an answer that is not streamed is one message. (gRPC
-        waits for ever for the end of a call with one answer that was given two.)
+        A paused engine samples nothing, and an answer that is not streamed is a single message.
+        (If a server sends two responses to a unary call, gRPC waits forever for the call to end.)
         """
         try:
             with typed_errors():
@@ -183,7 +183,7 @@ class _Watch:
         self._fault = ""
 
     def heard(self) -> None:
-        """Takes note of a message, or of one that was dealt with."""
+        """Resets the timer: a message was received, or its consumer has processed it."""
         self._heard_ms = clock.monotonic_ms()
 
     @contextmanager
@@ -191,12 +191,12 @@ class _Watch:
         """Watches a call while the block runs.
 
         Raises:
-            EngineFaultError: It was ended.
+            EngineFaultError: The watch cancelled the call.
         """
         watching = asyncio.get_running_loop().create_task(self._run(call))
         try:
             yield
-        except asyncio.CancelledError:  # what a call that is cancelled here raises
+        except asyncio.CancelledError:  # raised by a call that the watch cancels
             task = asyncio.current_task()
             if not self._fault or (task is not None and task.cancelling()):
                 raise

@@ -1,7 +1,7 @@
-"""Work in threads, fair between sessions.
+"""Fair scheduling of threaded work between sessions.
 
-A session that waits for a thread waits for one piece of work of each other session, not for all
-that they ask for.
+A session that waits for a thread waits for one piece of work of each other session, not for their
+complete queues.
 """
 
 import asyncio
@@ -19,24 +19,24 @@ class _Piece(NamedTuple):
 
 
 class FairExecutor:
-    """Runs work of many owners in a few threads, one piece of each in turn.
+    """Runs the work of many owners in a few threads, round-robin, one piece at a time.
 
-    Invariant: `_rounds` names each owner with waiting work once, in the order of their turns. What
-    waits is bounded by the callers, of which each waits for its outcome.
+    Invariant: `_rounds` contains each owner with waiting work exactly once, in scheduling order.
+    The queue is bounded by the number of callers, because each waits for its outcome.
     """
 
     def __init__(self, executor: Executor, workers: int) -> None:
-        """Takes the threads and how many pieces of work run in them at a time."""
+        """Takes the threads and the number of pieces of work that run at a time."""
         self._executor = executor
         self._free = workers
         self._waiting: dict[str, deque[_Piece]] = {}
         self._rounds: deque[str] = deque()
 
     def begin(self, owner: str, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Runs work once it is the owner's turn; returns its outcome to come.
+        """Queues work until it is the owner's turn; returns a future for its outcome.
 
-        An outcome that is cancelled while it waits loses its turn. Work that runs already runs to
-        its end.
+        Work whose future is cancelled while it waits is skipped. Work that has started runs to
+        completion.
         """
         outcome: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
         if owner not in self._waiting:
@@ -47,7 +47,7 @@ class FairExecutor:
         return outcome
 
     def _start(self) -> None:
-        """Gives free threads to those whose turn it is."""
+        """Starts queued work in free threads, in round-robin order."""
         while self._free and self._rounds:
             owner = self._rounds.popleft()
             queue = self._waiting[owner]

@@ -1,6 +1,6 @@
-"""What came back from an engine, and whether it may become a turn.
+"""Collects and validates an engine's output before it becomes a turn.
 
-An engine is another process, and may be wrong: a message is checked before anything of it leaves.
+An engine is another process and may be faulty: each message is validated before any of it is sent.
 """
 
 from dataclasses import dataclass, field
@@ -29,18 +29,18 @@ _FINISHES = set(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSP
 
 @dataclass(slots=True)
 class Generation:
-    """What came back from the engine so far."""
+    """The output of the engine so far."""
 
     answer: Answer
     engine_id: str
     top_logprobs: int = 0
-    """How many of the most likely ids were asked for at each place."""
+    """Number of most likely ids requested at each position."""
     vocabulary_tokens: int = 0
-    """Ids are below it; 0 where that is not known."""
+    """Exclusive upper bound of the ids; 0 if it is unknown."""
     max_tokens: int = 2**32
-    """Most ids that were asked for."""
+    """Maximum number of ids requested."""
     prompt_crc32: int = 0
-    """What the engine must say it received."""
+    """CRC-32 that the engine must report for the prompt it received."""
     runs: list[Sampled] = field(default_factory=list)
     finish: engine_pb2.GenerateFinish | None = None
     _taken: int = 0
@@ -48,10 +48,10 @@ class Generation:
     _untold: list[Sampled] = field(default_factory=list)
 
     def take(self, response: SampledTokens) -> list[int]:
-        """Takes a message of the engine; returns its ids.
+        """Takes a message from the engine; returns its ids.
 
         Raises:
-            EngineFaultError: It cannot be right; nothing of it was taken.
+            EngineFaultError: The message is invalid; none of it was taken.
         """
         if self.finish is not None:
             raise EngineFaultError("the engine went on after the end of its answer")
@@ -94,7 +94,7 @@ class Generation:
             raise EngineFaultError("the engine gave a log-prob that is NaN, infinite or above 0")
 
     def tell(self, *, over: bool = False) -> Sampled | None:
-        """Returns the tokens that were not told yet and are certainly kept; None where none are."""
+        """Returns the unreported tokens that are certain to be kept; None if there are none."""
         certain = self.answer.stopped_at if over else self.answer.certain
         end = self._taken if certain is None else certain
         if end <= self._told:
@@ -112,7 +112,7 @@ def _check_finish(finish: engine_pb2.GenerateFinish, sampled: int, prompt_crc32:
         raise EngineFaultError(f"the engine ended for no known reason ({finish.reason})")
     at = 0
     for span in finish.version_spans:
-        # vLLM gives an empty span where weights changed and no token followed.
+        # vLLM returns an empty span if the weights changed and no token followed.
         if span.start != at or span.end < span.start or span.policy_version < 0:
             raise EngineFaultError("the engine's version spans have gaps or negative versions")
         at = span.end
@@ -121,11 +121,11 @@ def _check_finish(finish: engine_pb2.GenerateFinish, sampled: int, prompt_crc32:
 
 
 def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
-    """Returns what was sampled, cut at the stop string.
+    """Returns the sampled tokens, truncated at the stop string.
 
     Raises:
         GenerationAbortedError: An operator aborted the generation.
-        RollmeshError: There is no token.
+        RollmeshError: No token was sampled.
     """
     finish = generation.finish
     assert finish is not None

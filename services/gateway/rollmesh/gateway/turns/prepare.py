@@ -1,4 +1,4 @@
-"""A chat request as tokens: what the tree holds of it, and what the template adds."""
+"""Turns a chat request into tokens: those that the tree holds, and those the template adds."""
 
 import asyncio
 import zlib
@@ -24,10 +24,10 @@ from rollmesh.runtime.codec.arrays import pack_ids
 from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
 from rollmesh.v1 import engine_pb2, types_pb2
 
-_SHORT_CHARS = 16_384  # tokenised in about 3 ms; more text than this has threads of its own
+_SHORT_CHARS = 16_384  # tokenised in about 3 ms; longer text has its own threads
 
 _LIKELY_CHARS = 4
-"""Characters for each token of room up to which text is tokenised as a whole at once."""
+"""Text with at most this many characters per token of room is tokenised at once, not in chunks."""
 _CHUNK_CHARS = 65_536
 _CUT_TOKENS = 64
 
@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 
 
 class Workers:
-    """The threads that tokenise; long texts have their own, so that no short one waits for them."""
+    """Tokeniser threads; long texts have their own, so that short texts never wait for them."""
 
     def __init__(self, short: Executor, long: FairExecutor) -> None:
         """Takes the two pools."""
@@ -43,11 +43,11 @@ class Workers:
         self._long = long
 
     def run(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Begins short work off the event loop."""
+        """Starts short work off the event loop."""
         return asyncio.get_running_loop().run_in_executor(self._short, work)
 
     def run_long(self, session_id: str, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Begins long work of a session off the event loop, when it is the session's turn."""
+        """Queues long work of a session, which runs off the event loop at the session's turn."""
         return self._long.begin(session_id, work)
 
 
@@ -57,17 +57,17 @@ class Prepared:
 
     prompt: Prompt
     packed: bytes
-    """The whole prompt, as it goes to the engine."""
+    """The complete prompt in the engine's format."""
     prompt_tokens: int
-    """Number of its ids."""
+    """Number of prompt ids."""
     prompt_crc32: int
-    """What the engine must say it received."""
+    """CRC-32 that the engine must report for the prompt it received."""
     inside_reasoning: bool
-    """Whether the generation prompt has opened the reasoning."""
+    """Whether the generation prompt opens the reasoning."""
     constraint: engine_pb2.Constraint | None
-    """What the answer must be."""
+    """Structured-output constraint of the answer."""
     bad_sequences: list[list[int]]
-    """Ids of what the answer must not hold."""
+    """Id sequences that the answer must not contain."""
 
 
 class Preparer:
@@ -84,7 +84,7 @@ class Preparer:
         rewrite_history: bool,
         special_text: SpecialText,
     ) -> None:
-        """Takes what a model's requests are turned into tokens with."""
+        """Takes the model's tokenizer, template and formats, and the gateway's limits."""
         self._tokenizer = tokenizer
         self._continuation = continuation
         self._format = answer_format
@@ -94,7 +94,7 @@ class Preparer:
         self._special_text = special_text
 
     def begin(self, session: Session, request: TurnRequest) -> asyncio.Future[Prepared]:
-        """Begins to make a request into tokens."""
+        """Starts turning a request into tokens."""
         groups = group_messages(request.messages)
         match = session.tree.match(request.render_context, groups)
         if _new_chars(match, request.render_context, groups) <= _SHORT_CHARS:
@@ -106,7 +106,7 @@ class Preparer:
     def _prepare_long(
         self, match: Match, request: TurnRequest, groups: list[MessageGroup]
     ) -> Prepared:
-        """Prepares a request with much new text, unless that cannot fit the context."""
+        """Prepares a request with much new text, unless the text cannot fit into the context."""
         room = self._max_context_tokens - match.node.end
         texts = (message.content for group in groups[match.depth :] for message in group)
         least = least_tokens(texts, room, self._tokenizer)
@@ -115,7 +115,7 @@ class Preparer:
         return self._prepare(match, request, groups)
 
     def _prepare(self, match: Match, request: TurnRequest, groups: list[MessageGroup]) -> Prepared:
-        """Tokenises what the tree does not hold. Runs in a worker thread."""
+        """Tokenises what the tree does not hold of the request. Runs in a worker thread."""
         render_context = request.render_context
         try:
             prompt = build_prompt(
@@ -142,7 +142,7 @@ class Preparer:
         return Prepared(prompt, packed, len(ids), crc32, inside, constraint, bad)
 
     def sampling(self, request: TurnRequest, prepared: Prepared) -> types_pb2.SamplingParams:
-        """Returns how the engine is to sample.
+        """Returns the sampling parameters for the engine.
 
         Raises:
             ContextLengthExceededError: The prompt leaves no room for an answer.
@@ -172,16 +172,16 @@ class Preparer:
 
 
 def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> int:
-    """Returns a number of tokens that texts have at least, 0 where they may well fit.
+    """Returns a lower bound of the number of tokens in texts, or 0 if they probably fit.
 
-    Tokenising takes time in proportion to the text, so text that is far too long is counted chunk
-    by chunk, until it is known not to fit: what that costs is bounded by the context, not by the
-    text. A cut between two chunks may add tokens; that many are left out of account.
+    Tokenising time is proportional to the text. Text that is far too long is therefore counted
+    chunk by chunk until it is known not to fit, so the cost is bounded by the context, not by the
+    text. A cut between two chunks may add tokens, so a margin is subtracted from each chunk.
 
     Args:
-        texts: What a prompt is going to hold, about.
-        room: Tokens that there is room for.
-        tokenizer: Of the model.
+        texts: Approximate content of the prompt.
+        room: Number of tokens that fit.
+        tokenizer: Tokenizer of the model.
     """
     stripped = [text.strip() for text in texts]
     if sum(map(len, stripped)) <= _LIKELY_CHARS * max(room, 1):
@@ -197,6 +197,6 @@ def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> 
 
 
 def _new_chars(match: Match, render_context: RenderContext, groups: list[MessageGroup]) -> int:
-    """Returns the size of the text that the tree does not hold, about."""
+    """Returns the approximate size of the text that the tree does not hold, characters."""
     fresh = sum(len(message.content) for group in groups[match.depth :] for message in group)
     return fresh if match.depth else fresh + len(render_context.tools_json)

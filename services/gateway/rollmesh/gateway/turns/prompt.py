@@ -1,4 +1,4 @@
-"""What an engine is given for a turn: what the tree holds, and what a request adds to it."""
+"""Builds the prompt of a turn: the ids that the tree holds, and those that a request adds."""
 
 from dataclasses import dataclass
 
@@ -15,25 +15,25 @@ from rollmesh.v1 import types_pb2
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation as tokens, the model's turn opened."""
+    """A conversation as tokens, ending with the opened turn of the model."""
 
     match: Match
-    """Where it leaves the tree, and what is to be said of that."""
+    """The node from which it continues the tree, with its fidelity reasons."""
     new_groups: list[tuple[MessageGroup, TokenIds]]
-    """Units the tree does not hold, each with the ids it adds."""
+    """Message groups that the tree does not hold, each with the ids it adds."""
     generation_prompt: TokenIds
-    """What stands between the last group and the sampled ids."""
+    """Ids between the last group and the sampled ids."""
     seen: Seen | None
-    """What the last group is to remember of the template's render."""
+    """State of the template's render to store with the last group."""
 
     def ids(self) -> TokenIds:
-        """Returns all of it; uint32 [N]."""
+        """Returns the complete prompt, uint32 [N]."""
         added = (ids for _, ids in self.new_groups)
         return np.concatenate([*self.match.node.context(), *added, self.generation_prompt])
 
 
 def new_tree(continuation: Continuation) -> Tree:
-    """Returns an empty tree, with what counts where the template prints conversations."""
+    """Returns an empty tree, configured for how the template renders conversations."""
     return Tree(continuation.closing_ids, call_ids=continuation.prints_call_ids)
 
 
@@ -46,23 +46,24 @@ def build_prompt(
     *,
     rewrite: bool,
 ) -> Prompt:
-    """Returns the prompt of a turn; costs what it adds, where the template is append-only.
+    """Returns the prompt of a turn; if the template is append-only, only the new text costs time.
 
-    Where the template would print otherwise by now what the tree holds, the prompt says so. It
-    keeps what the tree holds all the same, or leaves it there for what the template prints.
+    If the template would now render the tree's messages differently, the prompt carries
+    TEMPLATE_REWRITE. It keeps the tree's ids anyway, or with `rewrite` leaves the tree at the first
+    difference and uses the ids of the new render.
 
     Args:
-        continuation: Continues conversations by the model's template.
-        special_text: Says how the template is to see what comes from outside.
-        match: Where the request meets the tree.
-        groups: The whole request.
-        render_context: What is rendered beside it.
-        rewrite: Leave the tree for what the template prints.
+        continuation: Continues conversations with the model's template.
+        special_text: Decides how the template sees text from outside.
+        match: The node from which the request continues the tree.
+        groups: All message groups of the request.
+        render_context: Tools and template options that are rendered with the groups.
+        rewrite: Whether to leave the tree for the template's new render.
 
     Raises:
         TemplateRenderError: The template refuses a group.
         TemplateRefusedError: It cannot be continued exactly under the render_context's options.
-        InvalidMessagesError: It spells a special token, and such text is refused.
+        InvalidMessagesError: The text spells a special token, and such text is refused.
     """
     path, new = match.node.path(), groups[match.depth :]
     shown, shown_context, spelled = special_text.apply(groups, match.depth, render_context)
@@ -82,7 +83,7 @@ def build_prompt(
         if printed is not None:
             fresh, generation_prompt = printed
             match = Match(_parent(match.node, path, at), at, match.reasons)
-    # What closes an answer that was cut belongs to the group behind it: there must be one.
+    # The ids that close a cut answer belong to the next group, so there must be one.
     new_groups = list(zip(groups[match.depth :], fresh, strict=True))
     return Prompt(match, new_groups, generation_prompt, seen if fresh else None)
 

@@ -1,4 +1,4 @@
-"""What a request asks for beside its answer, while it is sampled or of a stored turn."""
+"""Reports what a request wants in addition to its answer, during sampling or for a stored turn."""
 
 import numpy as np
 
@@ -13,15 +13,15 @@ from rollmesh.runtime.codec.arrays import pack_ids
 
 
 class Reporter:
-    """Shows sampled tokens."""
+    """Reports prompts and sampled tokens to clients."""
 
     def __init__(self, tokenizer: ModelTokenizer, workers: Workers) -> None:
-        """Takes the model's tokenizer, and where long work is done."""
+        """Takes the model's tokenizer, and the threads for long work."""
         self._tokenizer = tokenizer
         self._workers = workers
 
     async def report(self, node: Node, request: TurnRequest) -> Report:
-        """Returns what a request wants to know of a turn beside its answer."""
+        """Returns what a request wants from a turn in addition to its answer."""
         sample, parent = node.sample, node.parent
         assert sample is not None
         assert parent is not None
@@ -45,7 +45,7 @@ class Reporter:
         *,
         over: bool = False,
     ) -> list[StreamEvent]:
-        """Returns events with the tokens that came with them, where those are wanted."""
+        """Returns events, combined with the tokens that produced them if those are requested."""
         run = generation.tell(over=over) if request.stream and request.returns else None
         if run is None:
             return [*events]
@@ -54,7 +54,7 @@ class Reporter:
 
 
 def retold(report: Report | None) -> list[StreamEvent]:
-    """Returns what a stream of a stored answer begins with: its prompt and all its tokens."""
+    """Returns the first events in the stream of a stored answer: its prompt and all its tokens."""
     if report is None:
         return []
     prompt: list[StreamEvent] = [PromptIds(report.prompt)] if report.prompt else []

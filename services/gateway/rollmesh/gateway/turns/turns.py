@@ -1,4 +1,4 @@
-"""How one turn happens: match, prepare, lease, generate, commit."""
+"""Runs one turn: match, prepare, lease, generate, commit."""
 
 import asyncio
 import itertools
@@ -79,7 +79,7 @@ class TurnRunner:
         lease_timeout_ms: int,
         turn_timeout_ms: int,
     ) -> None:
-        """Takes what a turn needs."""
+        """Takes the dependencies and limits of a turn."""
         self._tokenizer = tokenizer
         self._format = answer_format
         self._leases = leases
@@ -104,14 +104,14 @@ class TurnRunner:
         self._turn_timeout_ms = turn_timeout_ms
 
     async def report(self, node: Node, request: TurnRequest) -> Report:
-        """Returns what a request wants to know of a turn beside its answer."""
+        """Returns what a request wants from a turn in addition to its answer."""
         return await self._reporter.report(node, request)
 
     async def run(self, session: Session, turn: Turn, request: TurnRequest) -> Answered:
-        """Samples and commits one turn; what is on its way to the journal is not cut short.
+        """Samples and commits one turn; the timeout does not interrupt the commit.
 
         Raises:
-            RollmeshError: Nothing was committed.
+            RollmeshError: The turn failed and nothing was committed.
         """
         try:
             async with asyncio.timeout(self._turn_timeout_ms / 1000):
@@ -171,7 +171,7 @@ class TurnRunner:
         prepared: Prepared,
         sampling: types_pb2.SamplingParams,
     ) -> Generation:
-        """Generates; begins anew on another engine as long as nothing of the answer has left."""
+        """Generates; retries on another engine as long as no part of the answer was sent."""
         lost: list[str] = []
         for attempt in itertools.count(1):
             engine_id = ""
@@ -197,7 +197,7 @@ class TurnRunner:
                         retry_delay_ms=1000,
                     ) from error
             turn.begin_again()
-            # The only engine may be the one that just came back: leave it out no longer.
+            # The only engine may be one that just recovered: exclude it no longer.
             lost = lost[-1:] if attempt == 1 else []
         raise AssertionError("unreachable")
 
@@ -239,7 +239,7 @@ class TurnRunner:
             async for response in responses:
                 await self._take(generation, turn, request, response)
                 if generation.answer.stopped_at is not None and not aborted:
-                    aborted = True  # the engine then ends its stream, version spans included
+                    aborted = True  # the engine then finishes its stream, with version spans
                     await self._engines.abort(address, message.request_id)
         if generation.finish is None:
             raise EngineDeadError(f"engine {engine_id} ended its stream without a finish")
@@ -294,7 +294,7 @@ class TurnRunner:
         sample: Sample,
         reasons: frozenset[Fidelity],
     ) -> Answered:
-        """Attaches the turn, and takes it back where the journal cannot keep it."""
+        """Attaches the turn, and detaches it again if the journal cannot store it."""
         tree, prompt = session.tree, prepared.prompt
         parent = prompt.match.node
         tree.reattach(parent)
@@ -310,7 +310,7 @@ class TurnRunner:
             node_id=turn.node_id,
             said=turn.lineage,
         )
-        # Another turn that shares a group with this one may not have stored it, or may fail to.
+        # Another turn that shares a group may not have stored it yet, or may fail to store it.
         added = [one for one in node.path() if not one.stored]
         record = AnswerRecord(
             answer_id=turn.answer_id,
