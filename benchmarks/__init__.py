@@ -1,1 +1,1 @@
-"""Load measurements against a peer, on one machine."""
+"""Load measurements of the mesh and of peer systems, on one machine."""

@@ -1,13 +1,13 @@
-"""GRPO step by step and without waiting: samples per second, and what the policy has learned.
+"""Synchronous and asynchronous GRPO: samples per second, and what the policy learns.
 
     make bench-async
 
-Both are the examples as they are, `examples.grpo_sync` and `examples.grpo_async`: the same policies
-to begin with (one for each seed, kept in the folder for the next run), the same questions, the same
-number of steps and of trained samples, a fresh mesh for each. They take turns, and every other
-seed begins with the other one. Making policies and starting meshes is not timed. Tools take time,
-as those of agents do. All of it again with a calculator that answers at once, so that there is
-nothing to wait for but the cores, which are the same for all; figures of this end in `_quick`.
+Both run the unmodified examples, `examples.grpo_sync` and `examples.grpo_async`, with the same
+initial policies (one per seed, kept in the folder for the next run), the same questions, the same
+numbers of steps and trained samples, and a fresh mesh each. The two alternate, and so does which of
+them goes first for a seed. Making policies and starting meshes is not timed. Tools take time, as
+those of real agents do. Everything is then repeated with a calculator that answers at once, so that
+only the CPU cores, the same for both, limit the rate; the names of these figures end in `_quick`.
 
 The last line of the output is one JSON object.
 """
@@ -34,7 +34,7 @@ _DIGITS = 3
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Runs the benchmark and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
@@ -69,7 +69,7 @@ def _compare(folder: Path, seeds: int, steps: int, tool_s: float) -> dict[str, f
 def _policy(path: Path, seed: int) -> Path:
     if not path.exists():
         torch.set_num_threads(2)
-        part = path.with_suffix(".part")  # a run that was ended leaves nothing half made
+        part = path.with_suffix(".part")  # an interrupted run leaves no partial policy
         shutil.rmtree(part, ignore_errors=True)
         make_policy(part, seed=seed)
         part.rename(path)
@@ -88,7 +88,7 @@ def _run(name: str, folder: Path, policy: Path, plan: Plan) -> Any:
 
 
 def _figures(runs: dict[str, list[Any]], lag_max: int) -> dict[str, float]:
-    """Returns rates and their ratio as medians over the seeds, rewards as means."""
+    """Returns rates and their ratio as medians over the seeds, and rewards as means."""
     found = {name: [run.result() for run in ran] for name, ran in runs.items()}
     rates = {name: [one["samples_per_second"] for one in ran] for name, ran in found.items()}
     rewards = {name: [one["reward_last"] for one in ran] for name, ran in found.items()}

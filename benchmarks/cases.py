@@ -1,6 +1,6 @@
-"""What is measured beside turns per second: context, tools, stalls, long sessions, memory, streams.
+"""Measurements besides turns per second: context, tools, stalls, long sessions, memory, streams.
 
-Each case gives figures of one round by name; `turns` takes the median of the rounds.
+Each case returns the figures of one round by name; `turns` takes the median of the rounds.
 """
 
 from asyncio.subprocess import Process
@@ -12,9 +12,9 @@ from benchmarks.systems import Mesh, Model, System
 from benchmarks.workload import Shape
 
 TURN_BYTES = 700
-"""New text of a turn deep in a session: a short tool result, about 160 tokens."""
-_TURN_TOKENS = 235  # with the reply
-# Context in tokens, sessions at a time, sessions, turns that are timed.
+"""New text per turn deep in a session, bytes: a short tool result, about 160 tokens."""
+_TURN_TOKENS = 235  # including the reply
+# Context in tokens, concurrent sessions, sessions, timed turns.
 CONTEXTS = (
     (2_000, 1, 2, 16),
     (2_000, 16, 16, 10),
@@ -38,7 +38,7 @@ Figures = dict[str, float]
 
 
 async def contexts(name: str, system: System, model: Model, seed: int) -> Figures:
-    """Returns turns per second and CPU time with so much context at the middle of the turns."""
+    """Returns turns per second and CPU time; the context is reached halfway through the turns."""
     figures: Figures = {}
     for context, concurrent, sessions, turns in CONTEXTS:
         first = int((context - _TURN_TOKENS * turns / 2) * model.bytes_per_token)
@@ -55,7 +55,7 @@ async def contexts(name: str, system: System, model: Model, seed: int) -> Figure
 
 
 async def tools(name: str, system: System, model: Model, seed: int) -> Figures:
-    """Returns the CPU time per turn, the first left out, where 17k tokens of tools are listed."""
+    """Returns the CPU time per turn with 17k tokens of tools, without the first turn."""
     shape = Shape(9, TURN_BYTES, TURN_BYTES, tools=model.tools_17k, fill_turns=1)
     found = await measure(system, shape, _CPU_SESSIONS, _CPU_SESSIONS, seed, close=False)
     await system.close()
@@ -66,7 +66,7 @@ async def tools(name: str, system: System, model: Model, seed: int) -> Figures:
 
 
 async def stall(name: str, system: System, model: Model, seed: int) -> Figures:
-    """Returns by how much first prompts of 100k tokens delay a trivial request."""
+    """Returns how much first prompts of 100k tokens delay a trivial request."""
     shape = Shape(turns=1, first_bytes=int(_HEAVY_TOKENS * model.bytes_per_token))
     times = await measure_stall(system, shape, _HEAVY, seed)
     alone = median(times["alone_ms"])
@@ -78,7 +78,7 @@ async def stall(name: str, system: System, model: Model, seed: int) -> Figures:
 
 
 async def long_session(name: str, system: System, _model: Model, seed: int) -> Figures:
-    """Returns how much longer turn 200 takes than turn 2, neighbours of several sessions."""
+    """Returns the latencies of turns near 2 and near 200 over several sessions, and their ratio."""
     shape = Shape(_LONG_TURNS, TURN_BYTES, TURN_BYTES)
     found = await measure(system, shape, _LONG_SESSIONS, 1, seed)
     early = median(ms for session in found.latencies_ms for ms in session[1:6])
@@ -91,14 +91,14 @@ async def long_session(name: str, system: System, _model: Model, seed: int) -> F
 
 
 async def memory(mesh: Mesh, rounds: int) -> Figures:
-    """Returns bytes per token and per node, from sessions of large and of small messages.
+    """Returns bytes per token and per node, from sessions with large and with small messages.
 
-    The sessions stay open: what is freed would be taken again and hide the growth. For the same
-    reason it comes before all other cases, and a first round is thrown away.
+    The sessions stay open, because reused memory would hide the growth. For the same reason this
+    case runs before all others, and its first round is discarded.
     """
     found = [await _growth(mesh, shape, rounds) for shape in (_LARGE, _SMALL)]
     (large, large_tokens, large_nodes), (small, small_tokens, small_nodes) = found
-    # Two equations, "tokens times bytes of each, and nodes times bytes of each, is the growth".
+    # Two equations: tokens * bytes per token + nodes * bytes per node = growth.
     size = large_tokens * small_nodes - small_tokens * large_nodes
     per_token = (large * small_nodes - small * large_nodes) / size
     per_node = (small * large_tokens - large * small_tokens) / size
@@ -110,7 +110,7 @@ async def memory(mesh: Mesh, rounds: int) -> Figures:
 
 
 async def _growth(mesh: Mesh, shape: Shape, rounds: int) -> tuple[float, float, float]:
-    """Returns by how much the gateway grows with sessions of a shape, their tokens and nodes."""
+    """Returns the gateway's memory growth for sessions of a shape, and their tokens and nodes."""
     growth: list[float] = []
     tokens = 0
     for seed in range(rounds + 1):
@@ -123,7 +123,7 @@ async def _growth(mesh: Mesh, shape: Shape, rounds: int) -> tuple[float, float, 
 
 
 async def first_bytes(mesh: Mesh, engine: Process, seed: int) -> Figures:
-    """Returns how long an answer's first token takes from the engine to the client."""
+    """Returns the time from an answer's first token in the engine to the client."""
     shape = Shape(_STREAM_TURNS, TURN_BYTES, TURN_BYTES, stream=True)
     found = await measure(mesh, shape, _STREAMS, 1, seed)
     assert engine.stdout is not None

@@ -1,11 +1,11 @@
-"""Rows from the gateway's close to the trainer's tensors, and through TransferQueue in one run.
+"""Delivery from the gateway's close to the trainer's tensors, compared with TransferQueue.
 
     make bench-delivery
 
-A process with the gateway's own outbox hands closed sessions to a real collector, on SQLite and on
-a Redis that syncs every write; a trainer process makes torch tensors of them and acknowledges.
-TransferQueue 0.1.11 puts and gets the same tensors. Rounds are interleaved; every figure is the
-median of the rounds. benchmarks/README.md says what each figure means.
+A process running the gateway's outbox hands closed sessions to a real collector, on SQLite and on a
+Redis that fsyncs every write. A trainer process turns them into torch tensors and acknowledges.
+TransferQueue 0.1.11 puts and gets the same tensors. Rounds are interleaved, and every figure is the
+median of the rounds. benchmarks/README.md explains each figure.
 
 The last line of the output is one JSON object.
 """
@@ -54,23 +54,23 @@ Values = dict[str, list[float]]
 
 @dataclass(slots=True)
 class Worker:
-    """A process that takes plans."""
+    """A process that executes plans."""
 
     process: Process
     folder: Path
 
     async def begin(self, plan: Figures) -> None:
-        """Gives a plan; returns once it runs."""
+        """Sends a plan; returns once it is running."""
         self.say(json.dumps(plan))
         await read_line(self.process, "STARTED", self.folder)
 
     def say(self, line: str) -> None:
-        """Writes a line."""
+        """Writes a line to the process."""
         assert self.process.stdin is not None
         self.process.stdin.write(line.encode() + b"\n")
 
     async def result(self, rows: int) -> Figures:
-        """Returns what came of a plan with so many rows."""
+        """Returns the result of a plan with this number of rows."""
         timeout_s = _STEP_TIMEOUT_S + rows / _LEAST_ROWS_PER_SECOND
         text = await read_line(self.process, "DONE", self.folder, timeout_s)
         found: Figures = json.loads(text)
@@ -79,17 +79,17 @@ class Worker:
 
 @dataclass(slots=True)
 class Line:
-    """One collector with what stands at its ends."""
+    """A collector with its outbox and trainer processes."""
 
     name: str
-    """Of the store; the prefix of its figures."""
+    """Name of the store, used as the prefix of its figures."""
     address: str
     pids: dict[str, int]
     outbox: Worker
     trainer: Worker
 
     async def run(self, shape: Shape, prefix: str, **plans: Any) -> tuple[Figures, Figures]:
-        """Hands rows over and trains on them; returns what both ends saw."""
+        """Hands over rows and trains on them; returns the results of both ends."""
         plan = {"collector": self.address, "shape": shape._asdict(), "prefix": prefix}
         wanted: Figures = {"batch": min(_BATCH, shape.rows), "credits": _CREDITS}
         wanted |= {"collector": self.address, "rows": shape.rows, **plans}
@@ -113,8 +113,8 @@ class Line:
         return self._named(figures | self._peaks(sent, got))
 
     async def held(self) -> dict[str, float]:
-        """Stores rows beside a trainer that takes none; returns what grew by how much, MB."""
-        await self.run(_HELD, "unheld")  # what any such load leaves behind is there before
+        """Stores rows for a trainer that takes none; returns the memory growth by process, MB."""
+        await self.run(_HELD, "unheld")  # warm-up: memory that any such load leaves behind
         plan = {"collector": self.address, "shape": _HELD._asdict(), "prefix": "held"}
         wanted = {"collector": self.address, "batch": _BATCH, "hold": True}
         wanted |= {"rows": _HELD.rows, "credits": _HELD_CREDITS}
@@ -166,7 +166,7 @@ class Line:
 def _seconds(
     marks: list[tuple[float, int]], began: float, part: int, rows: int
 ) -> tuple[float, float]:
-    """Returns how long the first and the last rows took."""
+    """Returns how long the first and the last rows took, seconds."""
     seen, first, begin_last = 0, 0.0, began
     for at, count in marks:
         seen += count
@@ -179,8 +179,8 @@ def _seconds(
 
 @asynccontextmanager
 async def running_line(name: str, folder: Path) -> AsyncIterator[Line]:
-    """Runs a collector on a store, an outbox and a trainer."""
-    os.mkdir(folder)  # noqa: PTH102 - the one call before anything runs
+    """Runs a collector on a store, with an outbox and a trainer."""
+    os.mkdir(folder)  # noqa: PTH102 - the only blocking call, before anything runs
     async with AsyncExitStack() as stack:
         pids: dict[str, int] = {}
         store = "sqlite"
@@ -207,7 +207,7 @@ async def running_line(name: str, folder: Path) -> AsyncIterator[Line]:
 
 
 async def queue_round(folder: Path, seed: int) -> dict[str, float]:
-    """Measures one round of TransferQueue, in an environment and a cluster of its own."""
+    """Measures one round of TransferQueue in its own environment and cluster."""
     environ = {
         "PYTHONPATH": os.pathsep.join(str(_ROOT / source) for source in _SOURCES),
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -233,7 +233,7 @@ async def queue_round(folder: Path, seed: int) -> dict[str, float]:
 
 
 async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """Runs the rounds, then what is measured once."""
+    """Runs the rounds, then the measurements that are taken once."""
     rounds: list[dict[str, float]] = []
     for seed in range(arguments.rounds):
         figures: dict[str, float] = {}
@@ -256,7 +256,7 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, floa
 
 
 def summary(figures: dict[str, float]) -> Figures:
-    """Adds the ratios, and puts the peaks of the processes together."""
+    """Adds the ratios, and merges the peak memory of the processes."""
     names = ("transferqueue_rows_per_second", "transferqueue_overlapped_rows_per_second")
     ratios: dict[str, float] = {}
     for label in _SHAPES:
@@ -275,7 +275,7 @@ def _rounded(figures: dict[str, float]) -> dict[str, float]:
 
 
 async def main() -> None:
-    """Measures and prints."""
+    """Runs the benchmark and prints the results."""
     parser = argparse.ArgumentParser(prog="benchmarks.delivery")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--growth-rows", type=int, default=_GROWTH_ROWS)

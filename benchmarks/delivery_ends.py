@@ -1,8 +1,8 @@
-"""The two ends of a delivery as processes: the gateway's outbox, and a trainer.
+"""The two ends of a delivery as processes: the gateway's outbox and a trainer.
 
     python -m benchmarks.delivery_ends outbox|trainer
 
-Each reads plans from standard input, one JSON object a line, and answers each with one line.
+Each reads plans from standard input, one JSON object per line, and answers each with one line.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ Records = Iterator[types_pb2.SessionRecord]
 
 
 async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
-    """Hands closed sessions over with the gateway's own outbox, out of a journal of its own.
+    """Hands over closed sessions with the gateway's own outbox, from a separate journal.
 
-    What a gateway holds at most is in the journal before the clock starts; the rest is closed while
-    it runs. With `every_s` one session is closed at a time, so far apart.
+    As many sessions as a gateway holds at most are in the journal before the clock starts; the rest
+    are closed while it runs. With `every_s`, sessions are closed one at a time at this interval.
     """
     records: Records = sessions(Shape(**plan["shape"]), plan["prefix"])
     with tempfile.TemporaryDirectory(prefix="bench-outbox-") as folder:
@@ -63,7 +63,7 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
                 else:
                     stamps = {}
                     await _close_all(database, outbox, records)
-                while await database.run(closed.count_undelivered):  # noqa: ASYNC110 - the outbox tells nobody
+                while await database.run(closed.count_undelivered):  # noqa: ASYNC110 - the outbox has no event
                     await asyncio.sleep(_LOOK_S)
                 ended = time.monotonic()
                 running.cancel()
@@ -81,10 +81,10 @@ async def _close(database: Database, records: list[types_pb2.SessionRecord]) -> 
 
 async def _close_all(database: Database, outbox: Outbox, records: Records) -> None:
     chunk = list(islice(records, _CHUNK))
-    while chunk and not outbox.undelivered:  # noqa: ASYNC110 - the outbox tells nobody
+    while chunk and not outbox.undelivered:  # noqa: ASYNC110 - the outbox has no event
         await asyncio.sleep(_LOOK_S)
     while chunk:
-        while outbox.undelivered > _PRELOADED:  # noqa: ASYNC110 - the outbox tells nobody
+        while outbox.undelivered > _PRELOADED:  # noqa: ASYNC110 - the outbox has no event
             await asyncio.sleep(_LOOK_S)
         await _close(database, chunk)
         for _ in chunk:
@@ -105,9 +105,9 @@ async def _close_slowly(
 
 
 async def train(plan: Figures, started: Callable[[], None]) -> Figures:
-    """Makes tensors of what is delivered, batch after batch, and acknowledges it.
+    """Builds tensors from deliveries, batch by batch, and acknowledges them.
 
-    With `hold` it takes nothing from its subscription until a line says so.
+    With `hold` it reads nothing from its subscription until it gets a line of input.
     """
     marks: list[tuple[float, int]] = []
     stamps: dict[str, float] = {}
@@ -150,7 +150,7 @@ async def main() -> None:
     """Runs plans until standard input ends."""
     work = {"outbox": hand_over, "trainer": train}[sys.argv[1]]
     if work is hand_over:
-        keep_freed_memory()  # as every service's process does
+        keep_freed_memory()  # as every service does
     while line := await asyncio.to_thread(sys.stdin.readline):
         plan = json.loads(line)
         result = await work(plan, lambda: print("STARTED", flush=True))

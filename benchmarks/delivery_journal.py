@@ -1,4 +1,4 @@
-"""Closed sessions of one row each, written into a gateway's journal as it would write them."""
+"""Writes closed one-row sessions to a gateway's journal, in the gateway's own format."""
 
 import sqlite3
 
@@ -25,7 +25,7 @@ def new_tree() -> Tree:
 
 
 def tree_of(trajectory: types_pb2.Trajectory) -> Tree:
-    """Returns the tree with one path, by the segments of a trajectory."""
+    """Returns the tree with a single path, built from the segments of a trajectory."""
     tree = new_tree()
     ids = unpack_ids(trajectory.token_ids_u32le, "token_ids").astype(np.uint32)
     logprobs = unpack_logprobs(trajectory.logprobs_f32le, "logprobs").astype(np.float32)
@@ -51,7 +51,7 @@ def tree_of(trajectory: types_pb2.Trajectory) -> Tree:
 
 
 def write_closed(db: sqlite3.Connection, record: types_pb2.SessionRecord) -> None:
-    """Writes a session of one trajectory, and its close."""
+    """Writes a session with one trajectory, and its close."""
     spec = SessionSpec(
         record.session_id,
         record.opened_unix_ms,

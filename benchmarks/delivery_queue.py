@@ -1,8 +1,8 @@
-"""TransferQueue's side of the delivery benchmark; runs in the trainers' environment.
+"""The TransferQueue side of the delivery benchmark; runs in the trainers' environment.
 
     .venv-trainers/bin/python -m benchmarks.delivery_queue
 
-Reads plans from standard input, one JSON object a line, and answers each with one line.
+Reads plans from standard input, one JSON object per line, and answers each with one line.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ Columns = Callable[[Rows], TensorDict]
 
 
 def trainer_columns(rows: Rows) -> TensorDict:
-    """Returns what our own trainer ends with: the same tensors, by the same names."""
+    """Returns the columns of our own trainer: the same tensors under the same names."""
     tensors = to_torch(ragged(rows))
     return TensorDict({name: tensors[name] for name in _PER_TOKEN}, batch_size=[len(rows)])
 
 
 def verl_columns(rows: Rows) -> TensorDict:
-    """Returns what verl trains on."""
+    """Returns the columns that verl trains on."""
     return stacked([token_columns(row) for row in rows])
 
 
 async def run(plan: dict[str, Any]) -> dict[str, Any]:
-    """Puts batches and gets them: each after the other, and the next put beside the last get."""
+    """Puts and gets batches: first one after the other, then each get alongside the next put."""
     made: Columns = verl_columns if plan["columns"] == "verl" else trainer_columns
     shape = Shape(**plan["shape"])
     records = [SessionResult.from_proto(one) for one in sessions(shape, plan["prefix"])]
@@ -94,7 +94,7 @@ async def _clear(keys: list[list[str]]) -> None:
 
 
 def _peaks() -> dict[str, float]:
-    """Returns the most memory of this process and of the queue's own actors, by their names."""
+    """Returns the peak memory of this process and of the queue's actors, by name."""
     found = {"client": peak_mb("self")}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -104,7 +104,7 @@ def _peaks() -> dict[str, float]:
             if title.startswith("ray::") and ("Storage" in title or "Controller" in title):
                 name = title.removeprefix("ray::").partition("\0")[0].partition(".")[0].lower()
                 found[name] = max(found.get(name, 0.0), peak_mb(int(path.name)))
-        except (OSError, IndexError):  # ended in between
+        except (OSError, IndexError):  # the process has ended
             continue
     return found
 

@@ -1,4 +1,4 @@
-"""Closed sessions of one row each, as a gateway hands them over."""
+"""Closed one-row sessions, as a gateway hands them over."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,26 +13,26 @@ _VOCABULARY = 150_000
 
 
 class Shape(NamedTuple):
-    """What the rows of a case are like."""
+    """The rows of a case."""
 
     rows: int
     tokens: int
-    """Of each row."""
+    """Tokens per row."""
     group: int = 8
-    """Sessions of a group; 1: no groups."""
+    """Sessions per group; 1: no groups."""
 
     @property
     def megabytes(self) -> float:
-        """Bytes of all arrays as they cross the wire: ids, log-probabilities and mask."""
+        """Size of all arrays on the wire, MB: ids, log-probabilities and masks."""
         return self.rows * self.tokens * 9 / 1e6
 
 
 def sessions(shape: Shape, prefix: str) -> Iterator[types_pb2.SessionRecord]:
-    """Yields sessions of one trajectory; the prompt is half a turn, and half of each is sampled.
+    """Yields one-trajectory sessions; a prompt is half a turn, and half of each turn is sampled.
 
     Args:
-        shape: How many, and of what length.
-        prefix: Of their ids, which no other call may have.
+        shape: Number and length of the rows.
+        prefix: Prefix of the session ids; must be unique per call.
     """
     rng = np.random.default_rng(0)
     bounds = _bounds(shape.tokens)
@@ -59,7 +59,7 @@ def sessions(shape: Shape, prefix: str) -> Iterator[types_pb2.SessionRecord]:
 
 
 def _bounds(tokens: int) -> list[tuple[int, int]]:
-    """Cuts a row into runs, every second one sampled."""
+    """Splits a row into runs; every second one is sampled."""
     runs = max(tokens // (_TURN_TOKENS // 2), 2) // 2 * 2
     edges = np.linspace(0, tokens, runs + 1).astype(int).tolist()
     return list(pairwise(edges))

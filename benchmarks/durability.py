@@ -1,12 +1,12 @@
-"""Answered turns that survive SIGKILL, ours and a peer's.
+"""Answered turns that survive SIGKILL, in the mesh and in a peer.
 
     make bench-durability
 
-32 clients take turns of about 3.5 KB. As soon as 400 turns are answered, everything is killed at
-once: of ours router, engine, collector, gateway and sidecar; of the peer its gateway. Then each is
-started again on what it left on disk. Recovered is an answered turn that our trainer is delivered,
-trained once, after the sessions are closed; and of the peer one that its traces hold. Rounds are
-interleaved, three of each; the figures are medians.
+32 clients take turns of about 3.5 KB. Once 400 turns are answered, everything is killed at once:
+router, engine, collector, gateway and sidecar of the mesh, or the gateway of the peer. Each is then
+restarted on what it left on disk. In the mesh, an answered turn counts as recovered if the trainer
+receives it and it is trained exactly once, after the sessions are closed; in the peer, if its
+traces contain it. There are three interleaved rounds of each; the figures are medians.
 
 The last line of the output is one JSON object.
 """
@@ -39,25 +39,25 @@ Figures = dict[str, int]
 
 
 class _Clients:
-    """Clients that take turns until enough are answered; then they stop where they are."""
+    """Clients that take turns until enough are answered, and then stop immediately."""
 
     def __init__(self, port: int, seed: int) -> None:
         self._load = Load("127.0.0.1", port, Shape(), reply_text(vocabulary()))
         self._random = random.Random(seed)
         self._words = vocabulary()
         self.answered: Counter[str] = Counter()
-        """Number of answered turns, by the session's path."""
+        """Number of answered turns, by session path."""
         self._enough = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self, sessions: Sequence[tuple[str, str]]) -> None:
-        """Returns as soon as enough turns are answered, others being under way."""
+        """Returns once enough turns are answered, while others are still in flight."""
         self._tasks = [asyncio.ensure_future(self._talk(*session)) for session in sessions]
         async with asyncio.timeout(_SETTLE_S):
             await self._enough.wait()
 
     async def end(self) -> None:
-        """Waits for the clients, whose system is gone."""
+        """Waits for the clients after their system has been killed."""
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
@@ -67,7 +67,7 @@ class _Clients:
         conversation = Conversation(path, key, [], b'{"model":"policy","messages":[')
         while not self._enough.is_set():
             await connection.turn(conversation, user_text(self._random, self._words), stream=False)
-            if not self._enough.is_set():  # later ones may be cut off before they are read
+            if not self._enough.is_set():  # later answers may be cut off before they are read
                 self.answered[path] += 1
             if self.answered.total() >= _ANSWERED:
                 self._enough.set()
@@ -107,7 +107,7 @@ async def _until_killed(system: System, sessions: list[tuple[str, str]], seed: i
     clients = _Clients(system.port, seed)
     await clients.run(sessions)
     for name, pid in system.pids.items():
-        if name != "peer_engine":  # which stands for the GPU nodes
+        if name != "peer_engine":  # stands for the GPU nodes
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     await clients.end()
@@ -115,7 +115,7 @@ async def _until_killed(system: System, sessions: list[tuple[str, str]], seed: i
 
 
 async def _delivered(mesh: Mesh, count: int) -> dict[str, Counter[int]]:
-    """Returns how often each turn of each session is trained in what a new trainer gets."""
+    """Returns how often each turn of each session is trained in deliveries to a new trainer."""
     trained: dict[str, Counter[int]] = {}
     async with (
         asyncio.timeout(_SETTLE_S),
@@ -141,7 +141,7 @@ def _read(url: str) -> bytes:
 
 
 async def main() -> None:
-    """Measures and prints."""
+    """Runs the benchmark and prints the results."""
     rounds: list[Figures] = []
     async with asyncio.timeout(_TOTAL_TIMEOUT_S):
         for seed in range(_ROUNDS):

@@ -1,8 +1,8 @@
-"""An OpenAI-compatible engine that costs next to nothing, for the peer to stand in front of.
+"""An OpenAI-compatible engine of negligible cost, to run behind the peer.
 
 It answers as vLLM does with `return_token_ids`: prompt ids, sampled ids and log-probs of the right
-number, and always the same text. Ids are cut from one prepared run of bytes, so that a prompt of
-any length is quick: the engine of the mesh does not tokenise either.
+length, and always the same text. Ids are sliced from one precomputed byte string, so prompts of any
+length are cheap; the engine of the mesh does not tokenize either.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ class FakeEngine(asyncio.Protocol):
     """One connection."""
 
     def __init__(self, tail: bytes, bytes_per_token: float) -> None:
-        """Takes the prepared end of every answer and how long a prompt's token is."""
+        """Takes the precomputed end of every answer, and the bytes per prompt token."""
         self._tail = tail
         self._bytes_per_token = bytes_per_token
         self._data = bytearray()
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the transport."""
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is no subclass
+        """Stores the transport."""
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is not a subclass
 
     def data_received(self, data: bytes) -> None:
-        """Answers every request that has arrived whole."""
+        """Answers every request that has arrived completely."""
         self._data += data
         while (end := self._data.find(b"\r\n\r\n")) >= 0:
             head = bytes(self._data[:end]).lower()
@@ -56,7 +56,7 @@ _IDS = _ID * _MOST_IDS
 
 
 def _tail(reply: str, reply_tokens: int) -> bytes:
-    """Returns an answer without its opening brace and its prompt ids."""
+    """Returns an answer without its opening brace and prompt ids."""
     logprobs: list[dict[str, object]] = [
         {"token": "word", "logprob": -0.25 * (at % 7), "bytes": None, "top_logprobs": []}
         for at in range(reply_tokens)

@@ -1,9 +1,10 @@
-"""The load generator: a process of its own, the same for every measured system.
+"""The load generator: a separate process, the same for every measured system.
 
-The first line of its stdin is a plan as JSON. It has the sessions take their first turns, prints
-`FILLED`, waits for another line, has them take the rest and prints what it saw as JSON. Each
-session asks turn by turn, with the whole conversation in each body, over a kept connection;
-requests are written by hand because a client library would take more time than what is measured.
+The first line of its stdin is a plan as JSON. It runs the first turns of the sessions, prints
+`FILLED`, waits for another line, runs the remaining turns, and prints the results as JSON. Each
+session sends one turn after the other over a keep-alive connection, with the complete conversation
+in each body. Requests are written by hand, because a client library would take more time than the
+systems being measured.
 """
 
 import asyncio
@@ -28,22 +29,22 @@ _TRIVIAL_ALONE = 40
 
 @dataclass(slots=True)
 class Conversation:
-    """One session: where it asks, what it says, and what was said."""
+    """One session: its target, its texts, and its conversation so far."""
 
     path: str
     key: str
     texts: list[str]
     begin: bytes
-    """The beginning of every body, up to the messages."""
+    """The start of every body, up to the messages."""
     messages: list[bytes] = field(default_factory=list)
     latencies_ms: list[float] = field(default_factory=list)
     first_bytes_ns: list[int] = field(default_factory=list)
-    """When the first byte of each streamed answer came, on the monotonic clock."""
+    """When the first byte of each streamed answer arrived, monotonic clock."""
     tokens: int = 0
-    """Prompt and answer of the last turn."""
+    """Prompt and answer tokens of the last turn."""
 
     def request(self, text: str) -> bytes:
-        """Returns the next request, head and body."""
+        """Returns the next request, headers and body."""
         self.messages.append(orjson.dumps({"role": "user", "content": text}))
         body = self.begin + b",".join(self.messages) + b"]}"
         head = (
@@ -56,7 +57,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Connection:
-    """A kept connection and what every answer must be."""
+    """A keep-alive connection, and the reply expected in every answer."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -66,8 +67,8 @@ class Connection:
         """Takes one turn of a session.
 
         Raises:
-            ValueError: The answer was not the reply.
-            TimeoutError: It took too long.
+            ValueError: The answer was not the expected reply.
+            TimeoutError: The answer took too long.
         """
         data = session.request(text)
         started = time.perf_counter()
@@ -115,7 +116,7 @@ class Load:
     reply: str
 
     async def run(self, sessions: list[Conversation], concurrent: int, turns: slice) -> None:
-        """Has all sessions take some of their turns, so many sessions at a time."""
+        """Runs these turns of all sessions, with a limited number of sessions at a time."""
         waiting = iter(sessions)
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrent):
@@ -135,10 +136,10 @@ class Load:
 
 
 async def beside(load: Load, trivial: Conversation, heavy: list[Conversation]) -> dict[str, Any]:
-    """Sends a trivial request again and again, alone and then beside first prompts.
+    """Repeats a trivial request, first alone and then alongside first prompts.
 
     Returns:
-        The times of the trivial requests, milliseconds.
+        The latencies of the trivial requests, milliseconds.
     """
     connection = await load.connect()
 
@@ -178,11 +179,11 @@ def _conversations(plan: dict[str, Any], shape: Shape, words: list[str]) -> list
 
 
 async def measure(plan: dict[str, Any]) -> dict[str, Any]:
-    """Runs a plan; texts are made before the clock starts.
+    """Runs a plan; texts are generated before the clock starts.
 
     Returns:
-        Seconds, own CPU time in milliseconds, and by session the latencies of its turns, when
-        their first bytes came, and its tokens.
+        Seconds, the generator's CPU time in milliseconds, and by session the latencies of its
+        turns, the times of their first bytes, and its tokens.
     """
     words, shape = vocabulary(), Shape(**plan["shape"])
     sessions = _conversations(plan, shape, words)

@@ -1,4 +1,4 @@
-"""One measurement: a load on a system, and the CPU time and memory of the system's processes."""
+"""Measures a system under load: CPU time and memory of its processes."""
 
 import asyncio
 import json
@@ -31,16 +31,16 @@ class Measured:
     p50_ms: float
     p99_ms: float
     cpu_ms_per_turn: dict[str, float]
-    """By process, the load generator's too."""
+    """By process, including the load generator."""
     latencies_ms: list[list[float]]
-    """By session, turn by turn."""
+    """By session and turn."""
     first_bytes_ns: list[list[int]]
     tokens: int
-    """Ids that the sessions hold."""
+    """Token ids in all sessions."""
 
     @property
     def cpu_ms(self) -> float:
-        """CPU time per turn of all that serves one, the load generator left out."""
+        """CPU time per turn of all serving processes, without the load generator."""
         used = self.cpu_ms_per_turn
         return sum(ms for name, ms in used.items() if name in FOUR or name.startswith("peer"))
 
@@ -54,15 +54,15 @@ async def measure(
     *,
     close: bool = True,
 ) -> Measured:
-    """Runs the load generator once, and waits until the system rests.
+    """Runs the load generator once, and waits until the system is idle.
 
     Args:
-        system: What is loaded.
-        shape: What the sessions say.
-        sessions: How many there are.
-        concurrent: How many of them at a time.
-        seed: Of their texts.
-        close: Whether to close them within the measured CPU time; they stay open otherwise.
+        system: The system under load.
+        shape: Shape of the sessions.
+        sessions: Number of sessions.
+        concurrent: Number of concurrent sessions.
+        seed: Seed of their texts.
+        close: Whether to close them, as part of the measured CPU time; otherwise they stay open.
     """
     plan = {
         "host": "127.0.0.1",
@@ -95,7 +95,7 @@ async def measure(
 
 
 async def measure_stall(system: System, shape: Shape, heavy: int, seed: int) -> dict[str, Any]:
-    """Returns the times of a trivial request alone and beside so many first prompts."""
+    """Returns latencies of a trivial request, alone and alongside `heavy` first prompts."""
     plan = {
         "host": "127.0.0.1",
         "port": system.port,
@@ -113,7 +113,7 @@ async def measure_stall(system: System, shape: Shape, heavy: int, seed: int) -> 
 
 @asynccontextmanager
 async def _generator(plan: dict[str, object]) -> AsyncIterator[Process]:
-    """Runs the load generator up to the point where the clock starts."""
+    """Runs the load generator up to the start of the clock."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.load", stdin=PIPE, stdout=PIPE
     )
@@ -141,7 +141,7 @@ async def _result(process: Process) -> dict[str, Any]:
 
 
 async def settled(system: System) -> None:
-    """Waits until a system rests, so that its afterwork neither hides nor burdens the next."""
+    """Waits until a system is idle, so that deferred work is counted, and not in the next run."""
     last, deadline = math.inf, time.monotonic() + _SETTLE_TIMEOUT_S
     while time.monotonic() < deadline:
         now = sum(cpu_ms(pid) for pid in system.pids.values())
@@ -152,11 +152,11 @@ async def settled(system: System) -> None:
 
 
 def cpu_ms(pid: int) -> float:
-    """Returns the CPU time that a process has used, all its threads, user and system."""
+    """Returns the CPU time used by a process, all threads, user and system, milliseconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
 
 
 def percentile(ordered: list[float], part: float) -> float:
-    """Returns the value below which a part of ascending values lies."""
+    """Returns the value below which the given fraction of ascending values lies."""
     return ordered[min(int(len(ordered) * part), len(ordered) - 1)]

@@ -1,4 +1,4 @@
-"""What is measured: the mesh with a scripted engine, and the peer with a fake one."""
+"""The systems under test: the mesh with a scripted engine, and peers with a fake engine."""
 
 import asyncio
 import itertools
@@ -46,18 +46,18 @@ max_context_tokens = {context}
 
 
 class System(Protocol):
-    """Something that serves turns."""
+    """A system that serves turns."""
 
     port: int
     pids: dict[str, int]
-    """Process ids by the names under which their CPU time is reported."""
+    """Process ids, by the names under which CPU time is reported."""
 
     async def open(self, count: int) -> list[tuple[str, str]]:
-        """Opens sessions; returns for each its path up to `/v1` and its key."""
+        """Opens sessions; returns the path of each up to `/v1`, and its key."""
         ...
 
     async def close(self) -> None:
-        """Closes the sessions that are open."""
+        """Closes the open sessions."""
         ...
 
 
@@ -71,45 +71,45 @@ class Mesh:
     sessions: list[Session] = field(default_factory=list)
 
     async def open(self, count: int) -> list[tuple[str, str]]:
-        """Opens sessions at the gateway."""
+        """Opens sessions through the gateway."""
         for _ in range(count):
             request = gateway_pb2.CreateSessionRequest()
             self.sessions.append(await self.client.open_session(request))
         return [(f"/sessions/{one.session_id}/v1", one.api_key) for one in self.sessions]
 
     async def close(self) -> None:
-        """Closes them, which hands them to the collector."""
+        """Closes the sessions, which hands them to the collector."""
         while self.sessions:
             await self.client.close_session(self.sessions.pop())
 
 
 @dataclass
 class Peer:
-    """`rllm-model-gateway`, which opens a session at its first turn."""
+    """`rllm-model-gateway`, which opens a session on its first turn."""
 
     port: int
     pids: dict[str, int]
     opened: int = 0
 
     async def open(self, count: int) -> list[tuple[str, str]]:
-        """Names new sessions."""
+        """Makes up names for new sessions."""
         self.opened += count
         names = range(self.opened - count, self.opened)
         return [(f"/sessions/bench-{at}/v1", "none") for at in names]
 
     async def close(self) -> None:
-        """Does nothing: sessions of the peer have no end."""
+        """Does nothing: the peer's sessions have no end."""
 
 
 @dataclass
 class Litellm:
-    """`litellm --config`, which passes chat on and keeps no sessions."""
+    """`litellm --config`, which forwards chat requests and keeps no sessions."""
 
     port: int
     pids: dict[str, int]
 
     async def open(self, count: int) -> list[tuple[str, str]]:
-        """Names nothing: every agent calls the same path."""
+        """Returns the same path for all sessions."""
         return [("/v1", "none")] * count
 
     async def close(self) -> None:
@@ -118,18 +118,18 @@ class Litellm:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What both engines pretend to be."""
+    """The model that both engines simulate."""
 
     reply: str
     reply_tokens: int
     bytes_per_token: float
-    """Bytes of user text per token, from which the fake engine takes the number of its ids."""
+    """Bytes of user text per token; determines the number of ids from the fake engine."""
     tools_17k: int
-    """Number of tools whose list has 17,000 tokens."""
+    """Number of tools whose definitions take 17,000 tokens."""
 
 
 def make_model(folder: Path) -> Model:
-    """Makes the tokenizer, the engine's script and the file that describes the mesh."""
+    """Writes the tokenizer, the engine's script and the mesh file."""
     words, rng = vocabulary(), random.Random(3)
     corpus = [user_text(rng, words) for _ in range(200)]
     tokenizer = make_tokenizer(corpus, 4096, folder / "model", _CONTEXT)
@@ -166,10 +166,10 @@ async def running_mesh(folder: Path) -> AsyncIterator[Mesh]:
 
 @asynccontextmanager
 async def running_timed_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Process]]:
-    """Runs a mesh whose engine streams at a fixed rate and says when each first token was there.
+    """Runs a mesh whose engine streams at a fixed rate and reports the time of each first token.
 
     Yields:
-        The mesh, and its engine; see `timed_engine` for what that prints.
+        The mesh and its engine; see `timed_engine` for the engine's output.
     """
     tables = read_mesh(folder / "mesh.toml")
     tables["mesh"]["data_dir"] = f"{folder}/timed"
@@ -230,7 +230,7 @@ async def running_litellm(folder: Path, model: Model) -> AsyncIterator[Litellm]:
         flags = (f"--config={config}", "--host=127.0.0.1", f"--port={port}")
         settings = {
             "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "true",  # else it asks the network for prices
+            "LITELLM_LOCAL_MODEL_COST_MAP": "true",  # otherwise it downloads prices
             "LITELLM_LOG": "ERROR",
         }
         log = folder / "litellm.log"
@@ -285,7 +285,7 @@ async def run_process(
 async def read_line(
     process: Process, prefix: str, folder: Path, timeout_s: float = _START_TIMEOUT_S
 ) -> str:
-    """Returns what follows `prefix` on the first line that begins with it."""
+    """Returns the rest of the first line that starts with `prefix`."""
     assert process.stdout is not None
     async with asyncio.timeout(timeout_s):
         async for line in process.stdout:
@@ -296,7 +296,7 @@ async def read_line(
 
 
 async def _until_listening(port: int, process: Process, folder: Path) -> None:
-    """Waits until the peer takes connections; it prints nothing that says so."""
+    """Waits until the peer accepts connections, because it prints nothing when it does."""
     async with asyncio.timeout(_START_TIMEOUT_S):
         while process.returncode is None:
             try:
@@ -310,5 +310,5 @@ async def _until_listening(port: int, process: Process, folder: Path) -> None:
 
 
 def logs(folder: Path) -> str:
-    """Returns the end of each log, to say why something failed."""
+    """Returns the end of each log, for error messages."""
     return "\n".join(f"{log.name}: {log.read_text()[-1000:]}" for log in folder.rglob("*.log"))

@@ -1,7 +1,7 @@
-"""The engine with a scripted backend that says when each answer's first token left the model.
+"""The engine with a scripted backend that reports when each answer's first token left the model.
 
-It is the engine of `python -m rollmesh.engine`, flags included; the benchmark wraps the backend
-from outside, so that the product needs no hook. For each answer it prints `FIRST <ns>`, on the
+It is the engine of `python -m rollmesh.engine`, including its flags. The benchmark wraps the
+backend from outside, so the product needs no hook. For each answer it prints `FIRST <ns>` on the
 monotonic clock, which all processes of a machine share.
 """
 

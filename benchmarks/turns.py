@@ -1,16 +1,16 @@
-"""Turns through the mesh, and through a peer on the same machine in the same run.
+"""Turns through the mesh and through a peer, on the same machine in the same run.
 
     make bench-turns
 
-Sidecar, gateway, router, collector and a scripted engine are real processes; the peer, and in the
-base case LiteLLM's proxy, which only passes chat on, stand in front of a fake engine that is as
-quick. All get the same texts from the same load generator, in
-interleaved rounds; every figure is the median of the rounds. benchmarks/README.md says what each
-figure means. In the base case a session has 16 turns; a turn sends about 3.5 KB of new text behind
-all that was said before and gets a short fixed reply, not streamed; CPU time is that of 64 sessions
-at a time, with all that is done after the last answer, such as delivery to the collector.
+Sidecar, gateway, router, collector and a scripted engine run as real processes. The peer runs in
+front of an equally fast fake engine, and in the base case so does LiteLLM's proxy, which only
+forwards chat requests. All get the same texts from the same load generator, in interleaved rounds;
+every figure is the median of the rounds. benchmarks/README.md explains each figure. In the base
+case a session has 16 turns. A turn appends about 3.5 KB of new text to the conversation and gets a
+short fixed reply, not streamed. CPU time is measured with 64 concurrent sessions, and includes all
+work after the last answer, such as delivery to the collector.
 
-`--rounds` makes it longer or shorter. The last line of the output is one JSON object.
+`--rounds` sets the number of rounds. The last line of the output is one JSON object.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Base = dict[tuple[str, int], list[Measured]]
 
 
 async def main(count: int) -> None:
-    """Measures so many rounds of every case, and prints."""
+    """Measures this many rounds of every case, and prints the results."""
     started, before = time.monotonic(), os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load average before the run {before:.1f}")
     async with asyncio.timeout(_START_TIMEOUT_S + count * _ROUND_TIMEOUT_S):
@@ -93,7 +93,7 @@ async def _measure_all(folder: Path, count: int) -> tuple[Base, dict[str, float]
 async def _measure_cases(
     systems: dict[str, System], model: Model, seed: int
 ) -> list[cases.Figures]:
-    """Measures one round of every case, the systems by turns."""
+    """Measures one round of every case, alternating between the systems."""
     rounds: list[cases.Figures] = []
     for case in (cases.contexts, cases.tools, cases.stall, cases.long_session):
         for name in _order(systems, seed):
@@ -104,7 +104,7 @@ async def _measure_cases(
 
 
 async def _measure_base(systems: dict[str, System], count: int) -> Base:
-    """Returns what was measured by system and number of sessions at a time."""
+    """Returns the measurements by system and number of concurrent sessions."""
     rounds: Base = {}
     for seed in range(1, count + 1):
         for concurrent, sessions in ((1, _ALONE_SESSIONS), (64, _TOGETHER_SESSIONS)):

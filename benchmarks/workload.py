@@ -1,4 +1,4 @@
-"""What every measured system is given: the words, the sessions' texts and the one reply."""
+"""The workload of every measured system: the words, the sessions' texts and the fixed reply."""
 
 import dataclasses
 import random
@@ -13,18 +13,18 @@ _SYLLABLES = [first + last for first in "bdklmnrst" for last in "aeiou"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a session says."""
+    """The shape of a session."""
 
     turns: int = TURNS
     first_bytes: int = USER_BYTES
-    """Size of the first message."""
+    """Size of the first message, bytes."""
     turn_bytes: int = USER_BYTES
-    """Size of every message behind it."""
+    """Size of every later message, bytes."""
     tools: int = 0
-    """Number of tools that every request lists."""
+    """Number of tools listed in every request."""
     stream: bool = False
     fill_turns: int = 0
-    """Turns that every session has before the clock starts."""
+    """Turns of every session before the clock starts."""
 
     def plan(self) -> dict[str, Any]:
         """Returns the shape as JSON values, for the load generator."""
@@ -32,7 +32,7 @@ class Shape:
 
 
 def vocabulary(count: int = 6000) -> list[str]:
-    """Returns made-up words of two to four syllables, always the same ones."""
+    """Returns made-up words of two to four syllables; the same for every call."""
     rng = random.Random(7)
     return ["".join(rng.choices(_SYLLABLES, k=rng.randint(2, 4))) for _ in range(count)]
 
@@ -43,12 +43,12 @@ def user_text(rng: random.Random, words: list[str], size: int = USER_BYTES) -> s
 
 
 def reply_text(words: list[str]) -> str:
-    """Returns what both engines answer to everything."""
+    """Returns the fixed reply of both engines."""
     return " ".join(random.Random(11).choices(words, k=REPLY_WORDS))
 
 
 def tool_list(words: list[str], count: int) -> list[dict[str, Any]]:
-    """Returns tools as an agent lists them, with four described parameters each."""
+    """Returns tool definitions as an agent sends them, with four described parameters each."""
     rng = random.Random(13)
     return [_tool(rng, words, at) for at in range(count)]
 

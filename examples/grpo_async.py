@@ -1,11 +1,11 @@
-"""GRPO in plain torch through the mesh, without waiting: agents go on while the trainer steps.
+"""Asynchronous GRPO in plain torch through the mesh: agents keep running while the trainer steps.
 
     python -m examples.grpo_async --steps 30
 
-Groups are begun without end, a few ahead of the trainer, so that a slow agent holds up nobody;
-weights are swapped in the middle of generations. A trajectory may thus hold tokens of several
-versions, each with the log-prob that it was sampled with; `examples.demo.grpo` says what is made of
-them. What came to be too old all the same is kept back by the subscription, and counted.
+Groups are started continuously, a few ahead of the trainer, so a slow agent delays nobody. Weights
+are swapped in the middle of generations. A trajectory may thus contain tokens of several versions,
+each with the log-prob it was sampled with; `examples.demo.grpo` explains how they are weighted. The
+subscription filters groups that have become too old, and counts them.
 """
 
 import asyncio
@@ -51,12 +51,12 @@ _LOOK_S = 1.0
 
 @dataclass(slots=True)
 class AsyncRun(Run):
-    """What an asynchronous run has seen so far."""
+    """The record of an asynchronous run so far."""
 
     lags: Counter[int] = field(default_factory=Counter)
-    """Trained tokens by lag: version that was trained minus version that sampled."""
+    """Trained tokens by lag: the version being trained minus the version that sampled."""
     stale_groups: int = 0
-    """Groups that the subscription kept back."""
+    """Groups dropped by the subscription for policy lag."""
 
     def result(self) -> dict[str, float]:
         """Returns the run's figures."""
@@ -64,35 +64,35 @@ class AsyncRun(Run):
 
 
 class Ahead:
-    """Holds rollouts back: a group begins when there is a place for it ahead of the trainer.
+    """Limits rollouts: a group starts only when there is room for it ahead of the trainer.
 
-    Begun and not yet trained are as many groups as a step takes and, beside them, as many as keep
-    all agents at work: more would only grow old while they wait. They are never more than `max_lag`
-    steps' worth, so that a group which keeps its place in the row does not grow stale.
+    Groups started and not yet trained are at most those of one step plus enough to keep all agents
+    busy; more would only age while they wait. They never exceed `max_lag` steps' worth, so that a
+    group trained in its turn is not too old.
     """
 
     def __init__(self, plan: Plan, max_lag: int) -> None:
-        """Makes the places; no more will ever be taken than the plan trains."""
+        """Creates the places; in total no more are used than the plan trains."""
         busy = math.ceil(plan.concurrency / plan.samples)
         ahead = min(plan.groups + busy, min(max_lag, plan.steps) * plan.groups)
         self._left = plan.steps * plan.groups - ahead
         self._places = asyncio.Semaphore(ahead)
 
     async def tasks(self, plan: Plan) -> AsyncIterator[Task]:
-        """Yields questions for ever."""
+        """Yields questions endlessly."""
         for step in count():
             for task in plan.tasks(step):
                 await self._places.acquire()
                 yield task
 
     def taken(self, groups: int) -> None:
-        """Makes room for others: these are about to be trained."""
+        """Makes room for new groups, because these are about to be trained."""
         following = min(groups, self._left)
         self._left -= following
         self.dropped(following)
 
     def dropped(self, groups: int) -> None:
-        """Makes room for as many that take their place."""
+        """Makes room for as many replacement groups."""
         for _ in range(groups):
             self._places.release()
 
@@ -107,9 +107,9 @@ async def train(
     )
     async with (
         Client(addresses) as client,
-        # No credits: a group is judged when it is asked for, by the version that will train it.
+        # No credits: a group is filtered when it is requested, by the version that will train it.
         client.subscribe(_CONSUMER, unit="group", credits=0, options=options) as groups,
-        trainer_process(plan, model, threads=1) as step,  # the engine has the other core
+        trainer_process(plan, model, threads=1) as step,  # the other core is for the engine
         shared_client() as openai,
         rollout_groups(
             client,
@@ -142,7 +142,7 @@ async def train(
 
 
 async def _follow(rolling: Rollout) -> None:
-    """Takes the groups as they end, so that others can; says why agents failed."""
+    """Consumes groups as they finish, so that others can start; reports why agents failed."""
     async for group in rolling:
         for session in group.sessions:
             if session.error_type:
@@ -152,10 +152,10 @@ async def _follow(rolling: Rollout) -> None:
 async def _take(
     client: Client, groups: Subscription, wanted: int, ahead: Ahead, run: AsyncRun
 ) -> list[Delivery]:
-    """Returns the next groups, and has others begun for those that were kept back.
+    """Returns the next groups, and starts replacements for those that were filtered.
 
     Raises:
-        TimeoutError: Some never became whole; the mesh's logs say why.
+        TimeoutError: Some groups were never completed; the mesh's logs say why.
     """
     taken: list[Delivery] = []
     groups.grant(wanted)
@@ -172,7 +172,7 @@ async def _take(
 
 
 async def _stale_groups(client: Client) -> int:
-    """Returns how many groups the subscription kept back so far."""
+    """Returns the number of groups dropped by the subscription so far."""
     stats = await client.stats()
     return sum(
         filtered.units
@@ -183,13 +183,13 @@ async def _stale_groups(client: Client) -> int:
 
 
 async def _stale_sessions(client: Client) -> set[str]:
-    """Returns the sessions that the subscription kept back, so that nobody takes them for lost."""
+    """Returns the sessions dropped by the subscription, so that they do not count as lost."""
     entries = await client.filtered(_CONSUMER)
     return {removed.session_id for entry in entries for removed in entry.removed}
 
 
 def _see(run: AsyncRun, version: int, deliveries: list[Delivery]) -> None:
-    """Notes what is about to be trained."""
+    """Records the groups about to be trained."""
     sessions = [session for delivery in deliveries for session in delivery.sessions]
     run.audit.received(sessions)
     run.rewards.append(float(np.mean([session.reward or 0.0 for session in sessions])))
@@ -199,7 +199,7 @@ def _see(run: AsyncRun, version: int, deliveries: list[Delivery]) -> None:
 
 
 def histogram(lags: Counter[int]) -> str:
-    """Returns how many trained tokens were how many versions old, as lines."""
+    """Returns a histogram of trained tokens by lag in versions, as lines of text."""
     most = max(lags.values(), default=1)
     return "\n".join(
         f"lag {lag}  {tokens:9,} tokens  {'#' * round(40 * tokens / most)}"

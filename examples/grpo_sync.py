@@ -1,9 +1,9 @@
-"""GRPO in plain torch through the mesh: roll out, take the groups, train, push the weights, again.
+"""GRPO in plain torch through the mesh: roll out, take the groups, train, push weights, repeat.
 
     python -m examples.grpo_sync --steps 30
 
-The policy is made on the spot, the engine is vLLM, the agent is the demo's. `make demo` is this
-loop behind a screen; `examples.grpo_async` is the same without the waiting.
+The policy is made on the fly, the engine is vLLM, and the agent is the demo's. `make demo` runs
+this loop behind a screen; `examples.grpo_async` is the asynchronous version.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from rollmesh.client.rollouts.rollout import rollout
 
 
 async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnStep) -> Run:
-    """Trains on what the newest policy sampled, and on nothing else."""
-    torch.set_num_threads(2)  # nothing else works while the trainer does
+    """Trains only on what the newest policy sampled."""
+    torch.set_num_threads(2)  # nothing else runs during a training step
     trainer, tool_times = plan.trainer(model), plan.tool_times()
     run, started = Run(), time.monotonic()
     async with (
@@ -56,17 +56,17 @@ async def train(addresses: MeshAddresses, model: Path, plan: Plan, on_step: OnSt
             report = await asyncio.to_thread(trainer.step, rows_of(deliveries))
             run.differences.append(report.logprob_mean_abs_diff)
             await client.push_weights(trainer.weights(), step + 1)
-            await groups.acknowledge(*deliveries)  # by now a successor need not repeat the step
+            await groups.acknowledge(*deliveries)  # a successor need not repeat the step
             run.seconds = time.monotonic() - started
             on_step(run, report)
     return run
 
 
 async def _take(groups: Subscription, count: int) -> list[Delivery]:
-    """Returns the next whole groups.
+    """Returns the next complete groups.
 
     Raises:
-        RuntimeError: Some never became whole.
+        RuntimeError: Some groups were never completed.
     """
     taken: list[Delivery] = []
     try:

@@ -1,9 +1,9 @@
-"""A trainer's side of the collector, with the generated stubs and grpcio alone: no SDK.
+"""A trainer that reads from the collector with only grpcio and the generated stubs: no SDK.
 
     python examples/trainer_grpc_only.py HOST:PORT --groups 2
 
-Reads whole groups, prints one JSON line, and acknowledges each group once it is safe. The same few
-steps work in any language that gRPC has: `protos/rollmesh/v1/collector.proto` is the contract.
+It reads complete groups, prints one JSON line, and acknowledges each group once it is safe. The
+same steps work in any language with gRPC; `protos/rollmesh/v1/collector.proto` is the contract.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _TIMEOUT_S = 120
 
 
 def read_groups(address: str, consumer: str, count: int) -> list[list[types_pb2.SessionRecord]]:
-    """Returns `count` groups, each acknowledged on the collector's disk."""
+    """Returns `count` groups, each durably acknowledged by the collector."""
     outgoing: queue.Queue[collector_pb2.SubscribeRequest | None] = queue.Queue()
     hello = collector_pb2.SubscribeHello(consumer=consumer, unit=collector_pb2.DELIVERY_UNIT_GROUP)
     outgoing.put(collector_pb2.SubscribeRequest(hello=hello))
@@ -40,7 +40,7 @@ def read_groups(address: str, consumer: str, count: int) -> list[list[types_pb2.
         for response in call:
             if response.HasField("delivery"):
                 delivery = response.delivery
-                groups[delivery.delivery_id] = list(delivery.sessions)  # a repeat replaces itself
+                groups[delivery.delivery_id] = list(delivery.sessions)  # replaced if redelivered
                 safe = collector_pb2.AcknowledgeDeliveries(delivery_ids=[delivery.delivery_id])
                 outgoing.put(collector_pb2.SubscribeRequest(acknowledge=safe))
             else:
@@ -53,7 +53,7 @@ def read_groups(address: str, consumer: str, count: int) -> list[list[types_pb2.
 
 
 def summarise(groups: list[list[types_pb2.SessionRecord]]) -> dict[str, object]:
-    """Returns what a trainer would look at first."""
+    """Returns the figures that a trainer would look at first."""
     tokens = trained = 0
     for sessions in groups:
         for session in sessions:
@@ -75,7 +75,7 @@ def summarise(groups: list[list[types_pb2.SessionRecord]]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Parses the command line and prints a summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("collector", help="HOST:PORT")
     parser.add_argument("--consumer", default="grpc-only")

@@ -2,8 +2,8 @@
 
     python -m examples.trl_grpo --steps 30
 
-The policy is made on the spot, the engine is vLLM, the agent is the demo's: written against the
-`openai` package and nothing else. What is TRL's own: loss, advantages, importance weights, steps.
+The policy is made on the fly, the engine is vLLM, and the agent is the demo's, written against the
+`openai` package only. TRL contributes loss, advantages, importance weights and steps.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Agents:
     """Runs the demo's agent on a question."""
 
     def __init__(self, tasks: list[Task]) -> None:
-        """Takes the tasks to look a question up in."""
+        """Takes the tasks, used to look up questions."""
         self._tasks = {task.question: task for task in tasks}
 
     async def __call__(self, question: str, session: Session) -> float:
@@ -57,8 +57,8 @@ class Agents:
 
 
 @dataclass
-class Report(TrainerCallback):  # type: ignore[misc]  # the checkers do not see transformers
-    """Collects what the trainer logs, and audits what it trains on."""
+class Report(TrainerCallback):  # type: ignore[misc]  # transformers is untyped for the checkers
+    """Collects the trainer's log, and audits the data it trains on."""
 
     rollouts: MeshRollouts
     audit: Audit = field(default_factory=Audit)
@@ -66,7 +66,7 @@ class Report(TrainerCallback):  # type: ignore[misc]  # the checkers do not see 
     differences: list[float] = field(default_factory=list)
 
     def on_log(self, _args: Any, _state: Any, _control: Any, **given: Any) -> None:
-        """Takes one step's figures."""
+        """Collects the figures of one step."""
         logs = given["logs"]
         if "reward" not in logs:
             return
@@ -81,7 +81,7 @@ class Report(TrainerCallback):  # type: ignore[misc]  # the checkers do not see 
 
 
 def main() -> int:
-    """Returns the exit code: 0 where the policy learned and no token drifted."""
+    """Returns the exit code: 0 if the policy learned and no token drifted."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
@@ -120,7 +120,7 @@ def train(
     groups: int = _GROUPS,
     samples: int = _SAMPLES,
 ) -> Report:
-    """Trains the policy in `folder` / policy; returns what was seen."""
+    """Trains the policy in `folder` / policy; returns the report."""
     tasks = make_tasks(groups * steps, seed * 100_000 + 1000)
     rollouts = MeshRollouts(addresses, Agents(tasks), timeout_s=60.0)
     config = GRPOConfig(
@@ -165,7 +165,7 @@ def train(
 
 @contextmanager
 def mesh(folder: Path) -> Iterator[MeshAddresses]:
-    """Runs a mesh beside a program that has no event loop."""
+    """Runs a mesh for a program without an event loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

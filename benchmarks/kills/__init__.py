@@ -1,1 +1,1 @@
-"""SIGKILL at every boundary; then every answered turn must have arrived, once."""
+"""SIGKILL at every boundary; afterwards every answered turn must have arrived exactly once."""

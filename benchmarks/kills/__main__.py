@@ -1,9 +1,9 @@
-"""`make kills`: the whole matrix; the last line is one JSON object.
+"""`make kills`: runs the complete kill matrix; the last line of output is one JSON object.
 
-At least so many kills (argument, 500 without one) of gateway, collector, router, engines, sidecar,
-trainer and agents, at every boundary of theirs and at random moments, while agents work. Then the
-processes are let live until every session was delivered, and what agents were answered is compared
-with what the trainer got.
+While agents work, at least the given number of kills (an argument, 500 by default) hits gateway,
+collector, router, engines, sidecar, trainer and agents, at each of their boundaries and at random
+moments. Then the processes run until every session is delivered, and the agents' answers are
+compared with the trainer's deliveries.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.runtime.errors import RepeatConflictError, RollmeshError
 
 _KILLS = 500
-_AT_ONCE = 2  # processes that are down at the same time
+_AT_ONCE = 2  # processes down at the same time
 _DRAIN_S = 180
 _SETTLE_S = 10
 _STEP_S = 0.25
@@ -52,7 +52,7 @@ max_context_tokens = {context}
 
 @dataclass
 class Matrix:
-    """A mesh whose processes die."""
+    """A mesh whose processes are killed."""
 
     folder: Path
     addresses: str
@@ -60,12 +60,12 @@ class Matrix:
 
     @property
     def agents_log(self) -> Path:
-        """What the agents wrote."""
+        """Log written by the agents."""
         return self.folder / "agents.txt"
 
     @property
     def trainer_log(self) -> Path:
-        """What the trainer wrote."""
+        """Log written by the trainer."""
         return self.folder / "trainer.jsonl"
 
     @property
@@ -81,7 +81,7 @@ class Matrix:
 
     @property
     def spared(self) -> list[str]:
-        """The boundaries at which nothing was killed."""
+        """The boundaries at which no process was killed."""
         return [
             f"{service}-{boundary}"
             for service, boundaries in BOUNDARIES.items()
@@ -91,7 +91,7 @@ class Matrix:
 
 
 def plan(folder: Path, seed: int) -> Matrix:
-    """Writes the model's files and returns the lanes in the order in which they start."""
+    """Writes the model's files and returns the lanes in start order."""
     tokenizer = make_tokenizer(["begin go on 0 1 2 3 4 5"] * 50, 400, folder / "model", _CONTEXT)
     path = folder / "mesh.toml"
     path.write_text(
@@ -149,10 +149,10 @@ def plan(folder: Path, seed: int) -> Matrix:
 
 
 async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, float]:
-    """Kills so many processes; returns the counts.
+    """Performs the given number of kills; returns the counts.
 
     Raises:
-        TimeoutError: Not everything arrived in time after the last kill.
+        TimeoutError: Something did not arrive in time after the last kill.
     """
     matrix = plan(folder, seed)
     started = time.monotonic()
@@ -195,7 +195,7 @@ async def run_matrix(folder: Path, wanted: int, seed: int = 0) -> dict[str, floa
 
 
 async def drain(matrix: Matrix) -> int:
-    """Closes what dead agents left open, waits until all is delivered; returns leaked leases."""
+    """Closes sessions left open by dead agents, waits for delivery; returns leaked leases."""
     async with Client(MeshAddresses.from_json(matrix.addresses)) as client:
         async with asyncio.timeout(_DRAIN_S):
             found = Audit.read(matrix.agents_log, matrix.trainer_log)
@@ -210,13 +210,13 @@ async def drain(matrix: Matrix) -> int:
 
 
 async def _leaked(client: Client) -> int:
-    """Returns the leases and generations that stay, though no agent is left.
+    """Returns the leases and generations that remain although no agents are left.
 
-    Engines say once a second how many run: what one said last may be over.
+    Engines report their load once a second, so the last report may be outdated.
     """
     until = time.monotonic() + _SETTLE_S
     while True:
-        with suppress(RollmeshError):  # the router may be on its way back
+        with suppress(RollmeshError):  # the router may be restarting
             replicas = (await client.replicas()).replicas
             held = sum(one.leases + one.hello.load.running for one in replicas)
             if not held or time.monotonic() > until:
@@ -225,13 +225,13 @@ async def _leaked(client: Client) -> int:
 
 
 def main() -> int:
-    """Prints the counts; returns 1 where something was lost, doubled, leaked or not tried."""
+    """Prints the counts; returns 1 if anything was lost, doubled, leaked or not tried."""
     wanted = int(sys.argv[1]) if len(sys.argv) > 1 else _KILLS
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(run_matrix(Path(folder), wanted))
     print(json.dumps(result))
     wrong = ["lost", "doubled", "leases_leaked", "drift_turns"]
-    if wanted >= _KILLS:  # fewer do not reach them all
+    if wanted >= _KILLS:  # fewer kills do not reach all boundaries
         wrong.append("boundaries_spared")
     return int(any(result[name] for name in wrong))
 

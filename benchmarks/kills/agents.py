@@ -1,9 +1,9 @@
-"""Agents in a process of their own: sessions of a few turns through the sidecar, until stopped.
+"""Agents in a separate process: short sessions through the sidecar, until stopped.
 
-What happened is appended to a file, a line each, before anything follows from it:
-`OPEN session`, `ANSWERED answer-id`, `CLOSED session`. Arguments: the mesh's addresses as JSON, the
-file, a seed, and the number of streamed answers after whose beginning to print `FAULT` and block (0
-is never). It ends when its standard input does, its sessions closed.
+Each event is appended to a file as one line before anything depends on it: `OPEN session`,
+`ANSWERED answer-id`, `CLOSED session`. Arguments: the mesh's addresses as JSON, the file, a seed,
+and the number of started streamed answers after which to print `FAULT` and block (0: never). When
+standard input ends, the process closes its sessions and exits.
 """
 
 import asyncio
@@ -22,23 +22,23 @@ from rollmesh.v1 import gateway_pb2
 
 _AGENTS = 8
 _MOST_TURNS = 5
-_WHOLE, _STREAMED = 0.5, 0.85  # the rest leaves in the middle of the stream
+_WHOLE, _STREAMED = 0.5, 0.85  # the rest disconnect in mid-stream
 _TIMEOUT_S = 20.0
 _TRIES = 12
 
 
 class Agents:
-    """All agents of the process."""
+    """All agents of this process."""
 
     def __init__(self, log: Path, seed: int, fault_after: int) -> None:
-        """Opens the file."""
+        """Opens the log file."""
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._random = random.Random(seed)
         self._fault_after = fault_after
         self.stopping = False
 
     async def run(self, client: Client) -> None:
-        """Takes sessions, one after the other, until it is to stop."""
+        """Runs sessions one after the other until stopped."""
         while not self.stopping:
             try:
                 session = await client.open_session(gateway_pb2.CreateSessionRequest())
@@ -68,7 +68,7 @@ class Agents:
                 messages.append({"role": "user", "content": f"go on {turn}"})
 
     async def _turn(self, agent: AsyncOpenAI, messages: list[Any]) -> str | None:
-        """Takes one turn; returns its text, None where there was no answer or it was not wanted."""
+        """Takes one turn; returns its text, or None if there was no answer or the agent left."""
         kind = self._random.random()
         for _ in range(_TRIES):
             try:
@@ -77,7 +77,7 @@ class Agents:
                     self._note("ANSWERED", answer.id)
                     return answer.choices[0].message.content or ""
                 return await self._stream(agent, messages, leave=kind >= _STREAMED)
-            except openai.APIError:  # a stream that broke, or all tries in vain: ask again
+            except openai.APIError:  # broken stream, or retries exhausted: ask again
                 continue
         return None
 

@@ -1,4 +1,4 @@
-"""What the agents were answered against what the trainer was delivered."""
+"""Compares the answers agents got with the deliveries the trainer got."""
 
 import json
 from collections import Counter
@@ -9,29 +9,29 @@ from typing import Any
 
 @dataclass(slots=True)
 class Audit:
-    """Read from the files of agents and trainers."""
+    """The contents of the agents' and the trainer's logs."""
 
     opened: dict[str, str] = field(default_factory=dict)
-    """Key of each session, by id."""
+    """Key of each session, by session id."""
     closed: set[str] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
     received: dict[str, str] = field(default_factory=dict)
-    """Digest of each delivered session, by id."""
+    """Digest of each delivered session, by session id."""
     trained: Counter[str] = field(default_factory=Counter)
-    """In how many delivered rows each turn is trained."""
+    """Number of delivered rows in which each turn is trained."""
     excluded: set[str] = field(default_factory=set)
-    """Turns that were delivered and not trained, with a reason."""
+    """Turns that were delivered but not trained, for a stated reason."""
     changed: int = 0
-    """Redeliveries that were not what had been delivered before."""
+    """Redeliveries that differ from the first delivery."""
     after_acknowledgement: int = 0
-    """Deliveries of what the trainer knew to be acknowledged."""
+    """Deliveries that the trainer already knew to be acknowledged."""
     redelivered: int = 0
     drift: int = 0
-    """Turns whose prompt the engine received otherwise than the trajectory has it."""
+    """Turns whose prompt in the engine differs from the prompt in the trajectory."""
 
     @classmethod
     def read(cls, agents: Path, trainer: Path) -> "Audit":
-        """Reads both files; a last line that a kill cut off does not count."""
+        """Reads both files; ignores a last line cut off by a kill."""
         audit = cls()
         for line in _whole_lines(agents):
             what, id_, *key = line.split(" ")
@@ -71,12 +71,12 @@ class Audit:
 
     @property
     def lost(self) -> int:
-        """Answered turns that did not."""
+        """Answered turns that did not arrive."""
         return len(self.answered) - self.delivered
 
     @property
     def doubled(self) -> int:
-        """Turns trained more than once, and deliveries that came again though acknowledged."""
+        """Turns trained more than once, plus redeliveries of acknowledged deliveries."""
         twice = sum(count - 1 for count in self.trained.values() if count > 1)
         return twice + self.changed + self.after_acknowledgement
 

@@ -1,4 +1,4 @@
-"""One lane for each process: started, killed at its next boundary, started again."""
+"""One lane per process: starts it, kills it at its next boundary, and restarts it."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ from pathlib import Path
 
 _START_S = 60
 _STOP_S = 60
-_QUIET_S = 12.0  # a boundary that is not reached by then is left: the process is killed anyway
+_QUIET_S = 12.0  # after this, kill the process without its boundary
 _MOST_TIMES = 20
 _LIFE_S = (0.5, 3.0)
 RANDOM = "random"
@@ -44,22 +44,22 @@ BOUNDARIES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Lane:
-    """A process and its deaths."""
+    """A process and its kills."""
 
     service: str
     command: Callable[[str, int], Sequence[str]]
-    """Returns the arguments for a boundary and how often it is reached first; "" and 0 for none."""
+    """Returns the arguments for a boundary and the visit at which to stop; "" and 0 for none."""
     log: Path
     seed: int
     kills: Counter[str] = field(default_factory=Counter)
-    """By boundary."""
+    """Number of kills by boundary."""
     _process: asyncio.subprocess.Process | None = None
 
     async def start(self, boundary: str = "", times: int = 0) -> None:
         """Starts the process and waits until it is ready.
 
         Raises:
-            RuntimeError: It ended before.
+            RuntimeError: The process ended before it was ready.
         """
         with self.log.open("ab") as stderr:
             self._process = await asyncio.create_subprocess_exec(
@@ -76,10 +76,10 @@ class Lane:
                 raise RuntimeError(f"{self.service} did not start:\n{self.log.read_text()[-2000:]}")
 
     async def live_and_die(self, wanted: Callable[[], bool], places: asyncio.Semaphore) -> None:
-        """Kills and starts the process, boundary after boundary, as long as kills are wanted.
+        """Kills and restarts the process, boundary by boundary, as long as more kills are wanted.
 
-        Each time it dies twice: at a random moment, to come back with its next boundary armed, and
-        there. In between it lives, so that there is work to break.
+        Each cycle kills it twice: at a random moment, after which it restarts with its next
+        boundary armed, and at that boundary. Between cycles it runs, to have work to interrupt.
         """
         rng = random.Random(self.seed)
         boundaries: Iterator[str] = itertools.cycle(BOUNDARIES[self.service])
@@ -100,12 +100,12 @@ class Lane:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """Id of the running process."""
         assert self._process is not None
         return self._process.pid
 
     async def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ class Lane:
             await self._process.wait()
 
     async def stop(self) -> None:
-        """Closes its standard input, at which agents and trainer end; the others are killed."""
+        """Closes standard input, which ends agents and trainer; kills any other process."""
         if self._process is None or self._process.returncode is not None:
             return
         assert self._process.stdin is not None
@@ -125,7 +125,7 @@ class Lane:
             await self._process.wait()
 
     async def _reached(self) -> bool:
-        """Waits until the boundary is reached; says whether it was in time."""
+        """Waits for the boundary; returns whether it was reached in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_QUIET_S):
                 return await self._line("FAULT")

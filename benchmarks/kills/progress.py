@@ -1,4 +1,4 @@
-"""Where a run of many minutes is, on stderr."""
+"""Progress of a run of many minutes, on stderr."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ _EVERY_S = 15.0
 
 @asynccontextmanager
 async def telling(line: Callable[[], str]) -> AsyncIterator[None]:
-    """Prints a line now and then until the block ends."""
+    """Prints a line periodically until the block ends."""
 
     async def tell() -> None:
         while True:

@@ -1,8 +1,8 @@
-"""A trainer in a process of its own: what it is delivered goes to a file, then it acknowledges.
+"""A trainer in a separate process: logs each delivery to a file, then acknowledges it.
 
-The file gets a JSON line for each delivery before the acknowledgement is sent, and one when that is
+It writes one JSON line for each delivery before sending the acknowledgement, and one once that is
 durable. Arguments: the mesh's addresses as JSON, the file, and the number of deliveries after which
-to print `FAULT` and block before the acknowledgement (0 is never). It ends with its standard input.
+to print `FAULT` and block before acknowledging (0: never). It ends when its standard input does.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _LEASE_MS = 60_000
 
 
 def describe(session: SessionResult) -> dict[str, Any]:
-    """Returns what the audit needs of a session, as JSON values."""
+    """Returns the parts of a session that the audit needs, as JSON values."""
     digest = hashlib.sha256()
     turns: list[tuple[str, bool]] = []
     drift = 0
@@ -45,7 +45,7 @@ def describe(session: SessionResult) -> dict[str, Any]:
 
 
 async def main(addresses: str, log: str, fault_after: str) -> None:
-    """Takes deliveries until it is stopped."""
+    """Processes deliveries until stopped."""
     file = os.open(Path(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     left = int(fault_after)
 

@@ -1,1 +1,1 @@
-"""Hours in minutes: a mesh under mixed load, hostile requests and kills, and what it costs it."""
+"""A mesh under mixed load, hostile requests and kills: hours of wear in minutes."""

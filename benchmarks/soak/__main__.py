@@ -1,8 +1,8 @@
 """`make soak`: twenty minutes of mixed load, hostile requests and kills; ends with one JSON object.
 
-The first quarter is the warm-up, in which every service is killed. After it engines, agents and
-trainer go on dying, while router, gateway, collector and sidecar live on and are measured. When the
-time is over the load ends, all is delivered, and the books are checked as by `make kills`.
+The first quarter is a warm-up in which every service is killed. After that, engines, agents and
+trainer keep being killed, while router, gateway, collector and sidecar stay up and are measured. At
+the end the load stops, everything is delivered, and the logs are audited as in `make kills`.
 """
 
 import argparse
@@ -27,14 +27,14 @@ _WARM_UP = 0.25
 _KILL_EVERY_S = (5.0, 15.0)
 _SAMPLE_S = 1.0
 _AFTER_KILL_S = 15.0
-"""Streams that end so soon after a kill say nothing of stalls."""
+"""Streams that end this soon after a kill, seconds, are not counted as stalls."""
 _MEASURED = ("router", "gateway", "collector", "sidecar")
 _IDLE_FDS = 16
-"""Open files that may differ between two idle moments: connections that are about to close."""
+"""Allowed difference in open files between two idle moments: connections about to close."""
 
 
 def _with_load(matrix: Matrix, seed: int) -> list[Lane]:
-    """Adds the pacer and the hostile clients to the lanes; returns the two."""
+    """Adds the pacer and the hostile clients to the lanes; returns these two."""
     folder = matrix.folder
     extra = [
         Lane(
@@ -55,7 +55,7 @@ def _with_load(matrix: Matrix, seed: int) -> list[Lane]:
 
 
 class Soak:
-    """One run."""
+    """One soak run."""
 
     def __init__(self, folder: Path, seconds: float, seed: int) -> None:
         """Plans the mesh and the load."""
@@ -68,7 +68,7 @@ class Soak:
         self._began = time.monotonic()
 
     async def run(self) -> dict[str, Any]:
-        """Returns the figures."""
+        """Runs the soak; returns the figures."""
         try:
             for lane in self._matrix.lanes:
                 await lane.start()
@@ -137,7 +137,7 @@ class Soak:
                         self._usage[lane.service].add(lane.pid)
 
     def _fds(self) -> dict[str, int]:
-        """Returns how many files each measured service has open."""
+        """Returns the number of open files of each measured service."""
         counts: dict[str, int] = {}
         for lane in self._matrix.lanes:
             if lane.service in _MEASURED:
@@ -147,7 +147,7 @@ class Soak:
         return counts
 
     def _silences(self) -> list[float]:
-        """Returns the longest silence of each whole stream that no kill was near."""
+        """Returns the longest silence of each complete stream with no kill nearby."""
         path = self._matrix.folder / "pace.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         streams = [json.loads(line) for line in lines]
@@ -162,16 +162,16 @@ class Soak:
 
 
 async def run_soak(folder: Path, seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Runs a soak of so many seconds; returns its figures.
+    """Runs a soak of this many seconds; returns its figures.
 
     Raises:
-        TimeoutError: Not everything was delivered in time after the load ended.
+        TimeoutError: Something was not delivered in time after the load ended.
     """
     return await Soak(folder, seconds, seed).run()
 
 
 def main() -> int:
-    """Prints the figures; returns 1 where something was lost, doubled or leaked."""
+    """Prints the figures; returns 1 if anything was lost, doubled or leaked."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seconds", type=float, default=_SECONDS)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
-"""Hostile clients in a process of their own, from connections that nobody else uses.
+"""Hostile clients in a separate process, on their own connections.
 
-They send what no well-behaved client sends, a few requests a second, each bounded in size and
-time, to the sidecar's HTTP and to every RPC of every service. What they are answered does not
-matter here; what happens to the others does. Arguments: the mesh's addresses as JSON and a seed. It
-ends when its standard input does.
+They send requests that no well-behaved client sends, a few per second, each bounded in size and
+time, to the sidecar's HTTP server and to every RPC of every service. Their responses do not matter
+here; the effect on other clients does. Arguments: the mesh's addresses as JSON, and a seed. The
+process ends when its standard input does.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def _chat(**fields: Any) -> bytes:
 
 
 def _results(count: int) -> list[dict[str, Any]]:
-    """A run of tool results that nobody called for."""
+    """Returns tool results that belong to no tool call."""
     results = [{"role": "tool", "tool_call_id": f"c{at}", "content": "x"} for at in range(count)]
     return [{"role": "user", "content": "a"}, *results]
 
@@ -78,7 +78,7 @@ class Hostile:
     """All attackers."""
 
     def __init__(self, addresses: MeshAddresses, client: Client, seed: int) -> None:
-        """Takes the mesh."""
+        """Takes the addresses, a client of the mesh, and the seed."""
         self._addresses = addresses
         self._client = client
         self._random = random.Random(seed)
@@ -87,7 +87,7 @@ class Hostile:
         self.stopping = False
 
     async def run(self) -> None:
-        """Attacks until it is to stop."""
+        """Attacks until stopped."""
         attacks: list[Callable[[], Awaitable[None]]]
         attacks = [self._body, self._stream_and_leave, self._raw, self._rpc]
         while not self.stopping:
@@ -141,7 +141,7 @@ class Hostile:
             writer.close()
 
     async def _rpc(self) -> None:
-        """Bytes that are no message, to any RPC of a service."""
+        """Sends arbitrary bytes instead of a message to a random RPC of a random service."""
         name = self._random.choice(list(_SERVICES))
         (service,) = _SERVICES[name].services_by_name.values()
         method = self._random.choice(list(service.methods))

@@ -1,8 +1,8 @@
-"""Well-behaved agents in a process of their own: they stream one answer after the other.
+"""Well-behaved agents in a separate process, which stream one answer after the other.
 
-Arguments: the mesh's addresses as JSON and a file, which gets a JSON line for each stream that came
-to its end: when that was (seconds, monotonic) and its longest silence in milliseconds. Streams that
-broke off are not counted: they say nothing of stalls. It ends when its standard input does.
+Arguments: the mesh's addresses as JSON, and a file that gets a JSON line for each completed stream:
+when it ended (seconds, monotonic) and its longest silence in milliseconds. Interrupted streams are
+not counted, because they say nothing about stalls. The process ends when its standard input does.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ _PAUSE_S = 0.05
 
 
 class Pacer:
-    """Measures silences."""
+    """Measures silences in streams."""
 
     def __init__(self, log: Path) -> None:
-        """Opens the file."""
+        """Opens the log file."""
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self.stopping = False
 
     async def run(self, client: Client) -> None:
-        """Opens a session after the other and streams in each."""
+        """Opens one session after the other and streams in each."""
         while not self.stopping:
             try:
                 session = await client.open_session(gateway_pb2.CreateSessionRequest())
@@ -55,7 +55,7 @@ class Pacer:
                 os.write(self._log, f"{line}\n".encode())
 
     async def _stream(self, agent: AsyncOpenAI, turn: int) -> float:
-        """Returns the longest time without a chunk, the first one's included, seconds."""
+        """Returns the longest time without a chunk, including before the first one, seconds."""
         longest, last = 0.0, time.monotonic()
         async with await agent.chat.completions.create(
             model="policy",

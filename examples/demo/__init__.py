@@ -1,1 +1,1 @@
-"""The demo: a small policy learns to use a tool through the whole mesh."""
+"""The demo: a small policy learns to use a tool through the complete mesh."""

@@ -1,4 +1,4 @@
-"""`make demo`: a small policy learns through the whole mesh, on CPU, in minutes."""
+"""`make demo`: a small policy learns through the complete mesh, on CPU, in minutes."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ _console = Console(file=sys.stderr)
 
 
 def main() -> int:
-    """Returns the exit code: 0 where the policy learned and nothing was lost or doubled."""
+    """Returns the exit code: 0 if the policy learned and nothing was lost or duplicated."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
@@ -34,7 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     started = time.monotonic()
     _console.print("about 4 minutes on two cores that do nothing else")
-    # A SIGTERM ends the run as Ctrl-C does, so that the mesh is stopped too.
+    # Handle SIGTERM like Ctrl-C, so that the mesh is stopped too.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     torch.set_num_threads(2)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -111,7 +111,7 @@ def _progress(text: str) -> Progress:
 
 
 def _problems(result: dict[str, float]) -> list[str]:
-    """Returns what a run must show and did not."""
+    """Returns the criteria that a run failed to meet."""
     wanted = {
         "reward_first under 0.45": result["reward_first"] < 0.45,
         "reward_last at least 0.80": result["reward_last"] >= 0.80,

@@ -1,4 +1,4 @@
-"""The demo's agent: written against the `openai` package and nothing else."""
+"""The demo's agent, written against the `openai` package only."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ _MAX_TURNS = 3
 
 @dataclass(slots=True)
 class Attempt:
-    """What the agent did with one question."""
+    """An agent's attempt at one question."""
 
     calls: list[tuple[str, str]] = field(default_factory=list)
-    """Name and arguments of every tool call."""
+    """Name and arguments of each tool call."""
     answer: str = ""
     answer_ids: list[str] = field(default_factory=list)
-    """Id of every answer it got."""
+    """Id of each answer received."""
 
 
 async def ask(client: AsyncOpenAI, question: str, tool_s: float = 0.0) -> Attempt:
-    """Asks, runs the tools the model calls, each for `tool_s`, and returns what came of it."""
+    """Asks a question, runs the tools the model calls, each for `tool_s`; returns the attempt."""
     attempt = Attempt()
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM_PROMPT},

@@ -1,4 +1,4 @@
-"""Compares what agents were answered with what the trainer received."""
+"""Compares the answers agents received with what the trainer received."""
 
 import zlib
 from collections import Counter
@@ -14,22 +14,22 @@ _ANSWER = "chatcmpl-"
 
 @dataclass(slots=True)
 class Audit:
-    """Counts over a whole run; all of drift, lost and duplicated are to be 0."""
+    """Counts over a complete run; drift, lost and duplicated must all be 0."""
 
     answered: set[str] = field(default_factory=set)
-    """Id of every answer an agent got."""
+    """Id of each answer an agent received."""
     trained: Counter[str] = field(default_factory=Counter)
-    """How often each answer's tokens were to be trained."""
+    """Number of times each answer's tokens were to be trained."""
     kept_back: set[str] = field(default_factory=set)
-    """Ids of sessions that the subscription kept from the trainer, for a reason that it says."""
+    """Ids of sessions that the subscription filtered, for a stated reason."""
     sessions: int = 0
     trajectories: int = 0
     drift_tokens: int = 0
-    """Prompt ids that the engine received otherwise than the trajectory has them."""
+    """Prompt ids in the engine that differ from those in the trajectory."""
 
     @property
     def lost(self) -> int:
-        """Answers whose tokens never reached the trainer, and nobody said why."""
+        """Answers whose tokens never reached the trainer, without a stated reason."""
         missing = self.answered - self.trained.keys()
         return sum(_session_of(answer) not in self.kept_back for answer in missing)
 
@@ -39,7 +39,7 @@ class Audit:
         return sum(count - 1 for count in self.trained.values() if count > 1)
 
     def received(self, sessions: Iterable[SessionResult]) -> None:
-        """Takes delivered sessions."""
+        """Adds delivered sessions."""
         for session in sessions:
             self.sessions += 1
             for trajectory in session.trajectories:

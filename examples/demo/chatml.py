@@ -1,4 +1,4 @@
-"""A small tokenizer and the ChatML template with Hermes tool calls, both made on the spot."""
+"""A small tokenizer, and the ChatML template with Hermes tool calls, both made on the fly."""
 
 import json
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
-# Words with their leading space, numbers of up to three digits, runs of punctuation, blanks. Runs
-# keep JSON short, and short conversations are what makes a minute of supervision enough.
+# Words with their leading space, numbers of up to three digits, runs of punctuation, whitespace.
+# Runs keep JSON short, and short conversations are why a minute of supervision is enough.
 _SPLIT = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
 
 CHAT_TEMPLATE = """\
@@ -58,11 +58,11 @@ def make_tokenizer(corpus: Iterable[str], vocabulary: int, path: Path, context: 
     """Trains a byte-level BPE tokenizer and writes it, with the template, as a model's files.
 
     Args:
-        corpus: Text to train on.
-        vocabulary: Number of ids at most, special tokens included.
-        path: Folder that gets tokenizer.json, tokenizer_config.json, chat_template.jinja and
+        corpus: Training text.
+        vocabulary: Largest number of ids, including special tokens.
+        path: Folder for tokenizer.json, tokenizer_config.json, chat_template.jinja and
             generation_config.json.
-        context: Most ids the model takes.
+        context: Largest number of ids the model accepts.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

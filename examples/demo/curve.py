@@ -1,4 +1,4 @@
-"""The reward curve, for the terminal and as a PNG."""
+"""Plots the reward curve in the terminal and as a PNG."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from matplotlib import pyplot
 
 
 def plot_terminal(rewards: list[float]) -> None:
-    """Prints the curve."""
+    """Plots the curve in the terminal."""
     plotext.clear_figure()
     plotext.plot(list(range(1, len(rewards) + 1)), rewards, marker="braille")
     plotext.ylim(0, 1)
@@ -22,7 +22,7 @@ def plot_terminal(rewards: list[float]) -> None:
 
 
 def plot_png(rewards: list[float], path: Path) -> None:
-    """Writes the curve."""
+    """Writes the curve as a PNG."""
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(range(1, len(rewards) + 1), rewards)
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="GRPO through the mesh")

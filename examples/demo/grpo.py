@@ -1,15 +1,15 @@
-"""GRPO in plain torch, from exact ids, masks and rollout log-probs.
+"""GRPO in plain torch, on exact ids, masks and rollout log-probs.
 
-What sampled a token may be older than the policy that a step begins with, and older than what
-sampled the next token. So the two are parted (Hilton et al. 2021, "Batch size-invariance for policy
-optimization"): the step is clipped against the policy it begins with, and each token weighs as much
-as it was likelier under that policy than when it was sampled. Where nothing is old, and up to
-rounding, that is the usual loss.
+The policy that sampled a token may be older than the policy at the start of a step, and older than
+the one that sampled the next token. The loss therefore decouples the two (Hilton et al. 2021,
+"Batch size-invariance for policy optimization"): the ratio is clipped against the policy at the
+start of the step, and each token is weighted by how much likelier it was under that policy than
+under the one that sampled it. If no token is stale this is the usual loss, up to rounding.
 
-The loss also counts the KL divergence from the policy that training began with, the reference
-(Shao et al. 2024, "DeepSeekMath"), here over the whole vocabulary. That holds in place what the
-rewards say little about, such as the form of a tool call: without it a single update now and then
-makes one token likely where it does not belong, and what is sampled from then on is mostly noise.
+The loss includes the KL divergence from the initial policy, the reference (Shao et al. 2024,
+"DeepSeekMath"), here over the full vocabulary. It stabilizes what the rewards say little about,
+such as the form of a tool call: without it, a single update occasionally makes one token likely
+where it does not belong, and most of what is sampled from then on is noise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,41 +26,41 @@ from examples.demo.prefix import hidden_states, shared_length
 
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _GRADIENT_CLIP = 0.1
-# Most that a token counts for being likelier now than when it was sampled.
+# Upper bound of a token's weight for having become likelier since it was sampled.
 _MOST_WEIGHT = 2.0
-# What a nat a token costs, in rewards: GRPO's beta.
+# Cost of one nat per token, in rewards: GRPO's beta.
 _KL_COEFFICIENT = 0.2
 _ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One trajectory; arrays of one length N."""
+    """One trajectory; all arrays have the same length N."""
 
     token_ids: NDArray[np.uint32]
     loss_mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
-    """Under the policy that sampled."""
+    """Log-probs under the policy that sampled."""
     reward: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did."""
+    """The outcome of one step."""
 
     loss: float
     logprob_mean_abs_diff: float
-    """Rollout versus trainer, before the update, over all masked tokens."""
+    """Rollout versus trainer before the update, over all masked tokens."""
     grad_norm: float
     groups_used: int
-    """Groups whose rewards differ; the others teach nothing."""
+    """Groups whose rewards differ; other groups have no gradient."""
     reference_kl: float
-    """Divergence from the reference before each update, in the mean, nats a token."""
+    """Mean divergence from the reference before each update, nats per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A row on its way through a step."""
+    """A row being processed in a step."""
 
     row: Row
     advantage: float
@@ -69,7 +69,7 @@ class _Sample:
 
 
 class Trainer:
-    """Holds the trained weights."""
+    """Holds the weights being trained."""
 
     def __init__(
         self, model_path: Path, *, rate: float, warm_up: int, steps: int, mini_batches: int = 2
@@ -90,7 +90,7 @@ class Trainer:
         self._mini_batches = mini_batches
 
     def step(self, groups: Sequence[Sequence[Row]]) -> StepReport:
-        """Makes one pass over whole groups: one update per mini-batch."""
+        """Makes one pass over complete groups, with one update per mini-batch."""
         before = self._before([row for group in groups for row in group])
         samples = [_samples(group, before) for group in groups]
         used = [group for group in samples if any(sample.advantage for sample in group)]
@@ -118,7 +118,7 @@ class Trainer:
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors by the checkpoint's names, the tied output layer left out."""
+        """Returns the tensors under their checkpoint names, without the tied output layer."""
         return {
             name: tensor
             for name, tensor in self._model.state_dict().items()
@@ -128,7 +128,7 @@ class Trainer:
     def _loss(self, samples: list[_Sample]) -> tuple[torch.Tensor, float]:
         """Returns the loss, a mean over the masked tokens, and the divergence from the reference.
 
-        The divergence [nats a token] is exact at each token that was sampled.
+        The divergence [nats per token] is exact at each sampled token.
         """
         rows = [sample.row for sample in samples]
         scores = _scores(self._model, rows)
@@ -158,14 +158,14 @@ def _load(model_path: Path) -> Any:
 
 
 class _Scores(NamedTuple):
-    """What a policy says of the masked tokens of B rows, row by row."""
+    """A policy's log-probs for the masked tokens of B rows, row by row."""
 
     full: torch.Tensor
-    """Log-probs of the whole vocabulary [M, V], float32."""
+    """Log-probs over the full vocabulary [M, V], float32."""
     chosen: torch.Tensor
-    """Log-probs of the tokens themselves [M]."""
+    """Log-probs of the chosen tokens [M]."""
     counts: torch.Tensor
-    """Masked tokens of each row [B], int64."""
+    """Number of masked tokens per row [B], int64."""
 
 
 def _scores(model: Any, rows: list[Row]) -> _Scores:
@@ -185,7 +185,7 @@ def _scores(model: Any, rows: list[Row]) -> _Scores:
 
 
 def _samples(group: Sequence[Row], before: Iterator[torch.Tensor]) -> list[_Sample]:
-    """Takes as many of `before` as the group has rows."""
+    """Consumes as many items of `before` as the group has rows."""
     advantages = group_advantages(group)
     return [
         _Sample(row, advantage, next(before))
@@ -194,22 +194,22 @@ def _samples(group: Sequence[Row], before: Iterator[torch.Tensor]) -> list[_Samp
 
 
 def _sampled(samples: list[_Sample]) -> torch.Tensor:
-    """Returns the log-probs [M] under the policies that sampled."""
+    """Returns the log-probs [M] under the policies that sampled the tokens."""
     masked = [sample.row.logprobs[sample.row.loss_mask] for sample in samples]
     return torch.tensor(np.concatenate(masked))
 
 
 def _difference(samples: list[_Sample]) -> float:
-    """Returns how far the log-probs before the step are from those of the rollout, in the mean."""
+    """Returns the mean absolute difference of log-probs before the step and in the rollout."""
     before = torch.cat([sample.before for sample in samples])
     return float((before - _sampled(samples)).abs().mean())
 
 
 def group_advantages(group: Sequence[Row]) -> NDArray[np.float64]:
-    """Returns reward minus the group's mean [n]; zeros where the rewards are equal.
+    """Returns reward minus group mean [n]; zeros if all rewards are equal.
 
-    Not divided by the deviation: that would blow up the one failure among seven successes, and the
-    policy would forget what it has learned.
+    It is not divided by the standard deviation, which would amplify a single failure among seven
+    successes until the policy forgets what it has learned.
     """
     rewards = np.array([row.reward for row in group])
     return rewards - rewards.mean()

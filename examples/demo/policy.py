@@ -1,8 +1,8 @@
-"""Makes the demo's policy on the spot: 0.9 M parameters that know what is right and rarely do it.
+"""Makes the demo's policy: 0.9 M parameters that know the right answer but rarely give it.
 
-Demonstrations are of mixed quality: each of three faults (no tool, wrong operator, no number in the
-answer) is made with probability 0.3, so a policy that imitates them is right 0.7 ** 3 = 0.34 of the
-time. What is left to learn is preference, which is what reinforcement can teach.
+Demonstrations are of mixed quality. Each of three faults (no tool, wrong operator, no number in the
+answer) occurs with probability 0.3, so a policy that imitates them is right 0.7 ** 3 = 0.34 of the
+time. What remains to be learned is preference, which reinforcement learning can teach.
 """
 
 import json
@@ -27,15 +27,15 @@ from rollmesh.chat.templates.jinja import ChatTemplate
 CONTEXT_TOKENS = 512
 _VOCABULARY = 900
 _FAULT = 0.34
-# Small batches and a rate that falls almost to nothing: what is left of junk in the sampled
-# distribution caps what reinforcement can reach, for it cannot teach copying.
+# Small batches and a rate that decays almost to zero: junk left in the sampled distribution limits
+# what reinforcement learning can reach, because it cannot teach copying.
 _STEPS, _BATCH, _WARM_UP = 700, 16, 20
 _RATE, _LAST_RATE = 2.5e-3, 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """What was made."""
+    """The policy that was made."""
 
     parameters: int
     vocabulary: int
@@ -46,12 +46,12 @@ class PolicyReport:
 def make_policy(
     path: Path, *, seed: int, progress: Callable[[int, int, float], None] | None = None
 ) -> PolicyReport:
-    """Makes tokenizer and weights and writes them as a model's directory.
+    """Makes tokenizer and weights, and writes them as a model directory.
 
     Args:
-        path: Folder that vLLM and the gateway load.
-        seed: Of weights, demonstrations and order.
-        progress: Called with step, steps and loss.
+        path: Folder to be loaded by vLLM and the gateway.
+        seed: Seed of weights, demonstrations and their order.
+        progress: Called with step, number of steps and loss.
     """
     started = time.monotonic()
     torch.manual_seed(seed)
@@ -92,7 +92,7 @@ def _make_model(tokenizer: Tokenizer) -> Any:
 
 
 def _demonstration(task: Task, dice: random.Random, template: ChatTemplate) -> list[str]:
-    """Returns a conversation as pieces: context, answer, context, answer; faults as they fall."""
+    """Returns a conversation as alternating pieces of context and answer, with random faults."""
     asked = (Message("system", SYSTEM_PROMPT), Message("user", task.question))
     render_context = make_context(json.dumps(TOOLS).encode(), b"")
     prompt = template.render(asked, render_context, generation_prompt=True)
@@ -122,7 +122,7 @@ def _supervise(
     seed: int,
     progress: Callable[[int, int, float], None] | None,
 ) -> float:
-    """Imitates fresh demonstrations; the loss counts what an assistant says."""
+    """Trains on fresh demonstrations; the loss covers only assistant tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -147,7 +147,7 @@ def _supervise(
 
 
 def _loss(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the mean cross-entropy over the labels that count, logits for those only."""
+    """Returns the mean cross-entropy over unmasked labels; computes logits for those only."""
     shared = shared_length(ids, labels != -100)
     hidden = hidden_states(model, ids, shared)[:, :-1]
     wanted = labels[:, shared + 1 :]

@@ -1,4 +1,4 @@
-"""What all rows of a batch begin with, computed once: here more than half of every row."""
+"""Computes the common prefix of a batch only once: here, more than half of every row."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import torch
 
 
 def shared_length(ids: torch.Tensor, counted: torch.Tensor) -> int:
-    """Returns how many leading ids all rows share, short of what predicts the first counted id.
+    """Returns the length of the common prefix, short of what predicts the first counted id.
 
     Args:
         ids: Token ids [B, L], int64.
-        counted: Ids whose log-prob is wanted [B, L], bool; at least one is true.
+        counted: Ids whose log-prob is needed [B, L], bool; at least one is true.
     """
     same = int((ids == ids[0]).all(0).long().cumprod(0).sum())
     first = int(counted.any(0).long().argmax())
@@ -18,14 +18,14 @@ def shared_length(ids: torch.Tensor, counted: torch.Tensor) -> int:
 
 
 def hidden_states(model: Any, ids: torch.Tensor, shared: int) -> torch.Tensor:
-    """Returns the last hidden states [B, L - shared, H] of what follows the shared prefix.
+    """Returns the last hidden states [B, L - shared, H] of the ids after the shared prefix.
 
-    Gradients reach the prefix too, by way of its keys and values.
+    Gradients also reach the prefix, through its keys and values.
 
     Args:
-        model: A causal language model of transformers.
+        model: A causal language model from transformers.
         ids: Token ids [B, L], int64, padded on the right.
-        shared: Number of leading ids that all rows share; 0 computes every row whole.
+        shared: Number of leading ids common to all rows; 0 computes every row in full.
     """
     hidden: torch.Tensor
     if shared == 0:

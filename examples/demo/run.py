@@ -1,4 +1,4 @@
-"""What the loops over the demo's pieces share: what is trained, the agent, what was seen."""
+"""Shared parts of the training loops: the plan, the agents, and the record of a run."""
 
 import argparse
 import asyncio
@@ -23,7 +23,7 @@ from examples.demo.policy import CONTEXT_TOKENS, make_policy
 from examples.demo.tasks import Task, make_tasks, reward
 from rollmesh.client import Delivery, MeshAddresses, RolloutSummary, Session
 
-# Long enough for a machine that does other work: what is slow is not what has failed.
+# Long enough for a busy machine, because slow is not failed.
 _REQUEST_TIMEOUT_S = 300.0
 AGENT_TIMEOUT_S = 900.0
 DELIVERY_TIMEOUT_S = 600.0
@@ -31,47 +31,47 @@ DELIVERY_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is trained on, how fast and for how long."""
+    """What to train on, how fast and for how long."""
 
     seed: int = 0
     steps: int = 30
     groups: int = 16
-    """Questions of a step."""
+    """Questions per step."""
     samples: int = 8
-    """Sessions of a question."""
+    """Sessions per question."""
     concurrency: int = 64
-    """Most sessions at once."""
+    """Largest number of concurrent sessions."""
     rate: float = 4e-4
     warm_up: int = 4
     tool_s: float = 0.0
-    """Mean time of a session's tools, seconds: a calculator is quick, what agents use is not."""
+    """Mean time of a session's tools, seconds; a calculator is fast, but agents' tools are not."""
 
     def tasks(self, step: int) -> list[Task]:
         """Returns the questions of a step."""
         return make_tasks(self.groups, self.seed * 100_000 + 1000 + step)
 
     def tool_times(self) -> Iterator[float]:
-        """Yields how long the tools of each session take: mostly less than the mean, a few long."""
+        """Yields the tool time of each session: mostly less than the mean, a few much longer."""
         dice = random.Random(self.seed)
         while True:
             yield dice.expovariate(1 / self.tool_s) if self.tool_s else 0.0
 
     def trainer(self, model: Path) -> Trainer:
-        """Loads the policy that is trained."""
+        """Loads the policy to be trained."""
         return Trainer(model, rate=self.rate, warm_up=self.warm_up, steps=self.steps)
 
 
 @dataclass(slots=True)
 class Run:
-    """What a run has seen so far."""
+    """The record of a run so far."""
 
     audit: Audit = field(default_factory=Audit)
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of the sessions of each step."""
+    """Mean reward over the sessions of each step."""
     differences: list[float] = field(default_factory=list)
-    """Mean absolute log-prob difference of each step, rollout to trainer."""
+    """Mean absolute log-prob difference of each step, rollout versus trainer."""
     seconds: float = 0.0
-    """Time of the steps, start and end of the mesh left out."""
+    """Time of the steps, without start and stop of the mesh."""
 
     def result(self) -> dict[str, float]:
         """Returns the run's figures."""
@@ -95,12 +95,12 @@ Train: TypeAlias = Callable[[MeshAddresses, Path, Plan, OnStep], Awaitable[_Ran]
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Runs the agent; shares one HTTP connection pool between sessions."""
+    """Runs the agent; all sessions share one HTTP connection pool."""
 
     openai: AsyncOpenAI
     audit: Audit
     tool_times: Iterator[float]
-    """How long the tools of each further session take, seconds."""
+    """Tool time of each further session, seconds."""
 
     async def __call__(self, task: Task, session: Session) -> float:
         """Runs one session; returns its reward."""
@@ -111,12 +111,12 @@ class Agents:
 
 
 def shared_client() -> AsyncOpenAI:
-    """Returns the client whose connections all agents share; each sets its URL and key."""
+    """Returns the client whose connections all agents share; each sets its own URL and key."""
     return AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=_REQUEST_TIMEOUT_S)
 
 
 def rows_of(deliveries: Iterable[Delivery]) -> list[list[Row]]:
-    """Returns what the trainer takes: the trajectories of each group."""
+    """Returns the trajectories of each group, as the trainer expects them."""
     return [
         [
             Row(one.token_ids, one.loss_mask, one.logprobs, session.reward or 0.0)
@@ -137,13 +137,13 @@ def print_step(run: Run, report: StepReport) -> None:
 
 
 def print_failures(summary: RolloutSummary) -> None:
-    """Prints why agents failed: how often each class of error came, and what the first one said."""
+    """Prints why agents failed: the count and the first message of each class of error."""
     for name, count in summary.errors.most_common():
         print(f"{count} agents failed: {summary.messages[name]}", file=sys.stderr)
 
 
 def run_alone(train: "Train[_Ran]", description: str | None, folder: str) -> _Ran:
-    """Runs a loop as a program: makes the policy, starts a mesh, trains, prints the result."""
+    """Runs a loop as a program: makes the policy, starts a mesh, trains, and prints the result."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
@@ -163,7 +163,7 @@ def run_alone(train: "Train[_Ran]", description: str | None, folder: str) -> _Ra
 
 
 def write_policy(path: Path, seed: int, given: Path | None) -> None:
-    """Writes the policy that training begins with: a copy of a given one, else a new one."""
+    """Writes the initial policy: a copy of the given one, or a new one."""
     if given is None:
         make_policy(path, seed=seed)
     else:
@@ -171,6 +171,6 @@ def write_policy(path: Path, seed: int, given: Path | None) -> None:
 
 
 async def in_a_mesh(train: "Train[_Ran]", work: Path, model: Path, plan: Plan) -> _Ran:
-    """Runs a loop against a mesh of its own, whose data and logs are in `work`."""
+    """Runs a loop against its own mesh, with data and logs in `work`."""
     async with running_mesh(work, model, CONTEXT_TOKENS) as addresses:
         return await train(addresses, model, plan, print_step)

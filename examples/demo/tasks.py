@@ -1,4 +1,4 @@
-"""The demo's task: small arithmetic that is to be done with a calculator."""
+"""The demo's task: small arithmetic to be done with a calculator."""
 
 import json
 import random
@@ -27,7 +27,7 @@ TOOLS: list[Any] = [
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question and what is right."""
+    """One question and its right answer."""
 
     a: int
     operation: str
@@ -35,17 +35,17 @@ class Task:
 
     @property
     def question(self) -> str:
-        """What the agent is asked."""
+        """The question put to the agent."""
         return f"What is {self.a} {self.operation} {self.b}?"
 
     @property
     def call(self) -> dict[str, Any]:
-        """The arguments of the right tool call."""
+        """Arguments of the right tool call."""
         return {"a": self.a, "op": self.operation, "b": self.b}
 
     @property
     def result(self) -> int:
-        """The right number."""
+        """The right result."""
         return calculate(self.a, self.operation, self.b)
 
 
@@ -64,19 +64,19 @@ def make_tasks(count: int, seed: int) -> list[Task]:
 
 
 def run_tool(name: str, arguments: str) -> str:
-    """Runs a tool call as an agent would; a bad call gives a text that says so."""
+    """Runs a tool call as an agent would; an invalid call returns an error text."""
     try:
         given = json.loads(arguments)
         a, b = int(given["a"]), int(given["b"])
         if name != "calculator" or max(abs(a), abs(b)) > 10**6:
             return "error"
         return str(calculate(a, given["op"], b))
-    except (ValueError, KeyError, TypeError, OverflowError):  # the last one for Infinity
+    except (ValueError, KeyError, TypeError, OverflowError):  # OverflowError: Infinity
         return "error"
 
 
 def reward(task: Task, calls: list[tuple[str, str]], answer: str) -> float:
-    """Returns 1.0 where the right call was made and the answer states its result, else 0.0."""
+    """Returns 1.0 if the right call was made and the answer states its result, else 0.0."""
     try:
         right_call = any(
             name == "calculator" and json.loads(arguments) == task.call for name, arguments in calls

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: in that of the agents, each would hold up the other."""
+"""A trainer in a separate process, because trainer and agents would block each other in one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,12 +16,12 @@ from examples.demo.run import Plan
 
 Weights: TypeAlias = dict[str, NDArray[Any]]
 Step: TypeAlias = Callable[[list[list[Row]]], Awaitable[tuple[StepReport, Weights]]]
-"""Trains on groups; returns what came of it and the new weights by the checkpoint's names."""
+"""Trains on groups; returns the report and the new weights under their checkpoint names."""
 
 
 @asynccontextmanager
 async def trainer_process(plan: Plan, model: Path, threads: int) -> AsyncIterator[Step]:
-    """Holds a trainer with so many torch threads; yields its step once the policy is loaded."""
+    """Runs a trainer with `threads` torch threads; yields its step once the policy is loaded."""
     loop = asyncio.get_running_loop()
     with ProcessPoolExecutor(1, get_context("spawn"), _load, (plan, model, threads)) as pool:
         await loop.run_in_executor(pool, _loaded)
@@ -29,7 +29,7 @@ async def trainer_process(plan: Plan, model: Path, threads: int) -> AsyncIterato
 
 
 _trainers: list[Trainer] = []
-"""In the trainer's process: the one that it has."""
+"""In the trainer's process: its only trainer."""
 
 
 def _load(plan: Plan, model: Path, threads: int) -> None:

@@ -1,11 +1,11 @@
 """The collector: stores sessions durably, forms groups, and delivers both to trainers.
 
-Layers, of which each imports only those below it:
+Layers; each imports only the ones below it:
 
     __main__
     service | commands    a process; command-line tools
     servicer | export     RPCs; files of stored sessions
-    streams | scoring     subscriptions and maintenance; rewards before delivery
+    streams | scoring     subscriptions and maintenance; scoring before delivery
     storage               SQLite or Redis, behind one Protocol
-    delivery              decisions over plain state
+    delivery              pure decisions, no I/O
 """

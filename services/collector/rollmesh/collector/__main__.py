@@ -1,4 +1,7 @@
-"""Runs a collector, or a tool beside one: `python -m rollmesh.collector [TOOL] --help`."""
+"""Runs a collector or one of its command-line tools.
+
+Usage: `python -m rollmesh.collector [TOOL] --help`.
+"""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Checks of what comes in; each error names the field."""
+"""Validation of requests; each error names the offending field."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _MAX_CREDITS = 65_536
 MAX_SESSIONS, MAX_ACKNOWLEDGED = 4096, 4096
-"""Of one message."""
+"""Limits for one message."""
 _MAX_PAGE, _DEFAULT_PAGE = 1000, 100
 
 
 def check_sessions(records: Sequence[types_pb2.SessionRecord]) -> None:
-    """Checks sessions.
+    """Validates session records.
 
     Raises:
-        InvalidFieldError: Names the field and what is wrong.
+        InvalidFieldError: A field is invalid; the error names it and says why.
     """
     if not records:
         raise InvalidFieldError("sessions", "is empty; send at least one")
@@ -25,20 +25,20 @@ def check_sessions(records: Sequence[types_pb2.SessionRecord]) -> None:
 
 
 def check_count(field: str, values: Sequence[object], most: int) -> None:
-    """Checks how many entries a message has: what they cost is paid by everybody else.
+    """Limits the number of entries in a message, because their cost is shared by all clients.
 
     Raises:
-        InvalidFieldError: They are too many.
+        InvalidFieldError: There are too many entries.
     """
     if len(values) > most:
         raise InvalidFieldError(field, f"has {len(values)} entries; send at most {most} at once")
 
 
 def check_consumer(name: str) -> None:
-    """Checks the name of a consumer.
+    """Validates a consumer name.
 
     Raises:
-        InvalidFieldError: It is empty, too long, or not printable.
+        InvalidFieldError: The name is empty, too long, or not printable.
     """
     check_name("consumer", name)
     if not name.isprintable():
@@ -46,10 +46,10 @@ def check_consumer(name: str) -> None:
 
 
 def check_hello(first: pb.SubscribeRequest | None) -> pb.SubscribeHello:
-    """Returns the hello of a stream's first message.
+    """Validates and returns the hello in the first message of a stream.
 
     Raises:
-        InvalidFieldError: It is missing, or names what is wrong with it.
+        InvalidFieldError: The hello is missing or has an invalid field.
     """
     if first is None or not first.HasField("hello"):
         raise InvalidFieldError("hello", "is missing; send it in the first message")
@@ -69,28 +69,28 @@ def check_hello(first: pb.SubscribeRequest | None) -> pb.SubscribeHello:
 
 
 def check_position(field: str, position: pb.Position) -> None:
-    """Checks that a position says where."""
+    """Checks that a position is set."""
     place = position.WhichOneof("place")
     if place is None or (place == "end" and position.end == pb.LOG_END_UNSPECIFIED):
         raise InvalidFieldError(field, "is not set; give an end, a time or a delivery id")
 
 
 def check_version(version: int) -> int:
-    """Returns a policy version."""
+    """Validates and returns a policy version."""
     if version < 0:
         raise InvalidFieldError("policy_version", f"is {version}; give at least 0")
     return version
 
 
 def check_credits(grant: pb.GrantCredits) -> int:
-    """Returns how many credits are granted."""
+    """Validates and returns the number of credits granted."""
     if not 0 < grant.credits <= _MAX_CREDITS:
         raise InvalidFieldError("grant.credits", f"give 1 to {_MAX_CREDITS}")
     return grant.credits
 
 
 def check_page_size(request: pb.ListFilteredRequest | pb.ListOpenGroupsRequest) -> int:
-    """Returns how many entries a page may hold."""
+    """Validates and returns the page size of a request."""
     size = request.page_size if request.HasField("page_size") else _DEFAULT_PAGE
     if not 0 < size <= _MAX_PAGE:
         raise InvalidFieldError("page_size", f"is {size}; give 1 to {_MAX_PAGE}")

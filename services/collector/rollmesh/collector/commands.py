@@ -1,4 +1,4 @@
-"""`rollmesh collector drop|export|inspect|replay`: looks at a collector, and moves consumers."""
+"""`rollmesh collector drop|export|inspect|replay`: inspects a collector and moves consumers."""
 
 import argparse
 import asyncio
@@ -24,7 +24,7 @@ _ENDS = {"earliest": pb.LOG_END_EARLIEST, "latest": pb.LOG_END_LATEST}
 
 
 def run_tool(name: str, argv: Sequence[str]) -> int:
-    """Runs a tool; returns the exit code: 0, 1 after an error of the collector, 2 for a flag."""
+    """Runs a tool; returns the exit code: 0, 1 for a collector error, 2 for an invalid flag."""
     parser = argparse.ArgumentParser(prog=f"rollmesh collector {name}")
     parser.add_argument("--collector", default="127.0.0.1:7300", help="host:port")
     add_flags, work = TOOLS[name]
@@ -103,10 +103,10 @@ async def _drop(stub: "Stub", options: argparse.Namespace) -> None:
 
 
 def read_position(text: str) -> pb.Position:
-    """Reads earliest, latest, a time in milliseconds since 1970 UTC, or id:DELIVERY_ID.
+    """Parses `earliest`, `latest`, a time in milliseconds since 1970 UTC, or `id:DELIVERY_ID`.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: The text has none of these forms.
     """
     if text in _ENDS:
         return pb.Position(end=_ENDS[text])
@@ -173,4 +173,4 @@ TOOLS = {
     "inspect": (_inspect_flags, _inspect),
     "replay": (_replay_flags, _replay),
 }
-"""Flags and work of each, by its name."""
+"""The flags and the function of each tool, by tool name."""

@@ -16,41 +16,43 @@ class CollectorConfig(ServerConfig):
     """Settings of a collector."""
 
     port: Port = 7300
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free port."""
     max_request_bytes: RequestBytes = 2**31 - 1
-    """Largest message that is taken, bytes: a session has 9 for each token of each trajectory."""
+    """Largest accepted message, bytes; a session takes 9 per token of each trajectory."""
     store: str = "sqlite"
-    """Where sessions are kept: sqlite (files in data_dir) or redis://host:port/db, which several
-    collectors may share."""
+    """Session store: sqlite (files in data_dir) or redis://host:port/db, which several collectors
+    can share."""
     data_dir: Path = Path("var/collector")
-    """Folder of the SQLite store."""
+    """Directory of the SQLite store."""
     max_stored_bytes: Annotated[int, Bounds(1)] = 64 * 1024**3
-    """Bytes of sessions after which no more are taken."""
+    """Stored bytes at which new sessions are rejected."""
     retain_settled_ms: Annotated[int, Bounds(0)] = 24 * 3600 * 1000
-    """Time that a session stays after every known consumer has settled it, milliseconds. Near
-    max_stored_bytes settled sessions go at once."""
+    """How long a session is kept after every known consumer has settled it, milliseconds. Near
+    max_stored_bytes, settled sessions are removed immediately."""
     consumer_ttl_ms: Annotated[int, Bounds(0)] = 7 * 24 * 3600 * 1000
-    """Time without a stream after which a consumer's name is forgotten, as by DropConsumer,
-    milliseconds; 0: never. Time in which no collector runs does not count for the first hour."""
+    """How long a consumer may go without a stream before it is dropped, as by DropConsumer,
+    milliseconds; 0: never. No consumer is dropped in the first hour after a collector starts, or in
+    the first consumer_ttl_ms if that is shorter."""
     tick_ms: Annotated[int, Bounds(1)] = 200
-    """How often deadlines of groups and of rewards are looked at, milliseconds."""
+    """Interval between checks of group and reward deadlines, milliseconds."""
     scorer: str = ""
-    """What gives sessions without a reward one before they are delivered: package.module:function,
-    run in worker processes, or grpc://host:port of a ScorerService; empty: nothing."""
+    """Scorer that gives sessions without a reward one before delivery: package.module:function, run
+    in worker processes, or grpc://host:port of a ScorerService; empty: no scorer."""
     scorer_workers: Annotated[int, Bounds(1)] = 2
-    """Sessions that are scored at the same time."""
+    """Number of sessions scored concurrently."""
     scorer_timeout_ms: Annotated[int, Bounds(1)] = 60_000
-    """Time for one try to score a session, milliseconds; a worker that is late is killed."""
+    """Timeout for one scoring attempt, milliseconds; a worker that exceeds it is killed."""
     scorer_tries: Annotated[int, Bounds(1)] = 3
-    """Tries to score a session; after the last it is delivered without a reward."""
+    """Attempts to score a session; after the last it is delivered without a reward."""
     scorer_hold_ms: Annotated[int, Bounds(0)] = 3_600_000
-    """Longest wait of a session for its scorer in all, milliseconds; then it goes out without."""
+    """Longest total wait of a session for its scorer, milliseconds; then it is delivered without a
+    reward."""
 
     def __post_init__(self) -> None:
-        """Checks the settings.
+        """Validates the settings.
 
         Raises:
-            ConfigError: Names the one that would leave sessions without rewards, or work undone.
+            ConfigError: A setting would leave sessions without rewards or work undone; names it.
         """
         super().__post_init__()
         if not _SCORER.fullmatch(self.scorer):

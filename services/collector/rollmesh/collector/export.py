@@ -1,4 +1,4 @@
-"""Stored sessions as rows in a file: one row for each trajectory or tree."""
+"""Exports stored sessions to a file, one row per trajectory or tree."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -20,9 +20,9 @@ class _Writer(Protocol):
 
 
 def rows_of(session: types_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
-    """Yields a row for each trajectory of a session, or one for its tree.
+    """Yields a row for each trajectory of a session, or a single row for its tree.
 
-    Arrays are lists of one length. A tree has `nodes`, and no trajectory of its own.
+    Array columns are lists of equal length. A tree has `nodes` and no trajectory columns.
     """
     for one in session.trajectories:
         yield _row(session, one) | {
@@ -80,17 +80,17 @@ def _row(session: types_pb2.SessionRecord, one: records.Row) -> dict[str, Any]:
 
 
 async def export(sessions: AsyncIterator[types_pb2.SessionRecord], path: Path) -> tuple[int, int]:
-    """Writes sessions to a file, which appears when it is whole.
+    """Writes sessions to a file, which appears only once it is complete.
 
     Args:
-        sessions: With their arrays.
-        path: Ends in .jsonl or .parquet.
+        sessions: Sessions with their arrays.
+        path: Target file, ending in .jsonl or .parquet.
 
     Returns:
-        How many sessions and rows.
+        The number of sessions and rows.
 
     Raises:
-        ConfigError: The ending is unknown, pyarrow is missing, or the file cannot be written.
+        ConfigError: The suffix is unknown, pyarrow is missing, or the file cannot be written.
     """
     part = path.with_name(path.name + ".part")
     count = rows = 0
@@ -105,13 +105,13 @@ async def export(sessions: AsyncIterator[types_pb2.SessionRecord], path: Path) -
     except OSError as error:
         raise ConfigError(f"to: {path}: {error}") from error
     finally:
-        with suppress(OSError):  # nothing of it is left where it did not become whole
+        with suppress(OSError):  # an incomplete file is removed
             part.unlink()
     return count, rows
 
 
 def _versions(one: records.Row) -> list[int]:
-    """Returns the version that sampled each token; -1 where it was not sampled."""
+    """Returns the policy version that sampled each token; -1 if it was not sampled."""
     versions = [-1] * len(one.loss_mask_u8)
     for span in one.version_spans:
         versions[span.start : span.end] = [span.policy_version] * (span.end - span.start)
@@ -158,7 +158,7 @@ class _Parquet:
 @contextmanager
 def _parquet(part: Path) -> Iterator[_Parquet]:
     try:
-        import pyarrow as arrow  # noqa: PLC0415 - large, and wanted here alone
+        import pyarrow as arrow  # noqa: PLC0415 - large, and needed only here
         from pyarrow import parquet  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError("to: .parquet needs pyarrow; install it, or give .jsonl") from error

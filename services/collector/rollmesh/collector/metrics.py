@@ -1,4 +1,4 @@
-"""What a collector counts, beside the RPCs."""
+"""Collector metrics besides those of the RPCs."""
 
 from contextlib import suppress
 
@@ -52,20 +52,20 @@ LEASED = Gauge("rollmesh_collector_leased", "Units sent and not acknowledged.", 
 
 
 def watch(consumer: Consumer) -> None:
-    """Lets the gauges look at a consumer whenever they are read."""
+    """Makes the gauges report a consumer's state whenever they are read."""
     READY.labels(consumer.name).set_function(lambda: consumer.ready)
     LEASED.labels(consumer.name).set_function(lambda: consumer.leased)
 
 
 def forget(name: str) -> None:
-    """Takes a dropped consumer's gauges away."""
+    """Removes the gauges of a dropped consumer."""
     for gauge in (READY, LEASED):
         with suppress(KeyError):
             gauge.remove(name)
 
 
 def count_filtered(consumer: str, verdict: Verdict) -> None:
-    """Counts what a settled verdict kept from a consumer."""
+    """Counts what a settled verdict filtered for a consumer."""
     for part in verdict.removed:
         name = reason_name(part.reason)
         FILTERED.labels(consumer, name, "trajectory").inc(part.count)
@@ -74,5 +74,5 @@ def count_filtered(consumer: str, verdict: Verdict) -> None:
 
 
 def reason_name(reason: pb.FilterReason.ValueType) -> str:
-    """Returns a reason as metrics and people write it: "policy_lag"."""
+    """Returns the name of a reason as used in metrics and logs, such as "policy_lag"."""
     return name_of(pb.FilterReason.DESCRIPTOR, reason).lower()

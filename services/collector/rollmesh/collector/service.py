@@ -25,14 +25,14 @@ class CollectorService:
     name = "rollmesh.v1.CollectorService"
 
     def __init__(self, config: CollectorConfig) -> None:
-        """Names the store; `running` opens it."""
+        """Takes the settings; `running` opens the store."""
         self._config = config
         self._servicer = CollectorServicer()
         self._store: Store | None = None
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
-        """Whether it scores, and whether its store is shared."""
+        """Whether the collector scores sessions, and whether its store is shared."""
         found = {
             server_pb2.CAPABILITY_SCORING: bool(self._config.scorer),
             server_pb2.CAPABILITY_SHARED_STORE: self._config.store != "sqlite",
@@ -40,12 +40,12 @@ class CollectorService:
         return frozenset(one for one, is_there in found.items() if is_there)
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the servicer."""
+        """Registers the servicer."""
         collector_pb2_grpc.add_CollectorServiceServicer_to_server(self._servicer, server)
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Opens the store; owns the readers of the streams and what runs beside them."""
+        """Opens the store and runs the stream readers, maintenance and scoring."""
         async with self._open_store() as store, asyncio.TaskGroup() as tasks:
             self._store = store
             subscriptions = Subscriptions(store, tasks)
@@ -60,7 +60,7 @@ class CollectorService:
 
     @asynccontextmanager
     async def _scoring(self, subscriptions: Subscriptions) -> AsyncIterator[None]:
-        """Scores what comes without a reward, where a scorer is named."""
+        """Scores sessions that arrive without a reward, if a scorer is configured."""
         config = self._config
         if not config.scorer:
             yield
@@ -76,14 +76,14 @@ class CollectorService:
             running.cancel()
 
     async def ready(self) -> None:
-        """Returns at once: the store is open."""
+        """Returns immediately: the store is already open."""
 
     async def drain(self) -> None:
-        """Ends the streams of the consumers, who come back to the successor."""
+        """Ends the consumers' streams; the consumers reconnect to the successor."""
         self._servicer.subscriptions.end_streams()
 
     async def failed(self) -> str:
-        """Returns when the store's files are gone."""
+        """Returns once the store is lost for good."""
         assert self._store is not None
         return await self._store.lost()
 
@@ -101,7 +101,7 @@ class CollectorService:
 
 @asynccontextmanager
 async def _redis_store(url: str, retention: Retention) -> AsyncIterator[Store]:
-    try:  # the SQLite store does without
+    try:  # not needed by the SQLite store
         from rollmesh.collector.storage.redis.client import connected  # noqa: PLC0415
         from rollmesh.collector.storage.redis.store import RedisStore  # noqa: PLC0415
     except ImportError as error:

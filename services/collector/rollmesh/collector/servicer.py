@@ -1,4 +1,4 @@
-"""CollectorService: checks fields, calls the store, and says what became of it."""
+"""CollectorService: validates requests, calls the store, and builds responses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -38,10 +38,10 @@ _RETRY_MS = 200
 
 
 class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
-    """Serves one collector."""
+    """Serves the RPCs of one collector."""
 
     def __init__(self) -> None:
-        """Begins without a store."""
+        """Creates a servicer without a store."""
         self._subscriptions: Subscriptions | None = None
         self.scoring: Scoring | None = None
         self.score_hold_ms = 0
@@ -50,10 +50,10 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
 
     @property
     def subscriptions(self) -> Subscriptions:
-        """The streams, and with them the store; set before the service is SERVING.
+        """The open streams and their store; set before the service is SERVING.
 
         Raises:
-            StartingError: They are not set yet: the store is being opened.
+            StartingError: The store is still being opened.
         """
         if self._subscriptions is None:
             raise StartingError("the collector is opening its store", retry_delay_ms=_RETRY_MS)
@@ -65,10 +65,10 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
 
     @property
     def store(self) -> Store:
-        """What is kept.
+        """The session store.
 
         Raises:
-            StartingError: It is being opened.
+            StartingError: It is still being opened.
         """
         return self.subscriptions.store
 
@@ -184,7 +184,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         )
 
     async def _ingest(self, sessions: Sequence[types_pb2.SessionRecord]) -> list[bool]:
-        """Stores sessions; says of each whether it was a repeat."""
+        """Stores sessions; returns for each whether it was a repeat."""
         await faults.reach("collector-mid-ingest")
         scored = [self.scoring is not None and wants_score(session) for session in sessions]
         arrivals = [
@@ -210,7 +210,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         return duplicates
 
     async def _set_rewards(self, request: pb.SetRewardsRequest) -> bool:
-        """Stores rewards; says whether it was a repeat."""
+        """Stores rewards; returns whether the request was a repeat."""
         if not request.HasField("rewards"):
             raise InvalidFieldError("rewards", "is missing; give at least one reward")
         duplicate = await self.store.set_rewards(

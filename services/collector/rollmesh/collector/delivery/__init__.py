@@ -1,5 +1,5 @@
-"""Decisions of delivery, as plain functions over plain state: no I/O, and time is an argument.
+"""Delivery decisions as pure functions over plain state: no I/O, and time is an argument.
 
-Both stores call them, so that a session is grouped, filtered and removed alike in either. May
-import nothing else of the collector.
+Both stores call them, so sessions are grouped, filtered and removed identically in either. This
+package imports nothing else from the collector.
 """

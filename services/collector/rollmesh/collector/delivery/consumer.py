@@ -1,10 +1,10 @@
-"""The units that one collector holds for a consumer, and which stream gets them. No I/O.
+"""The units that one collector holds for a consumer, and their assignment to streams. No I/O.
 
 The store knows all unsettled units; a `Consumer` holds as many as its streams can take.
-Invariants: a unit is held at most once, ready or leased; a stream never holds more units than it
-was granted; units of a stream that ends, or whose lease expires, are ready again. A stream has
-*stalled* when one message has been in transit for the length of a lease: its consumer does not
-read.
+Invariants: a unit is held at most once, either ready or leased; a stream never holds more units
+than it was granted; units of a closed stream or an expired lease become ready again. A stream is
+*stalled* once a single message has been in transit for a full lease period, because its consumer
+is not reading.
 """
 
 import heapq
@@ -20,7 +20,7 @@ _MOST_FETCHED = 64
 
 @dataclass(slots=True)
 class Lease:
-    """A unit that was sent and not acknowledged."""
+    """A unit that was sent and is not yet acknowledged."""
 
     unit: Unit
     stream_id: int
@@ -29,34 +29,34 @@ class Lease:
 
 @dataclass(slots=True)
 class Consumer:
-    """All streams of one consumer name."""
+    """All streams of one consumer."""
 
     name: str
     kind: int
     lease_ms: int = 600_000
     filter: pb.DeliveryFilter = field(default_factory=pb.DeliveryFilter)
-    """What is kept from it."""
+    """The delivery filter."""
     version: int | None = None
-    """The policy version it trains now."""
+    """The policy version currently being trained."""
     more: bool = True
-    """Whether the store may have units that are not here."""
+    """Whether the store may have units that are not held here."""
     cursor: int = 0
-    """Where the store's next page begins."""
+    """Start of the next page in the store."""
     _ready: list[Unit] = field(default_factory=list)
     _queued: set[str] = field(default_factory=set)
     _leased: dict[str, Lease] = field(default_factory=dict)
     _credits: dict[int, int] = field(default_factory=dict)
     _late: dict[str, int] = field(default_factory=dict)
-    """By unit: the open stream that let its lease run out last."""
+    """By unit id: the open stream whose lease on it expired last."""
     _settled: set[str] = field(default_factory=set)
-    """What was settled while a page was on its way; it may be in that page."""
+    """Units settled while a page was being fetched; the page may still contain them."""
     _sending: dict[int, int] = field(default_factory=dict)
-    """By stream: since when a message is on its way."""
+    """By stream: when the message in transit was sent."""
     _stalled: set[int] = field(default_factory=set)
     _next_stream: int = 1
 
     def __repr__(self) -> str:
-        """Says where it stands: "trainer: 3 ready, 2 leased, 1 streams"."""
+        """Summarizes the state, such as "trainer: 3 ready, 2 leased, 1 streams"."""
         return (
             f"{self.name}: {len(self._ready)} ready, {len(self._leased)} leased, "
             f"{len(self._credits)} streams"
@@ -64,29 +64,29 @@ class Consumer:
 
     @property
     def ready(self) -> int:
-        """Units that wait for a stream with credits."""
+        """Number of units waiting for a stream with credits."""
         return len(self._ready)
 
     @property
     def leased(self) -> int:
-        """Units sent and not acknowledged."""
+        """Number of units sent and not yet acknowledged."""
         return len(self._leased)
 
     @property
     def streams(self) -> int:
-        """Open streams."""
+        """Number of open streams."""
         return len(self._credits)
 
     @property
     def stalled(self) -> bool:
-        """Whether there are streams, and none of them takes anything."""
+        """Whether there are streams and all of them are stalled."""
         return bool(self._credits) and self._credits.keys() <= self._stalled
 
     def wanted(self) -> int:
-        """Returns how many units to fetch: what the streams may take beyond what is here.
+        """Returns how many units to fetch: what the streams may take beyond what is held.
 
-        However many credits there are, less than twice `_MOST_FETCHED` units are here and ready,
-        those aside that came back from streams.
+        Regardless of credits, fewer than twice `_MOST_FETCHED` units are held ready, not counting
+        those returned by streams.
         """
         self._settled.clear()
         if not self.more or len(self._ready) >= _MOST_FETCHED:
@@ -94,7 +94,7 @@ class Consumer:
         return max(min(sum(self._credits.values()) - len(self._ready), _MOST_FETCHED), 0)
 
     def add_page(self, page: Page) -> None:
-        """Takes a page of the store's."""
+        """Adds a page from the store."""
         self.cursor = page.cursor
         self.more = self.more or page.more
         for unit in page.units:
@@ -102,7 +102,7 @@ class Consumer:
                 self.add(unit)
 
     def reset(self) -> None:
-        """Forgets all units: the store gives them again. Streams and their credits stay."""
+        """Forgets all units; the store returns them again. Streams keep their credits."""
         self._ready.clear()
         self._queued.clear()
         self._leased.clear()
@@ -110,19 +110,19 @@ class Consumer:
         self.cursor, self.more = 0, True
 
     def add(self, unit: Unit) -> None:
-        """Takes a unit; one that is known is ignored."""
+        """Adds a unit; a known unit is ignored."""
         if unit.unit_id not in self._queued and unit.unit_id not in self._leased:
             self._queued.add(unit.unit_id)
             heapq.heappush(self._ready, unit)
 
     def open_stream(self) -> int:
-        """Begins a stream without credits; returns its id."""
+        """Opens a stream without credits; returns its id."""
         stream_id, self._next_stream = self._next_stream, self._next_stream + 1
         self._credits[stream_id] = 0
         return stream_id
 
     def close_stream(self, stream_id: int) -> None:
-        """Ends a stream; what it held is ready again."""
+        """Closes a stream; the units it held become ready again."""
         self._credits.pop(stream_id, None)
         self._sending.pop(stream_id, None)
         self._stalled.discard(stream_id)
@@ -131,12 +131,12 @@ class Consumer:
         self._late = {id_: late for id_, late in self._late.items() if late != stream_id}
 
     def grant(self, stream_id: int, credits_: int) -> None:
-        """Allows a stream more deliveries."""
+        """Grants a stream more credits."""
         self._credits[stream_id] += credits_
 
     @contextmanager
     def sending(self, stream_id: int, now_ms: int) -> Iterator[None]:
-        """Says that a message is on its way to a stream, as long as its consumer takes to read."""
+        """Marks a message as in transit to a stream until its consumer has read it."""
         self._sending[stream_id] = now_ms
         try:
             yield
@@ -147,7 +147,7 @@ class Consumer:
     def take(self, stream_id: int, now_ms: int) -> Unit | None:
         """Leases the oldest ready unit to a stream; None without credits or units.
 
-        A unit whose lease the stream let run out goes to another one that can take it.
+        A unit whose lease expired on this stream goes to another stream that can take it, if any.
         """
         if not self._credits.get(stream_id):
             return None
@@ -167,7 +167,7 @@ class Consumer:
         return unit
 
     def settle(self, unit_id: str) -> None:
-        """Says that a unit is done, wherever it is; unknown ones are ignored."""
+        """Marks a unit as settled, ready or leased; unknown units are ignored."""
         self._settled.add(unit_id)
         if self._leased.pop(unit_id, None) is None and unit_id in self._queued:
             self._queued.discard(unit_id)
@@ -176,12 +176,12 @@ class Consumer:
         self._late.pop(unit_id, None)
 
     def refund(self, stream_id: int) -> None:
-        """Gives a stream the credit back that a unit took which it was not sent."""
+        """Returns the credit of a unit that was taken but not sent."""
         if stream_id in self._credits:
             self._credits[stream_id] += 1
 
     def expire(self, now_ms: int) -> bool:
-        """Takes back what is past its lease; says whether more can be taken than before."""
+        """Takes back units with expired leases; returns whether more can be taken than before."""
         late = [lease for lease in self._leased.values() if lease.expires_ms <= now_ms]
         for lease in late:
             self._late[lease.unit.unit_id] = lease.stream_id
@@ -190,7 +190,7 @@ class Consumer:
         return bool(late or self._stalled - before)
 
     def next_expiry_ms(self) -> int | None:
-        """Returns when the next lease runs out; None where nothing is leased."""
+        """Returns when the next lease expires; None if nothing is leased."""
         return min((lease.expires_ms for lease in self._leased.values()), default=None)
 
     def _slow(self, now_ms: int) -> set[int]:

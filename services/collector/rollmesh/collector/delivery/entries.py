@@ -1,4 +1,4 @@
-"""What is listed and counted of what consumers do not get."""
+"""Entries and counts of what consumers do not receive."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from rollmesh.v1 import collector_pb2 as pb
 
 
 def surplus(group_key: str, session_id: str, now_ms: int) -> pb.FilteredEntry:
-    """Returns the entry of a session without which its group is delivered."""
+    """Returns the entry of a session that its group was delivered without."""
     return pb.FilteredEntry(
         delivery_id=group_key,
         reason=pb.FILTER_REASON_SURPLUS,
@@ -18,14 +18,14 @@ def surplus(group_key: str, session_id: str, now_ms: int) -> pb.FilteredEntry:
 
 
 def incomplete(group_key: str, now_ms: int) -> pb.FilteredEntry:
-    """Returns the entry of a group that is dropped: it has too few samples at its deadline."""
+    """Returns the entry of a group dropped for having too few samples at its deadline."""
     return pb.FilteredEntry(
         delivery_id=group_key, reason=pb.FILTER_REASON_INCOMPLETE_GROUP, unix_ms=now_ms
     )
 
 
 def read_entry(unit_id: str, data: bytes) -> pb.FilteredEntry:
-    """Returns a stored entry; one that cannot be read says that its unit is damaged."""
+    """Returns a stored entry; an unreadable one is reported as a damaged unit."""
     try:
         return pb.FilteredEntry.FromString(data)
     except DecodeError:
@@ -33,7 +33,7 @@ def read_entry(unit_id: str, data: bytes) -> pb.FilteredEntry:
 
 
 def counts_of(entry: pb.FilteredEntry) -> dict[int, tuple[int, int]]:
-    """Returns what an entry adds to the counts: by reason, units and trajectories."""
+    """Returns what an entry adds to the counts: units and trajectories by reason."""
     counts: dict[int, tuple[int, int]] = {}
     for part in entry.removed:
         units, trajectories = counts.get(part.reason, (0, 0))
@@ -45,7 +45,7 @@ def counts_of(entry: pb.FilteredEntry) -> dict[int, tuple[int, int]]:
 
 
 def filtered_counts(rows: Mapping[int, tuple[int, int]]) -> list[pb.FilteredCount]:
-    """Returns counts of units and trajectories by reason, in order of the reasons."""
+    """Returns counts of units and trajectories by reason, ordered by reason."""
     return [
         pb.FilteredCount(
             reason=pb.FilterReason.ValueType(reason), units=units, trajectories=trajectories

@@ -1,4 +1,4 @@
-"""Delivery filters, judged on the heads of sessions."""
+"""Delivery filters, evaluated on the heads of sessions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,29 +13,29 @@ Reason: TypeAlias = "pb.FilterReason.ValueType"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a filter says about one unit."""
+    """The result of a filter for one unit."""
 
     reason: Reason = pb.FILTER_REASON_UNSPECIFIED
-    """Why the whole unit is kept back; UNSPECIFIED: it is delivered."""
+    """Why the unit is dropped; UNSPECIFIED: it is delivered."""
     kept: list[list[int]] = field(default_factory=list)
-    """For each session: the places of the trajectories that stay; 0 for a tree, judged whole."""
+    """Per session: indices of the trajectories kept; 0 for a tree, which is judged as one row."""
     removed: list[pb.RemovedTrajectories] = field(default_factory=list)
-    """What was taken out of which session, and why."""
+    """The trajectories removed from each session, with reasons."""
 
     @property
     def delivers(self) -> bool:
-        """Whether there is something to deliver."""
+        """Whether anything is left to deliver."""
         return self.reason == pb.FILTER_REASON_UNSPECIFIED
 
 
 def judge(
     rules: pb.DeliveryFilter, version: int | None, heads: Sequence[types_pb2.SessionRecord]
 ) -> Verdict:
-    """Decides about one unit.
+    """Evaluates a filter on one unit.
 
     Args:
         rules: The consumer's filter.
-        version: The policy version it trains now; None leaves the lag aside.
+        version: The policy version currently being trained; None ignores policy lag.
         heads: The unit's sessions, without arrays.
     """
     kept: list[list[int]] = []
@@ -56,12 +56,12 @@ def judge(
 
 
 def usable(rules: pb.DeliveryFilter, head: types_pb2.SessionRecord) -> bool:
-    """Returns whether the filter leaves a session a trajectory; policy lag is ignored here."""
+    """Returns whether the filter leaves a session at least one trajectory; ignores policy lag."""
     return any(not _reason(rules, None, row) for row in rows_of(head))
 
 
 def oldest_trained_version(row: Row) -> int | None:
-    """Returns the oldest policy version among the trained tokens; None where none is trained."""
+    """Returns the oldest policy version among the trained tokens; None if none is trained."""
     trained = [(run.start, run.end) for run in runs_of(row) if run.trained]
     return min(
         (
@@ -74,7 +74,7 @@ def oldest_trained_version(row: Row) -> int | None:
 
 
 def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
-    """Returns why a row is taken out, the first rule first; UNSPECIFIED where it stays."""
+    """Returns the first rule that removes a row; UNSPECIFIED if the row is kept."""
     allowed = {types_pb2.FIDELITY_REASON_EXACT, *rules.allowed_reasons}
     if rules.lineages and not _lineages(row) & set(rules.lineages):
         return pb.FILTER_REASON_LINEAGE
@@ -92,14 +92,14 @@ def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
 
 
 def _lineages(row: Row) -> set[types_pb2.Lineage.ValueType]:
-    """Returns the lineage of a trajectory, or those that a tree holds: one of them is enough."""
+    """Returns the lineage of a trajectory, or all lineages in a tree, of which one must match."""
     if isinstance(row, types_pb2.Trajectory):
         return {row.lineage}
     return {node.lineage for node in row.nodes}
 
 
 def _all_equal(heads: Sequence[types_pb2.SessionRecord], kept: list[list[int]]) -> bool:
-    """Says whether there are rewards of at least two sessions, all known, and all the same."""
+    """Returns whether at least two sessions remain and all their rewards are known and equal."""
     seen: set[tuple[float, ...]] = set()
     sessions = 0
     for head, places in zip(heads, kept, strict=True):

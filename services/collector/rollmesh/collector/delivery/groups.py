@@ -1,4 +1,4 @@
-"""When a group is complete, and with which of its sessions."""
+"""Decides when a group is complete, and which of its sessions it contains."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -12,16 +12,16 @@ from rollmesh.v1 import collector_pb2 as pb
 
 
 class Member(NamedTuple):
-    """A session of a group that is in."""
+    """A session that has joined its group."""
 
     session_id: str
     sample_index: int
     usable: bool = True
-    """Whether the consumer's filter leaves something of it."""
+    """Whether the consumer's filter leaves it at least one trajectory."""
 
 
 class State(Enum):
-    """What is to be done with a group."""
+    """The outcome of a decision about a group."""
 
     WAIT = "wait"
     DELIVER = "deliver"
@@ -29,52 +29,52 @@ class State(Enum):
 
 
 class Decision(NamedTuple):
-    """What is to be done with a group, and with which sessions."""
+    """The outcome for a group, and the sessions it applies to."""
 
     state: State
     session_ids: tuple[str, ...] = ()
-    """In order of sample_index, repeated samples in order of arrival."""
+    """Ordered by sample_index; repeated samples in order of arrival."""
 
 
 WAIT = Decision(State.WAIT)
 
 
 class Sample(NamedTuple):
-    """A session of a group as it is stored."""
+    """A stored session of a group."""
 
     session_id: str
     sample_index: int
     head: bytes | None
-    """Read only if the log judges sessions."""
+    """Read only if the log filters sessions."""
 
 
 class NewUnit(NamedTuple):
-    """What a group becomes in a log."""
+    """The unit that a group becomes in a log."""
 
     members: tuple[str, ...]
-    """Ids of its sessions, in the order in which they are delivered."""
+    """Session ids, in order of delivery."""
     partial: bool
     """Whether it has fewer samples than announced."""
     dropped: bool
-    """Whether its only reader does not get it: it is settled from the start."""
+    """Whether its only reader does not receive it; such a unit is settled when it is created."""
     entries: list[pb.FilteredEntry]
-    """What is listed in the log with it."""
+    """Filtered entries listed in the log together with the unit."""
 
 
 def form_unit(
     log: GroupLog, key: str, group_size: int, samples: Sequence[Sample], times_ms: tuple[int, int]
 ) -> NewUnit | None:
-    """Decides about a group that is no unit of a log yet.
+    """Decides about a group that is not yet a unit of a log.
 
     Args:
         log: The log.
-        key: The group's.
+        key: The group's key.
         group_size: Number of samples announced.
-        samples: Its sessions that wait for no reward, in order of arrival.
-        times_ms: When its first session came, and the time now.
+        samples: Its sessions that are not waiting for a reward, in order of arrival.
+        times_ms: When its first session arrived, and the current time.
 
     Returns:
-        The unit; None: the group waits.
+        The unit; None if the group keeps waiting.
     """
     first_ms, now_ms = times_ms
     members = [
@@ -105,13 +105,13 @@ def _usable(log: GroupLog, sample: Sample) -> bool:
 def decide(
     policy: pb.GroupPolicy, group_size: int, members: Sequence[Member], waited_ms: int
 ) -> Decision:
-    """Decides about a group that is not decided yet.
+    """Decides about an undecided group.
 
     Args:
-        policy: The consumer's.
+        policy: The consumer's group policy.
         group_size: Number of samples announced.
-        members: The sessions that are in, in order of arrival.
-        waited_ms: Time since the first of them came.
+        members: The sessions that have joined, in order of arrival.
+        waited_ms: Time since the first of them arrived.
     """
     complete = len({member.sample_index for member in members}) >= group_size
     if policy.HasField("samples") and policy.samples < group_size:
@@ -132,7 +132,7 @@ def decide(
 
 
 def _first_of_each(members: Sequence[Member]) -> list[Member]:
-    """Returns the first usable session of every sample, in order of arrival."""
+    """Returns the first usable session of each sample, in order of arrival."""
     first: dict[int, Member] = {}
     for member in members:
         if member.usable:

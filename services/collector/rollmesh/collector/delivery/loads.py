@@ -1,4 +1,4 @@
-"""Units on their way out: judged by the heads of their sessions, then made into responses."""
+"""Units to be delivered: filtered on the heads of their sessions, then built into responses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,30 +11,30 @@ from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 Judge: TypeAlias = Callable[[Sequence[types_pb2.SessionRecord]], Verdict]
-"""Decides about a unit by the heads of its sessions."""
+"""Evaluates a filter on the heads of a unit's sessions."""
 
 
 @dataclass(slots=True)
 class Loaded:
-    """A unit as it is stored, and whether it is delivered."""
+    """A stored unit, and whether it is delivered."""
 
     unit: Unit
     verdict: Verdict
-    """What the filter says."""
+    """The result of the filter."""
     heads: list[types_pb2.SessionRecord] = field(default_factory=list)
-    """Its sessions, without their arrays."""
+    """Its sessions, without arrays."""
     arrays: list[bytes] = field(default_factory=list)
-    """The arrays of each session, as `records.split` left them; empty where it is not delivered."""
+    """The arrays of each session, as `records.split` returned them; empty if not delivered."""
     attempt: int = 0
-    """Number of this delivery; 0 where it is not delivered."""
+    """Delivery attempt number; 0 if not delivered."""
 
     @property
     def size(self) -> int:
-        """Bytes of arrays."""
+        """Size of the arrays, bytes."""
         return sum(map(len, self.arrays))
 
     def removed(self, now_ms: int) -> pb.FilteredEntry | None:
-        """Returns what is listed of a unit that is delivered for the first time without a part."""
+        """Returns the filtered entry of a partly filtered unit; only for its first delivery."""
         if self.attempt != 1 or not self.verdict.removed:
             return None
         return pb.FilteredEntry(
@@ -42,13 +42,13 @@ class Loaded:
         )
 
     def response(self) -> pb.SubscribeResponse:
-        """Returns the delivery, with those trajectories that the filter leaves.
+        """Returns the delivery with the trajectories that the filter keeps.
 
-        Sessions are put together in the response itself: a message that is added to another one is
-        copied, and this one may have megabytes.
+        Sessions are assembled inside the response: adding an existing message copies it, and a
+        session can take megabytes.
 
         Raises:
-            SessionDamagedError: The arrays are not those of the heads.
+            SessionDamagedError: The arrays do not match the heads.
         """
         response = pb.SubscribeResponse()
         delivery = response.delivery
@@ -68,11 +68,11 @@ def judge_unit(unit: Unit, heads: Sequence[bytes | None], judge: Judge) -> Loade
     Args:
         unit: The unit.
         heads: The stored head of each of its sessions; None for one that was removed.
-        judge: The consumer's filter.
+        judge: Evaluates the consumer's filter.
 
     Returns:
-        The unit without arrays; None where a session of it was removed: the consumer settled the
-        unit while it waited here.
+        The unit without arrays; None if one of its sessions was removed, because the consumer
+        settled the unit while it was held here.
     """
     read: list[types_pb2.SessionRecord] = []
     for session_id, head in zip(unit.session_ids, heads, strict=True):
@@ -86,7 +86,7 @@ def judge_unit(unit: Unit, heads: Sequence[bytes | None], judge: Judge) -> Loade
 
 
 def damage(error: SessionDamagedError) -> Verdict:
-    """Returns the verdict about a unit with a damaged session: it is dropped and listed."""
+    """Returns the verdict for a unit with a damaged session: it is dropped and listed."""
     reason = pb.FILTER_REASON_DAMAGED
     part = pb.RemovedTrajectories(session_id=error.metadata["session_id"], reason=reason)
     return Verdict(reason, removed=[part])

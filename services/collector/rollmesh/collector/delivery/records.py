@@ -1,6 +1,6 @@
 """Sessions in two parts: the head, which rewards change and filters read, and the arrays.
 
-The arrays of a long session are megabytes and never change; they are read for a delivery alone.
+The arrays of a long session take megabytes and never change; only a delivery reads them.
 """
 
 import logging
@@ -14,11 +14,11 @@ from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import types_pb2
 
 Row: TypeAlias = types_pb2.Trajectory | types_pb2.TrajectoryTree
-"""What a filter judges: a trajectory, or a session's whole tree."""
+"""The unit of filtering: a trajectory, or the complete tree of a session."""
 Run: TypeAlias = types_pb2.TrajectorySegment | types_pb2.TrajectoryNode
 _log = logging.getLogger(__name__)
 _BYTES_PER_TOKEN = {"token_ids_u32le": 4, "logprobs_f32le": 4, "loss_mask_u8": 1}
-"""The arrays of a row, in the order in which they are stored."""
+"""The arrays of a row, in storage order."""
 
 
 def rows_of(record: types_pb2.SessionRecord) -> Sequence[Row]:
@@ -27,16 +27,16 @@ def rows_of(record: types_pb2.SessionRecord) -> Sequence[Row]:
 
 
 def runs_of(row: Row) -> Sequence[Run]:
-    """Returns the runs of tokens that a row consists of, in order."""
+    """Returns the token runs of a row, in order."""
     return row.nodes if isinstance(row, types_pb2.TrajectoryTree) else row.segments
 
 
 def split(record: types_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
-    """Takes the arrays out of a record.
+    """Removes the arrays from a record.
 
     Returns:
-        The serialised head, and the arrays of every row one after the other: their lengths follow
-        from the runs that stay in the head.
+        The serialized head, and the concatenated arrays of all rows; their lengths follow from the
+        runs, which stay in the head.
     """
     arrays: list[bytes] = []
     for row in rows_of(record):
@@ -47,10 +47,10 @@ def split(record: types_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
 
 
 def read_head(session_id: str, data: bytes) -> types_pb2.SessionRecord:
-    """Returns the head that `split` left of a session.
+    """Parses the head of a session, as returned by `split`.
 
     Raises:
-        SessionDamagedError: It is none of this session.
+        SessionDamagedError: The data is not a head of this session.
     """
     try:
         head = types_pb2.SessionRecord.FromString(data)
@@ -62,10 +62,10 @@ def read_head(session_id: str, data: bytes) -> types_pb2.SessionRecord:
 
 
 def join(head: types_pb2.SessionRecord, arrays: bytes) -> types_pb2.SessionRecord:
-    """Puts the arrays of `split` back into the head, which is changed and returned.
+    """Restores the arrays from `split` into the head, which is modified in place and returned.
 
     Raises:
-        SessionDamagedError: They are not those of the head.
+        SessionDamagedError: The arrays do not match the head.
     """
     rows = rows_of(head)
     tokens = sum(map(tokens_of, rows))
@@ -82,7 +82,7 @@ def join(head: types_pb2.SessionRecord, arrays: bytes) -> types_pb2.SessionRecor
 
 
 def damaged(session_id: str, problem: str) -> SessionDamagedError:
-    """Returns the error of a session that cannot be read, which is in the log by then."""
+    """Logs that a session cannot be read; returns the error for it."""
     _log.error("session damaged", extra=fields(session_id=session_id, problem=problem))
     return SessionDamagedError(
         f"session_id: what is stored of {session_id!r} is damaged: {problem}; restore the store "
@@ -92,7 +92,7 @@ def damaged(session_id: str, problem: str) -> SessionDamagedError:
 
 
 def keep(record: types_pb2.SessionRecord, places: Sequence[int]) -> types_pb2.SessionRecord:
-    """Takes all other rows out of a session; returns it."""
+    """Keeps only the rows at these indices; modifies the session in place and returns it."""
     if record.HasField("tree"):
         if not places:
             record.ClearField("tree")
@@ -104,7 +104,7 @@ def keep(record: types_pb2.SessionRecord, places: Sequence[int]) -> types_pb2.Se
 
 
 def tokens_of(row: Row) -> int:
-    """Returns the length of a row, with its arrays or without."""
+    """Returns the number of tokens in a row, with or without its arrays."""
     runs = runs_of(row)
     return runs[-1].end if runs else 0
 

@@ -1,4 +1,4 @@
-"""Repeats of requests that set rewards."""
+"""Detects repeated requests that set rewards."""
 
 import hashlib
 
@@ -7,16 +7,16 @@ from rollmesh.v1 import types_pb2
 
 
 def rewards_digest(rewards: types_pb2.SessionRewards) -> bytes:
-    """Returns what tells a repeat from a request with other rewards."""
+    """Returns a digest that tells a repeat from a request with different rewards."""
     data = rewards.SerializeToString(deterministic=True)
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def check_repeat(request_id: str, first: bytes, digest: bytes) -> None:
-    """Checks that a repeat gives the rewards that its request gave first.
+    """Checks that a repeated request carries the same rewards as the first.
 
     Raises:
-        RepeatConflictError: It gives others.
+        RepeatConflictError: The rewards differ.
     """
     if first != digest:
         raise RepeatConflictError(

@@ -1,9 +1,9 @@
-"""What can be delivered: units, the logs that they stand in, and what is said about them.
+"""Deliverable units, the logs that contain them, and the records about them.
 
-A *unit* is a session, or a group once it is complete for a consumer. Units stand in logs, in the
-order in which they became complete: one log of sessions, one of groups with all their samples, and
-one for each consumer with a group policy of its own. A unit's sessions are fixed when it is made. A
-consumer has *settled* a unit when it acknowledged it or its filter dropped it.
+A *unit* is a session, or a group once it is complete for a consumer. Logs list units in the order
+in which they became complete: one log of sessions, one of groups with all their samples, and one
+for each consumer with its own group policy. A unit's sessions are fixed when it is created. A
+consumer has *settled* a unit once it acknowledged it or its filter dropped it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,73 +18,73 @@ _SHARED = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
 
 
 class Unit(NamedTuple):
-    """Something to deliver."""
+    """A unit of delivery."""
 
     seq: int
-    """Place in the order in which units became complete."""
+    """Position in the order in which units became complete."""
     unit_id: str
-    """Id of the session or of the group: the delivery id."""
+    """Session or group id; also the delivery id."""
     members: tuple[str, ...] = ()
-    """Ids of its sessions; empty: the one session of this id."""
+    """Session ids; empty: the single session with this id."""
     partial: bool = False
     """Whether the group has fewer samples than announced."""
 
     @property
     def session_ids(self) -> tuple[str, ...]:
-        """Ids of its sessions."""
+        """Ids of the unit's sessions."""
         return self.members or (self.unit_id,)
 
 
 class Page(NamedTuple):
-    """A part of the units that a consumer has not settled."""
+    """A page of units that a consumer has not settled."""
 
     units: list[Unit]
-    """In order."""
+    """The units, in order."""
     cursor: int
-    """Where the next page begins."""
+    """Start of the next page."""
     more: bool
-    """Whether there may be a next page now."""
+    """Whether there may be another page now."""
 
 
 class Settlement(NamedTuple):
-    """A unit that a consumer acknowledged, or that its filter dropped."""
+    """A unit that a consumer acknowledged or that its filter dropped."""
 
     unit_id: str
     reason: pb.FilterReason.ValueType = pb.FILTER_REASON_UNSPECIFIED
     """Why it was dropped; UNSPECIFIED: it was acknowledged."""
     removed: Sequence[pb.RemovedTrajectories] = ()
-    """With a reason: the trajectories that the filter removed."""
+    """With a reason: the trajectories removed by the filter."""
 
     def entry(self, now_ms: int) -> pb.FilteredEntry:
-        """Returns what is listed of a dropped unit."""
+        """Returns the filtered entry of a dropped unit."""
         return pb.FilteredEntry(
             delivery_id=self.unit_id, reason=self.reason, unix_ms=now_ms, removed=self.removed
         )
 
 
 class Arrival(NamedTuple):
-    """A session to store."""
+    """A session to be stored."""
 
     record: types_pb2.SessionRecord
     hold_ms: int | None = None
-    """How long it waits for rewards if its record does not say; None: not at all."""
+    """How long it waits for rewards unless its record says so; None: it does not wait."""
 
     def due_ms(self, now_ms: int) -> int | None:
-        """Returns until when it waits for rewards; None: it does not."""
+        """Returns until when it waits for rewards; None if it does not wait."""
         held = self.record.HasField("reward_timeout_ms")
         hold_ms = self.record.reward_timeout_ms if held else self.hold_ms
         return None if hold_ms is None else now_ms + hold_ms
 
     @property
     def group_key(self) -> str:
-        """The key of its group; its own where it belongs to none."""
+        """The key of its group, or its own key if it belongs to none."""
         if self.record.superseded:
             return f"superseded:{self.record.session_id}"
         return self.record.group_id or self.record.session_id
 
     @property
     def group_size(self) -> int | None:
-        """Samples announced for its group; None: it was superseded and belongs to no group."""
+        """Samples announced for its group; None if it was superseded and belongs to no group."""
         if self.record.superseded:
             return None
         return max(self.record.group_size, 1) if self.record.group_id else 1
@@ -96,18 +96,18 @@ class GroupLog(NamedTuple):
     name: str
     hello: pb.SubscribeHello
     readers: tuple[str, ...] = ()
-    """Consumers that read it."""
+    """Consumers that read the log."""
 
     @property
     def judges(self) -> bool:
-        """Whether its policy counts only the sessions that its filter leaves something of."""
+        """Whether its policy counts only the sessions that its filter does not empty."""
         return self.hello.groups.HasField("samples")
 
     def deadline_ms(self, first_ms: int) -> int | None:
-        """Returns when a group is decided at the latest; None: there is no deadline.
+        """Returns when a group is decided at the latest; None if there is no deadline.
 
         Args:
-            first_ms: When the group's first session came.
+            first_ms: When the group's first session arrived.
         """
         policy = self.hello.groups
         return first_ms + policy.deadline_ms if policy.HasField("deadline_ms") else None
@@ -121,20 +121,20 @@ def log_of(hello: pb.SubscribeHello) -> str:
 
 
 def own_log(consumer: str) -> str:
-    """Returns the log of a consumer with a group policy of its own."""
+    """Returns the log of a consumer with its own group policy."""
     return f"{GROUP_LOG}:{consumer}"
 
 
 def owner_of(consumer: str) -> str:
-    """Returns the owner of a consumer's own entries; a log's entries belong to all its readers."""
+    """Returns the owner of a consumer's own entries; entries of a log belong to all its readers."""
     return f"c:{consumer}"
 
 
 def group_logs(hellos: Iterable[pb.SubscribeHello | None]) -> list[GroupLog]:
-    """Returns the logs of groups that consumers read; the shared one is always there, and first.
+    """Returns the group logs that consumers read; the shared log is always included, and first.
 
     Args:
-        hellos: The consumers'; None for one whose stored options are damaged: it has no log.
+        hellos: The consumers' hellos; None for a consumer with damaged options, which has no log.
     """
     own: list[GroupLog] = []
     shared: list[str] = []
@@ -150,13 +150,13 @@ def group_logs(hellos: Iterable[pb.SubscribeHello | None]) -> list[GroupLog]:
 
 
 def units_in(log: str, group_key: str, session_ids: Sequence[str], *, grouped: bool) -> list[str]:
-    """Returns the ids of the units that sessions of one group make up in a log.
+    """Returns the ids of the units that the sessions of one group form in a log.
 
     Args:
-        log: Its name.
-        group_key: The group's.
+        log: The name of the log.
+        group_key: The group's key.
         session_ids: The sessions.
-        grouped: Whether they are a group: superseded sessions belong to none.
+        grouped: Whether they form a group; superseded sessions do not.
     """
     if log == SESSION_LOG:
         return list(session_ids)

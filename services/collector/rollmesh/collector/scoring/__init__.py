@@ -1,4 +1,4 @@
-"""Scorers: functions and services that give rewards to stored sessions.
+"""Scorers: functions and services that give stored sessions their rewards.
 
 May import `delivery` and `storage`.
 """

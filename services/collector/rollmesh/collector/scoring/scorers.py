@@ -1,4 +1,4 @@
-"""What gives a session its rewards: a function in a process of its own, or a service."""
+"""Scorer implementations: a function in its own process, or a gRPC service."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ _START_S = 60.0
 
 
 class ScorerError(RollmeshError):
-    """A scorer failed, died, or took too long."""
+    """A scorer failed, crashed, or timed out."""
 
     reason = "SCORER_FAILED"
 
@@ -26,19 +26,19 @@ class Scorer(Protocol):
     """Scores one session at a time."""
 
     async def score(self, record: types_pb2.SessionRecord) -> types_pb2.SessionRewards:
-        """Returns the rewards.
+        """Returns the rewards of a session.
 
         Raises:
-            RollmeshError: It failed, or took too long.
+            RollmeshError: Scoring failed or timed out.
         """
         ...
 
 
 class WorkerScorer:
-    """A function by its import path, in a process that is killed when it is late or dies."""
+    """Runs a function by import path in a process, which is killed on timeout and replaced."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
-        """Names `package.module:function`; the process starts when first needed."""
+        """Takes `package.module:function`; the process starts on first use."""
         self._path = path
         self._timeout_s = timeout_s
         self._process: Process | None = None
@@ -61,7 +61,7 @@ class WorkerScorer:
             raise ScorerError("scorer: its process died") from error
         except BaseException as error:
             if not isinstance(error, ScorerError):
-                await self.close()  # an answer may be under way
+                await self.close()  # a response may still be in flight
             raise
 
     async def close(self) -> None:
@@ -102,7 +102,7 @@ class WorkerScorer:
 
 
 class GrpcScorer:
-    """A `ScorerService`."""
+    """Calls a `ScorerService`."""
 
     def __init__(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
         """Takes a channel, which the caller closes."""
@@ -118,12 +118,12 @@ class GrpcScorer:
 
 @asynccontextmanager
 async def open_scorers(scorer: str, count: int, timeout_s: float) -> AsyncIterator[list[Scorer]]:
-    """Yields scorers that work side by side.
+    """Yields scorers that run concurrently.
 
     Args:
         scorer: `package.module:function`, or grpc://host:port.
-        count: How many.
-        timeout_s: Time for one session, seconds.
+        count: Number of scorers.
+        timeout_s: Timeout for one session, seconds.
     """
     if scorer.startswith("grpc://"):
         async with open_channel(scorer.removeprefix("grpc://")) as channel:

@@ -1,4 +1,4 @@
-"""Gives stored sessions their rewards before they are delivered, by a scorer, or not at all."""
+"""Scores stored sessions before delivery; a session that cannot be scored goes out unscored."""
 
 import asyncio
 import logging
@@ -28,20 +28,20 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 
 
 def wants_score(record: types_pb2.SessionRecord) -> bool:
-    """Says whether a scorer is asked: there is no reward, and none was announced."""
+    """Returns whether to score a session: it has no reward, and none was announced."""
     return not record.HasField("reward") and not record.HasField("reward_timeout_ms")
 
 
 class Scoring:
-    """The sessions that wait for a scorer; they are in the store."""
+    """Queue of sessions waiting for a scorer; the sessions themselves are in the store."""
 
     def __init__(self, store: Store, announce: Callable[[], None], tries: int) -> None:
-        """Takes what a scorer needs.
+        """Creates an empty queue.
 
         Args:
             store: The store.
-            announce: Called when a session has its rewards: it may be delivered now.
-            tries: How often a session is tried.
+            announce: Called when a session has its rewards and may be deliverable.
+            tries: Attempts to score a session.
         """
         self._store = store
         self._announce = announce
@@ -49,21 +49,21 @@ class Scoring:
         self._waiting: asyncio.Queue[str] = asyncio.Queue(_MOST_WAITING)
 
     def check_room(self, count: int) -> None:
-        """Refuses sessions that would wait too long.
+        """Rejects sessions when the queue is full.
 
         Raises:
-            StoreFullError: The scorer is behind.
+            StoreFullError: The scorer cannot keep up.
         """
         if self._waiting.qsize() + count > _MOST_WAITING:
             raise StoreFullError("the scorer is behind; try again", retry_delay_ms=RETRY_MS)
 
     def add(self, session_id: str) -> None:
-        """Takes a session that was stored; without room it goes out when its wait is over."""
+        """Queues a stored session; if the queue is full, it is delivered when its wait ends."""
         if not self._waiting.full():
             self._waiting.put_nowait(session_id)
 
     async def run(self, scorers: Sequence[Scorer]) -> None:
-        """Scores for ever; cancelled when the collector stops."""
+        """Scores sessions until cancelled, when the collector stops."""
         for session_id in await self._store.waiting(_MOST_WAITING):
             self.add(session_id)
         async with asyncio.TaskGroup() as group:
@@ -75,9 +75,9 @@ class Scoring:
             session_id = await self._waiting.get()
             try:
                 await self._score(scorer, session_id)
-            except (SessionUnknownError, SessionDamagedError):  # removed since, or in the log
+            except (SessionUnknownError, SessionDamagedError):  # removed, or logged as damaged
                 continue
-            except Exception as error:  # noqa: BLE001 - one session must not end the others' scores
+            except Exception as error:  # noqa: BLE001 - one session must not stop the others
                 _log.error("not scored", exc_info=error, extra=fields(session_id=session_id))
 
     async def _score(self, scorer: Scorer, session_id: str) -> None:
@@ -89,7 +89,7 @@ class Scoring:
             try:
                 rewards = await scorer.score(record)
                 await self._set(session_id, rewards)
-            except InvalidFieldError as error:  # the same again would end the same way
+            except InvalidFieldError as error:  # a retry would fail the same way
                 self._failed(session_id, error)
                 break
             except RollmeshError as error:
@@ -117,7 +117,7 @@ class Scoring:
                 await asyncio.sleep(backoff.next_s())
 
     async def _set(self, session_id: str, rewards: types_pb2.SessionRewards) -> None:
-        """Stores rewards, trying until the store takes them."""
+        """Stores rewards, retrying until the store accepts them."""
         backoff = _backoff()
         while True:
             try:

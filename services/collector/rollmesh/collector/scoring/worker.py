@@ -1,8 +1,9 @@
-"""A process that runs a scorer's function, named by its import path as the only argument.
+"""A process that runs a scorer function, whose import path is its only argument.
 
-Frames of a 4-byte little-endian length and a message come on standard input, a `SessionRecord`
-each, and go to standard output: a byte 1 and `SessionRewards`, or a byte 0 and the error's text.
-What the function prints goes to standard error. The first frame out says that it is imported.
+Frames consist of a 4-byte little-endian length and a message. Standard input carries one
+`SessionRecord` per frame. Standard output carries a byte 1 and `SessionRewards`, or a byte 0 and
+the error text. Output printed by the function goes to standard error. The first frame on standard
+output says that the function has been imported.
 """
 
 import importlib
@@ -24,7 +25,7 @@ def _main(path: str) -> int:
     try:
         module, _, name = path.partition(":")
         function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # noqa: BLE001 - whatever an import may raise
+    except Exception as error:  # noqa: BLE001 - an import may raise anything
         _send(out, b"\0", f"{path}: {error!r}".encode())
         return 1
     _send(out, b"\1", b"")
@@ -33,7 +34,7 @@ def _main(path: str) -> int:
         try:
             rewards: types_pb2.SessionRewards = function(types_pb2.SessionRecord.FromString(data))
             _send(out, b"\1", rewards.SerializeToString())
-        except Exception as error:  # noqa: BLE001 - whatever a scorer may raise
+        except Exception as error:  # noqa: BLE001 - a scorer may raise anything
             _send(out, b"\0", repr(error).encode())
     return 0
 

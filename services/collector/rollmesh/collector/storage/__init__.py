@@ -1,5 +1,5 @@
-"""The store: the Protocol in `store`, and its implementations in SQLite and in Redis.
+"""The session store: the `Store` Protocol, and its implementations in SQLite and in Redis.
 
-A store keeps records and returns them; what becomes of them is decided in `delivery`, the only
-other package that this one may import. The two implementations do not know each other.
+A store keeps records and returns them; decisions about them are made in `delivery`, the only other
+package that this one may import. The two implementations do not depend on each other.
 """

@@ -1,4 +1,4 @@
-"""What the collector needs of a store."""
+"""The interface between the collector and its store."""
 
 import logging
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ RETRY_MS = 1000
 
 
 class Sought(NamedTuple):
-    """What a seek did."""
+    """The outcome of a seek."""
 
     again: int
     """Settled units that will be redelivered."""
@@ -40,19 +40,19 @@ class Sought(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a consumer stands."""
+    """The state of a consumer."""
 
     acknowledged: int
     open: int
-    """Units not settled, leased ones among them."""
+    """Units that are not settled, including leased ones."""
     filtered: list[pb.FilteredCount]
     seen_ms: int = 0
-    """When it had a stream last, milliseconds since 1970 UTC."""
+    """When it last had a stream, milliseconds since 1970 UTC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much is stored."""
+    """Totals of what is stored."""
 
     sessions: int
     trajectories: int
@@ -65,33 +65,33 @@ class Counts:
 
 
 class Store(Protocol):
-    """Every method returns when its effect is durable. Times are milliseconds since 1970 UTC."""
+    """Every method returns once its effect is durable. Times are milliseconds since 1970 UTC."""
 
     async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
-        """Stores sessions; says of each whether it is a repeat, which changes nothing.
+        """Stores sessions; returns for each whether it is a repeat, which changes nothing.
 
-        On an error any of them may be stored or not.
+        After an error, any of them may or may not have been stored.
 
         Raises:
-            GroupSizeError: A group was announced with another size.
-            StoreFullError: There is no room until something is settled.
+            GroupSizeError: A group was announced with a different size.
+            StoreFullError: There is no room until sessions are settled and removed.
         """
         ...
 
     async def set_rewards(
         self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
     ) -> bool:
-        """Gives a session rewards; says whether it is a repeat, which changes nothing.
+        """Sets a session's rewards; returns whether it is a repeat, which changes nothing.
 
         Raises:
             SessionUnknownError: There is no such session.
-            RepeatConflictError: The request id gave other rewards before.
+            RepeatConflictError: An earlier request with this id set other rewards.
             InvalidFieldError: A reward does not fit the session.
         """
         ...
 
     async def waiting(self, limit: int) -> list[str]:
-        """Returns the ids of sessions that wait for rewards, the most urgent first."""
+        """Returns the ids of sessions waiting for rewards, most urgent first."""
         ...
 
     async def tick(self, now_ms: int) -> bool:
@@ -99,15 +99,15 @@ class Store(Protocol):
         ...
 
     async def changed(self) -> list[str]:
-        """Waits until another collector made something deliverable, or moved a consumer.
+        """Waits until another collector makes something deliverable, or moves a consumer.
 
         Returns:
-            The consumers that another collector moved; what was fetched for them is void.
+            The consumers that another collector moved; units fetched for them are void.
         """
         ...
 
     async def lost(self) -> str:
-        """Returns why the store is lost, once it is lost for good."""
+        """Returns the reason once the store is lost for good."""
         ...
 
     async def consumers(self) -> list[pb.SubscribeHello]:
@@ -115,36 +115,36 @@ class Store(Protocol):
         ...
 
     async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
-        """Makes a consumer known, with its options.
+        """Registers a consumer with its options.
 
         Raises:
-            InvalidFieldError: The name consumes the other unit, or the start is not there.
+            InvalidFieldError: The name consumes the other unit, or the start position is unknown.
         """
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:
         """Returns units that the consumer has not settled and that were not fetched before.
 
         Args:
-            consumer: Its name.
-            after: `cursor` of the page before; 0 begins.
-            limit: Most units.
+            consumer: Name of the consumer.
+            after: `cursor` of the previous page; 0 starts at the beginning.
+            limit: Largest number of units to return.
 
         Raises:
-            ConsumerUnknownError: It was dropped.
+            ConsumerUnknownError: The consumer was dropped.
         """
         ...
 
     async def release(self, consumer: str) -> None:
-        """Gives up everything that was fetched for the consumer here."""
+        """Releases everything fetched for the consumer by this collector."""
 
     async def load(
         self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
     ) -> list[Loaded | None]:
-        """Counts attempts to deliver, where the judge does not drop the unit.
+        """Loads units, and counts attempts for those the filter does not drop.
 
         Returns:
-            The units in order, the first at least, and no more once they have `LOAD_BYTES`; None
-            for one that was removed.
+            The units in order, at least the first, up to `LOAD_BYTES` of arrays; None for a removed
+            unit.
         """
         ...
 
@@ -153,7 +153,7 @@ class Store(Protocol):
     ) -> list[str]:
         """Settles units; returns the ids of those that were open.
 
-        An acknowledgement counts only for what was delivered since the consumer's last seek.
+        An acknowledgement counts only for units delivered since the consumer's last seek.
         """
         ...
 
@@ -161,66 +161,66 @@ class Store(Protocol):
         """Moves a consumer.
 
         Raises:
-            ConsumerUnknownError: It is not known.
-            InvalidFieldError: The position is not there.
+            ConsumerUnknownError: The consumer is unknown.
+            InvalidFieldError: The position does not exist.
         """
         ...
 
     async def drop_consumer(self, consumer: str) -> bool:
-        """Forgets a consumer; says whether it was known."""
+        """Drops a consumer; returns whether it was known."""
         ...
 
     async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
-        """Says that consumers have streams now; unknown ones are ignored."""
+        """Records that consumers have streams now; unknown consumers are ignored."""
         ...
 
     async def expire_consumers(self, before_ms: int) -> list[str]:
-        """Forgets the consumers that had no stream since; returns their names."""
+        """Drops the consumers that have had no stream since; returns their names."""
         ...
 
     async def standing(self, consumer: str) -> Standing:
-        """Returns where a consumer stands."""
+        """Returns the state of a consumer."""
         ...
 
     async def filtered(
         self, consumer: str, page_size: int, page_token: str
     ) -> tuple[list[pb.FilteredEntry], str]:
-        """Returns what was kept from a consumer, and the token of the next page.
+        """Returns the entries filtered for a consumer, and the token of the next page.
 
         Raises:
-            ConsumerUnknownError: It is not known.
+            ConsumerUnknownError: The consumer is unknown.
         """
         ...
 
     async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
-        """Returns groups that wait for samples, and the token of the next page."""
+        """Returns groups waiting for samples, and the token of the next page."""
         ...
 
     async def session(self, session_id: str, *, arrays: bool) -> types_pb2.SessionRecord:
         """Returns one session.
 
         Raises:
-            SessionUnknownError: There is none.
+            SessionUnknownError: There is no such session.
         """
         ...
 
     async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
-        """Returns sessions in the order in which they came: the cursor behind each, and its id."""
+        """Returns the cursor after each session and the session's id, in order of arrival."""
         ...
 
     async def counts(self) -> Counts:
-        """Counts what is stored."""
+        """Returns totals of what is stored."""
         ...
 
     async def retain(self, now_ms: int) -> int:
-        """Removes sessions that every consumer has settled; returns how many."""
+        """Removes sessions that every consumer has settled; returns the number removed."""
         ...
 
 
 def read_hello(name: str, data: bytes) -> pb.SubscribeHello | None:
-    """Returns the hello of a consumer as it is stored; None where it cannot be read.
+    """Parses a consumer's stored hello; returns None if it cannot be read.
 
-    Such a consumer has no options until it subscribes again, and keeps its place.
+    Such a consumer has no options until it subscribes again, but keeps its position.
     """
     with suppress(DecodeError):
         hello = pb.SubscribeHello.FromString(data)
@@ -236,10 +236,10 @@ def _tell_damaged(consumer: str, data: bytes) -> None:  # noqa: ARG001 - once fo
 
 
 def read_token(page_token: str) -> int:
-    """Reads the token of a page; empty begins.
+    """Parses a page token; an empty token is the first page.
 
     Raises:
-        InvalidFieldError: It is none of ours.
+        InvalidFieldError: The token is invalid.
     """
     known = page_token.isascii() and page_token.isdigit() and len(page_token) <= _MAX_TOKEN_DIGITS
     if page_token and not known:
@@ -253,7 +253,7 @@ def session_unknown(session_id: str) -> SessionUnknownError:
 
 
 def consumer_unknown(name: str) -> ConsumerUnknownError:
-    """Returns the error that there is no such consumer."""
+    """Returns the error that no such consumer is known."""
     return ConsumerUnknownError(f"consumer: {name!r} is not known; subscribe first")
 
 
@@ -279,5 +279,5 @@ def other_size(arrival: Arrival, size: int) -> GroupSizeError:
 
 
 def store_full() -> StoreFullError:
-    """Returns the error that nothing is taken until something is settled and removed."""
+    """Returns the error that nothing is stored until sessions are settled and removed."""
     return StoreFullError("the collector's store is full", retry_delay_ms=RETRY_MS)

@@ -21,7 +21,7 @@ _PATIENCE_MS = 3_600_000
 async def maintain(
     store: Store, subscriptions: Subscriptions, tick_ms: int, consumer_ttl_ms: int
 ) -> None:
-    """Runs until it is cancelled; errors are logged and counted, and the work is tried again."""
+    """Runs until cancelled; errors are logged and counted, and the work is retried."""
 
     async def tick() -> None:
         if await store.tick(clock.steady_unix_ms()):
@@ -41,7 +41,7 @@ async def maintain(
         metrics.REMOVED.inc(await store.retain(clock.steady_unix_ms()))
         await asyncio.sleep(_RETAIN_EVERY_S)
 
-    # Consumers get time to come back before the time without a collector counts for them.
+    # Consumers get time to reconnect before the time without a collector counts against them.
     patient_until = clock.monotonic_ms() + min(consumer_ttl_ms, _PATIENCE_MS)
 
     async def attend() -> None:
@@ -63,7 +63,7 @@ async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
             metrics.STORE_ERRORS.labels(error.reason).inc()
             _log.warning("store failed", extra=fields(reason=error.reason, error=str(error)))
             await asyncio.sleep(_AFTER_ERROR_S)
-        except Exception as error:  # noqa: BLE001 - what is wrong with one row must not end the rest
+        except Exception as error:  # noqa: BLE001 - one bad row must not stop the rest
             metrics.STORE_ERRORS.labels(RollmeshError.reason).inc()
             _log.error("maintenance failed", exc_info=error)
             await asyncio.sleep(_AFTER_ERROR_S)

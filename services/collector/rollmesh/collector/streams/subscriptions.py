@@ -1,4 +1,4 @@
-"""The open streams: joins what consumers say, what their cores decide, and what the store keeps."""
+"""The open streams; connects consumers' requests, delivery decisions and the store."""
 
 import asyncio
 import logging
@@ -38,14 +38,14 @@ _log = logging.getLogger(__name__)
 _DEFAULT_LEASE_MS = 600_000
 _MOST_TAKEN = 8
 _SETTLED = 256
-"""Acknowledgements that the store takes at once."""
+"""Acknowledgements passed to the store in one call."""
 _MOST_UNTOLD = 4096
-"""Acknowledgements that may wait until the consumer reads that they are durable."""
+"""Durable acknowledgements that may wait for the consumer to read their confirmation."""
 _Result = TypeVar("_Result")
 
 
 class _Known:
-    """A consumer and what keeps its pages in order."""
+    """A consumer, with the lock that keeps its pages in order."""
 
     def __init__(self, consumer: Consumer) -> None:
         self.consumer = consumer
@@ -53,38 +53,38 @@ class _Known:
 
 
 class Stream:
-    """One `Subscribe` call: what its reader has found for its writer."""
+    """One `Subscribe` call: the state its reader shares with its writer."""
 
     def __init__(self, known: _Known) -> None:
-        """Opens it at its consumer."""
+        """Opens a stream of a consumer."""
         self.known = known
         self.consumer = known.consumer
         self.id = known.consumer.open_stream()
         self.wake = asyncio.Event()
         self.taken: list[Unit] = []
-        """What it leased and is not loaded yet."""
+        """Leased units that are not loaded yet."""
         self.loaded: deque[pb.SubscribeResponse] = deque()
-        """What goes out next: `LOAD_BYTES` and a unit more at most, however slowly it is read."""
+        """Responses to send: at most `LOAD_BYTES` and one more unit, however slow the reader."""
         self.acknowledged: list[str] = []
         self.told = asyncio.Event()
         self.ended = False
         self.error: Exception | None = None
 
     def end(self, error: RollmeshError | None = None) -> None:
-        """Lets the writer stop, with an error where there is one."""
+        """Makes the writer stop, with an error if one is given."""
         self.error = self.error or error
         self.ended = True
         self.wake.set()
         self.told.set()
 
     def tell(self) -> pb.SubscribeResponse:
-        """Returns what the consumer is to know about its acknowledgements."""
+        """Returns the confirmation of durable acknowledgements."""
         ids, self.acknowledged = self.acknowledged, []
         self.told.set()
         return pb.SubscribeResponse(acknowledged=pb.Acknowledged(delivery_ids=ids))
 
     async def room(self) -> None:
-        """Waits while the consumer acknowledges and does not read; then it cannot send more."""
+        """Applies back-pressure to a consumer that acknowledges without reading."""
         while len(self.acknowledged) > _MOST_UNTOLD and not self.ended:
             self.told.clear()
             await self.told.wait()
@@ -94,11 +94,11 @@ class Subscriptions:
     """All consumers of a collector."""
 
     def __init__(self, store: Store, tasks: asyncio.TaskGroup) -> None:
-        """Begins without consumers; `restore` takes up those of the store.
+        """Starts without consumers; `restore` adds those known to the store.
 
         Args:
-            store: Open.
-            tasks: Owns the readers of the streams.
+            store: An open store.
+            tasks: Owns the stream readers.
         """
         self.store = store
         self.tasks = tasks
@@ -107,29 +107,29 @@ class Subscriptions:
 
     @property
     def consumers(self) -> list[Consumer]:
-        """What is known here, in order of the names."""
+        """The consumers known here, ordered by name."""
         return [self._known[name].consumer for name in sorted(self._known)]
 
     async def restore(self) -> None:
-        """Takes up the consumers that the store knows."""
+        """Adds the consumers known to the store."""
         for hello in await self.store.consumers():
             self._know(hello)
 
     def announce(self) -> None:
-        """Says that something became whole."""
+        """Signals that something may have become deliverable."""
         for known in self._known.values():
             known.consumer.more = True
         self._wake_all()
 
     def end_streams(self) -> None:
-        """Ends every stream because the service stops; the consumers come back by themselves."""
+        """Ends every stream because the service is stopping; the consumers reconnect."""
         for stream in self._streams:
             stream.end(ShuttingDownError("the collector stops; subscribe again"))
 
     async def finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Runs work to its end also where its call is cancelled.
+        """Runs work to completion even if the caller is cancelled.
 
-        What the store has committed, the consumers' state must learn.
+        The consumers' state must reflect everything the store has committed.
         """
         return await finish(self.tasks, work)
 
@@ -139,14 +139,14 @@ class Subscriptions:
         """Serves one stream until its consumer ends it.
 
         Raises:
-            RollmeshError: The consumer sent something wrong, or the stream must begin anew.
+            RollmeshError: The consumer sent an invalid request, or must subscribe again.
         """
         hello = check_hello(await anext(requests, None))
         await self.finish(self.store.open_consumer(hello, clock.steady_unix_ms()))
         stream = Stream(self._know(hello))
         self._streams.add(stream)
         reader = self.tasks.create_task(self._read(stream, requests))
-        reader.add_done_callback(lambda _: stream.end())  # whatever ended it
+        reader.add_done_callback(lambda _: stream.end())  # however it ended
         try:
             while not stream.ended:
                 stream.wake.clear()
@@ -160,7 +160,7 @@ class Subscriptions:
                     await faults.reach("collector-after-delivery")
                 elif not stream.acknowledged and not stream.ended:
                     await self._wait(stream)
-            if stream.acknowledged:  # the consumer may have ended its side right after them
+            if stream.acknowledged:  # the consumer may have closed its side after sending them
                 yield stream.tell()
             if stream.error is not None:
                 raise stream.error
@@ -174,10 +174,10 @@ class Subscriptions:
             self._wake_all()
 
     async def seek(self, name: str, position: pb.Position) -> Sought:
-        """Moves a consumer; its streams end and begin anew.
+        """Moves a consumer; its streams end and must be reopened.
 
         Raises:
-            RollmeshError: It is not known, or the position is not there.
+            RollmeshError: The consumer is unknown, or the position does not exist.
         """
         known = self._known.get(name) or _Known(Consumer(name, 0))
         async with known.paging:
@@ -187,7 +187,7 @@ class Subscriptions:
         return sought
 
     async def moved(self, name: str) -> None:
-        """Ends the streams of a consumer that another collector moved; they begin anew."""
+        """Ends the streams of a consumer that another collector moved; they must be reopened."""
         known = self._known.get(name)
         if known is None:
             return
@@ -196,12 +196,12 @@ class Subscriptions:
         self._end_of(name, f"consumer {name!r} was moved; subscribe again")
 
     async def expire(self) -> None:
-        """Takes back what streams let run out; what none of them can take, other collectors may.
+        """Takes back expired leases; releases units that no stream here takes to other collectors.
 
-        A stream that waits does the first itself. One whose consumer does not read cannot.
+        A waiting stream expires leases itself, but one whose consumer does not read cannot.
 
         Raises:
-            RollmeshError: The store failed; what is here stays until it is tried again.
+            RollmeshError: The store failed; the units stay here until the next try.
         """
         for known in list(self._known.values()):
             consumer = known.consumer
@@ -213,16 +213,16 @@ class Subscriptions:
                     consumer.reset()
 
     async def drop(self, name: str) -> bool:
-        """Forgets a consumer; says whether it was known."""
+        """Drops a consumer; returns whether it was known."""
         dropped = await self.store.drop_consumer(name)
         self._forget(name)
         return dropped
 
     async def attend(self, ttl_ms: int | None) -> None:
-        """Keeps who is connected; forgets consumers that were not for so long.
+        """Records which consumers are connected; drops those disconnected for too long.
 
         Args:
-            ttl_ms: How long that may be, milliseconds; None forgets nobody.
+            ttl_ms: How long a consumer may be disconnected, milliseconds; None drops none.
 
         Raises:
             RollmeshError: The store failed.
@@ -251,7 +251,7 @@ class Subscriptions:
                 stream.end(ConsumerMovedError(message))
 
     def _know(self, hello: pb.SubscribeHello) -> _Known:
-        """Returns a consumer with the options of its last hello."""
+        """Returns a consumer, updated with the options of its last hello."""
         known = self._known.get(hello.consumer)
         if known is None:
             known = self._known[hello.consumer] = _Known(Consumer(hello.consumer, hello.unit))
@@ -264,13 +264,13 @@ class Subscriptions:
         return known
 
     async def _read(self, stream: Stream, requests: AsyncIterator[pb.SubscribeRequest]) -> None:
-        """Takes what a consumer sends until it ends; an error is its writer's to raise."""
+        """Processes requests until the consumer ends; the writer raises any error."""
         try:
             async for request in requests:
                 await self._take(stream, request)
                 stream.wake.set()
                 await stream.room()
-        except Exception as error:  # noqa: BLE001 - one stream's fault must not end the others
+        except Exception as error:  # noqa: BLE001 - one stream's error must not stop the others
             stream.error = error
 
     async def _take(self, stream: Stream, request: pb.SubscribeRequest) -> None:
@@ -280,7 +280,7 @@ class Subscriptions:
             case "acknowledge":
                 ids = request.acknowledge.delivery_ids
                 check_count("acknowledge.delivery_ids", ids, MAX_ACKNOWLEDGED)
-                for at in range(0, len(ids), _SETTLED):  # others have their turn in between
+                for at in range(0, len(ids), _SETTLED):  # other streams run in between
                     part = list(ids[at : at + _SETTLED])
                     await self.finish(self._acknowledge(stream, part))
             case "version":
@@ -297,10 +297,10 @@ class Subscriptions:
         for unit_id in settled:
             consumer.settle(unit_id)
         metrics.ACKNOWLEDGED.labels(consumer.name).inc(len(settled))
-        stream.acknowledged += delivery_ids  # unknown ones were acknowledged before
+        stream.acknowledged += delivery_ids  # unknown ones were acknowledged earlier
 
     async def _next(self, stream: Stream) -> pb.SubscribeResponse | None:
-        """Returns what a stream gets next; None where there is nothing, or it has no credits."""
+        """Returns a stream's next response; None if there is none, or no credits."""
         while not stream.ended:
             if stream.loaded:
                 return stream.loaded.popleft()
@@ -316,7 +316,7 @@ class Subscriptions:
         return None
 
     async def _fetch(self, known: _Known) -> None:
-        """Brings in what the streams of a consumer may take."""
+        """Fetches the units that the streams of a consumer may take."""
         consumer = known.consumer
         async with known.paging:
             if not (wanted := consumer.wanted()):
@@ -330,7 +330,7 @@ class Subscriptions:
             consumer.add_page(page)
 
     async def _load(self, stream: Stream) -> None:
-        """Loads what a stream has taken, the first of it at least."""
+        """Loads the units a stream has taken, at least the first."""
         consumer = stream.consumer
         rules = partial(judge, consumer.filter, consumer.version)
         found = await self.store.load(consumer.name, stream.taken, rules, clock.steady_unix_ms())
@@ -348,27 +348,27 @@ class Subscriptions:
                 _count(consumer, loaded)
 
     async def _filter(self, consumer: Consumer, unit_id: str, verdict: Verdict) -> None:
-        """Settles a unit that its consumer does not get."""
+        """Settles a unit that is not delivered to its consumer."""
         settlement = Settlement(unit_id, verdict.reason, verdict.removed)
         await self.store.settle(consumer.name, [settlement], clock.steady_unix_ms())
         consumer.settle(unit_id)
         metrics.count_filtered(consumer.name, verdict)
 
     async def _release(self, known: _Known) -> None:
-        """Gives back what no stream waits for any more."""
+        """Releases the units of a consumer that has no streams left."""
         async with known.paging:
             if known.consumer.streams:
                 return
             await self._give_back(known.consumer)
 
     async def _give_back(self, consumer: Consumer) -> None:
-        """Forgets what is here for a consumer: the store gives it to whoever asks."""
+        """Forgets the units held for a consumer; the store returns them to whoever fetches."""
         consumer.reset()
-        with suppress(RollmeshError):  # it does so later: when another stream leaves, or we do
+        with suppress(RollmeshError):  # retried when the next stream ends, or on exit
             await self.store.release(consumer.name)
 
     async def _wait(self, stream: Stream) -> None:
-        """Waits for something to do; wakes when a lease runs out."""
+        """Waits for something to do; wakes up when a lease expires."""
         now, expiry = clock.monotonic_ms(), stream.consumer.next_expiry_ms()
         left_s = None if expiry is None else max(expiry - now, 0) / 1000
         with suppress(TimeoutError):
@@ -383,7 +383,7 @@ class Subscriptions:
 
 
 def _respond(loaded: Loaded | None) -> pb.SubscribeResponse | None:
-    """Returns a unit as it is sent; None where it is gone or is not delivered."""
+    """Returns the response for a unit; None if it is gone or not delivered."""
     if loaded is None or not loaded.verdict.delivers:
         return None
     try:

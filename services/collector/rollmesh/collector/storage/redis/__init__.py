@@ -1,4 +1,4 @@
-"""The store in Redis, which several collectors may share.
+"""The Redis store, which several collectors may share.
 
-What must happen at once is a Lua script in `scripts`; everything else is decided in `delivery`.
+Lua scripts in `scripts` make the atomic changes; all other decisions are made in `delivery`.
 """

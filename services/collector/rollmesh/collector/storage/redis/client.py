@@ -1,4 +1,4 @@
-"""A connection to Redis that gives typed errors, and its check for durability."""
+"""A Redis connection that raises typed errors, and the durability check at connect."""
 
 import asyncio
 import hashlib
@@ -26,7 +26,7 @@ Value: TypeAlias = "str | bytes | int | float"
 
 
 class Script(NamedTuple):
-    """A call of one of `redis_scripts`."""
+    """A call of one of the scripts in `scripts`."""
 
     source: str
     now_ms: int
@@ -37,15 +37,15 @@ Command: TypeAlias = "Script | Sequence[Value]"
 
 
 class RedisClient:
-    """Commands and scripts of one Redis, under a prefix."""
+    """Commands and scripts on one Redis, with a common key prefix."""
 
     def __init__(self, connection: Any) -> None:
         """Takes a `redis.asyncio.Redis`."""
         self._redis = connection
-        connection.response_callbacks.clear()  # replies as Redis gives them
+        connection.response_callbacks.clear()  # keep raw replies
 
     def key(self, *parts: str) -> str:
-        """Returns a key."""
+        """Returns a key with the prefix."""
         return _PREFIX + ":".join(parts)
 
     async def run(self, command: str, *arguments: Value) -> Any:
@@ -53,20 +53,20 @@ class RedisClient:
 
         Raises:
             StoreAwayError: Redis cannot be reached or is not ready.
-            StoreFullError: It takes no more: its memory or its disk is full.
-            StoreError: It refuses in another way.
+            StoreFullError: Redis is out of memory or disk space.
+            StoreError: Redis rejects the command for another reason.
         """
         with _typed():
             return await self._redis.execute_command(command, *arguments)
 
     async def run_all(self, commands: Sequence[Command]) -> list[Any]:
-        """Runs commands with one trip to Redis; others may come in between. Errors as in `run`."""
+        """Runs commands in one round trip, not atomically. Raises the same errors as `run`."""
         return await self._pipe(commands, at_once=False)
 
     async def run_at_once(self, commands: Sequence[Command]) -> list[Any]:
-        """Runs commands as one: no other comes in between, and Redis syncs what they write once.
+        """Runs commands atomically and in one round trip; Redis syncs their writes once.
 
-        Errors as in `run`; where it refuses one of them, the others are done or not.
+        Raises the same errors as `run`; if one is rejected, the others may or may not have run.
         """
         return await self._pipe(commands, at_once=True)
 
@@ -86,7 +86,7 @@ class RedisClient:
 
 
 def _spelled(script: Script, sent: set[str]) -> tuple[Value, ...]:
-    """Returns a script as a command: the first of a trip by its text, so that Redis knows it."""
+    """Returns a script as a command; its first call in a round trip carries the script text."""
     source, arguments = script.source, (0, _PREFIX, script.now_ms, *script.arguments)
     if source in sent:
         return ("EVALSHA", _sha_of(source), *arguments)
@@ -101,10 +101,10 @@ def _sha_of(source: str) -> str:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[RedisClient]:
-    """Connects, and checks that Redis keeps what it acknowledges.
+    """Connects, and checks that Redis keeps the writes it acknowledges.
 
     Raises:
-        ConfigError: The address is none, or Redis may lose writes.
+        ConfigError: The URL is invalid, or Redis may lose writes.
         StoreAwayError: Redis cannot be reached.
     """
     try:
@@ -115,7 +115,7 @@ async def connected(url: str) -> AsyncIterator[RedisClient]:
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=_TIMEOUT_S,
             protocol=2,
-            retry=Retry(NoBackoff(), 0),  # the caller is told, and knows what may be repeated
+            retry=Retry(NoBackoff(), 0),  # only the caller knows what is safe to retry
         )
     except ValueError as error:
         raise ConfigError(f"store: {error}") from error
@@ -143,21 +143,22 @@ async def _check_durable(client: RedisClient, address: str) -> None:
 
 
 def pairs(found: Sequence[Any]) -> dict[str, str]:
-    """Returns names and values that Redis gave one after the other."""
+    """Returns a dict from a flat reply of alternating names and values."""
     return {text(name): text(value) for name, value in zip(found[::2], found[1::2], strict=True)}
 
 
 def text(value: Any) -> str:
-    """Returns what Redis gave as text."""
+    """Returns a Redis value as text."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 @contextmanager
 def _typed() -> Iterator[None]:
-    """Gives typed errors, and the cancellations that redis swallows.
+    """Converts errors to typed ones, and restores cancellations that redis swallows.
 
-    It sends under `asyncio.wait_for`, which loses one in Python 3.11 where it comes as the sending
-    ends: who was cancelled would go on, and a collector that stops would wait for it for ever.
+    redis sends under `asyncio.wait_for`, which in Python 3.11 loses a cancellation that arrives as
+    the send completes. The cancelled task would go on, and a stopping collector would wait for it
+    forever.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0

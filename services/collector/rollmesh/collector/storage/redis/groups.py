@@ -1,8 +1,8 @@
-"""Groups in Redis as they become units: many groups and logs with a constant number of trips.
+"""Turns groups in Redis into units: any number of groups and logs in a fixed number of round trips.
 
-What is known of groups is read beside what changes them; `decide` says what becomes of them, and a
-script makes the units. Of several collectors that decide about a group the first one makes its
-unit, with all that is said of it; the others find it made.
+The state of the groups is read together with the writes that change it; `decide` decides about
+them, and a script creates the units. If several collectors decide about the same group, the first
+one creates its unit with all entries, and the others find it created.
 """
 
 import json
@@ -18,41 +18,41 @@ from rollmesh.v1 import collector_pb2 as pb
 
 
 class Pair(NamedTuple):
-    """A group in a log."""
+    """A group and a log."""
 
     log: GroupLog
     key: str
 
 
 class Group(NamedTuple):
-    """What is known of a group."""
+    """The stored state of a group."""
 
     size: int
     first_ms: int
     session_ids: list[str]
-    """Its ready sessions, in order of arrival."""
+    """Its sessions that are ready, in order of arrival."""
 
 
 class Seen(NamedTuple):
-    """Logs and groups as they were at one time."""
+    """Logs and groups at one point in time."""
 
     logs: list[GroupLog]
-    """The shared one is first."""
+    """The shared log is first."""
     groups: dict[str, Group]
-    """By key: those that there are."""
+    """The groups that exist, by key."""
 
 
 class Decided(NamedTuple):
-    """What came of a group in a log."""
+    """The outcome for a group in a log."""
 
     whole: bool
-    """Whether it was a unit before."""
+    """Whether it was already a unit."""
     call: Script | None
-    """What makes it a unit; None: it is one, or waits."""
+    """The call that creates the unit; None if it exists or the group keeps waiting."""
 
 
 def looks(client: RedisClient, keys: Sequence[str]) -> list[Command]:
-    """Returns the commands by which `seen` knows logs and groups."""
+    """Returns the commands whose replies `seen` parses into logs and groups."""
     asked: list[Command] = [("HGETALL", client.key("consumers"))]
     for key in keys:
         asked += [
@@ -63,7 +63,7 @@ def looks(client: RedisClient, keys: Sequence[str]) -> list[Command]:
 
 
 def seen(found: Sequence[Any], keys: Sequence[str]) -> Seen:
-    """Reads the answers to `looks`."""
+    """Parses the replies to the commands of `looks`."""
     hellos, *rest = found
     groups: dict[str, Group] = {}
     for key, (size, first_ms), ids in zip(keys, rest[::2], rest[1::2], strict=True):
@@ -73,7 +73,7 @@ def seen(found: Sequence[Any], keys: Sequence[str]) -> Seen:
 
 
 def hellos_of(found: Sequence[Any]) -> list[pb.SubscribeHello | None]:
-    """Returns the hellos of all consumers, as Redis gives that hash; None for a damaged one."""
+    """Returns the hellos of all consumers from the Redis hash; None for a damaged one."""
     rows = zip(found[::2], found[1::2], strict=True)
     return [read_hello(text(name), data) for name, data in rows]
 
@@ -85,14 +85,14 @@ async def decide_all(
     now_ms: int,
     settled: Mapping[str, str] | None = None,
 ) -> list[Decided]:
-    """Decides about groups, with one trip: the calls that are returned make them units.
+    """Decides about groups in one round trip; the returned calls create their units.
 
     Args:
         client: Redis.
-        pairs: What is decided about; the groups are in `groups`.
-        groups: What is known of them.
-        now_ms: The time.
-        settled: By group: the consumer by whom its unit is settled as it is made.
+        pairs: The groups to decide about, with their logs; all are in `groups`.
+        groups: The state of the groups, by key.
+        now_ms: The current time.
+        settled: By group key: the consumer for which the unit is created as settled.
     """
     judged = any(pair.log.judges for pair in pairs)
     field = "head" if judged else "none"
@@ -115,11 +115,11 @@ async def decide_all(
 def _unit(
     pair: Pair, group: Group, rows: Mapping[str, Any], now_ms: int, settled_by: str
 ) -> Script | None:
-    """Returns the call that makes a group a unit of a log; None where it waits."""
+    """Returns the call that makes a group a unit of a log; None if it keeps waiting."""
     samples: list[Sample] = []
     for session_id in group.session_ids:
         index, head = rows[session_id]
-        if index is None:  # removed since, with the group
+        if index is None:  # removed in the meantime, with its group
             return None
         samples.append(Sample(session_id, int(index), head))
     unit = form_unit(pair.log, pair.key, group.size, samples, (group.first_ms, now_ms))
@@ -141,7 +141,7 @@ def _unit(
 
 
 def _entries(key: str, unit: NewUnit) -> list[Value]:
-    """Returns entries as the script lists them: the name that each has once, itself, its reason."""
+    """Returns entries in the form the script expects: unique name, serialized entry, reason."""
     listed: list[Value] = []
     for entry in unit.entries:
         once = f"surplus {entry.session_id}" if entry.session_id else f"drop {key}"

@@ -1,8 +1,8 @@
-"""Sessions into Redis, and from there into the logs.
+"""Stores sessions in Redis and adds them to the logs.
 
-A session is stored and ready by one script, and its groups are decided about with the next trips,
-however many there are. Each may be repeated: whoever finds a session that is not `done` finishes
-it. An ingest that breaks off in between was not acknowledged, and its repeat goes on from there.
+A script stores a session and makes it ready. Further round trips, whose number is fixed, decide
+about its groups. Every step may be repeated: whoever finds a session that is not `done` finishes
+it. An interrupted ingest was not acknowledged, and its repeat resumes from there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ _SURPLUS = int(pb.FILTER_REASON_SURPLUS)
 async def ingest(
     client: RedisClient, arrivals: Sequence[Arrival], now_ms: int, max_bytes: int
 ) -> list[bool]:
-    """Stores sessions; says of each whether it is a repeat."""
+    """Stores sessions; returns for each whether it is a repeat."""
     consumers = await client.run("HGETALL", client.key("consumers"))
     deadlines: list[Value] = []
     for log in group_logs(redis_groups.hellos_of(consumers)):
@@ -56,7 +56,7 @@ async def ingest(
 
 
 def _stored(arrival: Arrival, now_ms: int) -> list[Value]:
-    """Returns what is stored of a session: arguments of the script."""
+    """Returns the script arguments that store a session."""
     record, size, due_ms = arrival.record, arrival.group_size, arrival.due_ms(now_ms)
     head, arrays = split(record)
     return [
@@ -78,7 +78,7 @@ async def set_rewards(
     request_id: str,
     now_ms: int,
 ) -> bool:
-    """Gives a session rewards, and with them its place in the logs; says whether it is a repeat."""
+    """Sets a session's rewards and adds it to the logs; returns whether it is a repeat."""
     digest = rewards_digest(rewards)
     while True:
         (before, key), known = await client.run_all(
@@ -98,7 +98,7 @@ async def set_rewards(
         call = Script(scripts.REWARD, now_ms, arguments)
         ((said, waited),), seen = await _run_and_look(client, [call], [text(key)])
         answer = text(said)
-        if answer != "changed":  # by another request, in between
+        if answer != "changed":  # another request changed the session in the meantime
             break
     if waited:
         await _finish(client, {session_id: text(key)}, seen, now_ms)
@@ -106,7 +106,7 @@ async def set_rewards(
 
 
 async def tick(client: RedisClient, now_ms: int) -> bool:
-    """Decides what waited for a time; says whether anything was due."""
+    """Processes due deadlines; returns whether anything was due."""
     until = ("-inf", now_ms, "LIMIT", 0, _DUE_BATCH)
     found, due = await client.run_all(
         [("ZRANGEBYSCORE", client.key(kind), *until) for kind in ("due", "deadlines")]
@@ -124,7 +124,7 @@ async def tick(client: RedisClient, now_ms: int) -> bool:
 
 
 async def _decide_due(client: RedisClient, due: Sequence[str], now_ms: int) -> None:
-    """Decides about groups whose deadline is over in a log."""
+    """Decides about groups whose deadline in a log has passed."""
     names = [(name, key) for name, _, key in (entry.partition("\0") for entry in due)]
     _, seen = await _run_and_look(client, [], [key for _, key in names])
     logs = {log.name: log for log in seen.logs}
@@ -147,13 +147,13 @@ async def _decide_due(client: RedisClient, due: Sequence[str], now_ms: int) -> N
 async def backfill(
     client: RedisClient, hello: pb.SubscribeHello, start_seq: int, now_ms: int
 ) -> None:
-    """Makes the log of a consumer with a group policy of its own from what is stored.
+    """Builds the log of a consumer with its own group policy from the stored sessions.
 
     Args:
         client: Redis.
-        hello: The consumer's.
-        start_seq: Groups whole by `GROUP_LOG` up to here count as settled.
-        now_ms: The time.
+        hello: The consumer's hello.
+        start_seq: Groups that are units of `GROUP_LOG` up to this position count as settled.
+        now_ms: The current time.
     """
     log = GroupLog(own_log(hello.consumer), hello, (hello.consumer,))
     stored = list(map(text, await client.run("ZRANGE", client.key("groups"), 0, -1)))
@@ -193,14 +193,14 @@ async def _backfill(
 async def add_filtered(
     client: RedisClient, owner: str, entries: Iterable[pb.FilteredEntry]
 ) -> None:
-    """Lists and counts what was kept from a consumer, or from the readers of a log."""
+    """Lists and counts what was filtered for a consumer, or for all readers of a log."""
     await client.run_at_once(
         [Script(scripts.FILTERED, entry.unix_ms, listed(owner, entry)) for entry in entries]
     )
 
 
 def listed(owner: str, entry: pb.FilteredEntry) -> list[Value]:
-    """Returns the arguments by which scripts list and count an entry of a consumer or log."""
+    """Returns the script arguments that list and count an entry of a consumer or log."""
     arguments: list[Value] = [owner, entry.SerializeToString()]
     for reason, (units, trajectories) in counts_of(entry).items():
         arguments += [f"{reason}:u", units, f"{reason}:t", trajectories]
@@ -210,7 +210,7 @@ def listed(owner: str, entry: pb.FilteredEntry) -> list[Value]:
 async def _run_and_look(
     client: RedisClient, commands: Sequence[Command], keys: Iterable[str]
 ) -> tuple[list[Any], Seen]:
-    """Runs commands and looks at groups right behind them; returns the answers and what is seen."""
+    """Runs commands and then reads the state of groups; returns the replies and the state."""
     asked = list(dict.fromkeys(keys))
     found = await client.run_at_once([*commands, *redis_groups.looks(client, asked)])
     return found[: len(commands)], redis_groups.seen(found[len(commands) :], asked)
@@ -219,14 +219,14 @@ async def _run_and_look(
 async def _finish(
     client: RedisClient, ready: Mapping[str, str], seen: Seen, now_ms: int, counted_as: str = ""
 ) -> None:
-    """Makes units of the groups that are whole by sessions that are ready; may be repeated.
+    """Creates the units of groups completed by sessions that became ready; may be repeated.
 
     Args:
         client: Redis.
-        ready: The sessions, and the group of each.
-        seen: Logs and groups, after they were ready.
-        now_ms: The time.
-        counted_as: Name of the sum that counts those that waited until now.
+        ready: The key of each session's group, by session id.
+        seen: Logs and groups, read after the sessions became ready.
+        now_ms: The current time.
+        counted_as: Name of the total that counts sessions that were waiting until now.
     """
     if not ready:
         return

@@ -1,6 +1,6 @@
-"""Units out of Redis as they are delivered: several with two trips.
+"""Loads units from Redis for delivery: several units in two round trips.
 
-What a filter takes out of them is listed with a third.
+A third round trip lists what the filter removed from them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from rollmesh.collector.storage.store import LOAD_BYTES
 async def load(
     client: RedisClient, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
 ) -> list[Loaded | None]:
-    """Counts attempts to deliver the first of the units, up to `LOAD_BYTES`."""
+    """Loads and counts attempts for the first of the units, up to `LOAD_BYTES`."""
     loaded = await _judge(client, units, judge)
     out = [one for one in loaded if one and one.verdict.delivers]
     key = client.key("attempts", consumer)

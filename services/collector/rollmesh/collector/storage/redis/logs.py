@@ -1,4 +1,4 @@
-"""Logs in Redis: their places, and which collector holds what of them for a consumer."""
+"""Logs in Redis: positions, and which collector holds which units for a consumer."""
 
 import json
 from collections.abc import Sequence
@@ -11,29 +11,29 @@ from rollmesh.runtime.errors import StoreError
 from rollmesh.v1 import collector_pb2 as pb
 
 _BATCH = 1000
-"""Units in one trip."""
+"""Units per round trip."""
 
 
 async def make_group(client: RedisClient, name: str, log: str, start: int) -> None:
-    """Makes a consumer known to a log, which is made where it is missing."""
+    """Registers a consumer with a log, which is created if it is missing."""
     try:
         await client.run(
             "XGROUP CREATE", client.key("log", log), name, stream_id(start), "MKSTREAM"
         )
     except StoreError as error:
-        if "BUSYGROUP" not in error.message:  # else another collector was first
+        if "BUSYGROUP" not in error.message:  # BUSYGROUP: another collector was first
             raise
 
 
 async def leave_own_log(client: RedisClient, name: str) -> None:
-    """Removes the log that a consumer had for itself."""
+    """Removes a consumer's own log."""
     log = own_log(name)
     for kind in ("log", "units", "parts"):
         await client.run("DEL", client.key(kind, log))
 
 
 async def renumber(client: RedisClient, name: str, log: str) -> None:
-    """Gives what is settled its places in the log that is read from now on."""
+    """Updates the positions of settled units to the log that the consumer now reads."""
     settled = client.key("settled", name)
     ids = list(map(text, await client.run("ZRANGE", settled, 0, -1)))
     for part in _parts(ids):
@@ -45,7 +45,7 @@ async def renumber(client: RedisClient, name: str, log: str) -> None:
 
 
 async def unsettle(client: RedisClient, name: str, first: int) -> None:
-    """Forgets what a consumer settled at or after a place."""
+    """Forgets which units at or after a position the consumer has settled."""
     settled = client.key("settled", name)
     ids = list(map(text, await client.run("ZRANGEBYSCORE", settled, first, "+inf")))
     for part in _parts(ids):
@@ -60,7 +60,7 @@ def _parts(ids: Sequence[str]) -> list[Sequence[str]]:
 async def open_between(
     client: RedisClient, consumer: str, log: str, after: int, before: int | None
 ) -> int:
-    """Counts units of a log between two places that the consumer has not settled."""
+    """Counts the units of a log between two positions that the consumer has not settled."""
     bounds = (f"({after}", "+inf" if before is None else f"({before}")
     units = await client.run("ZCOUNT", client.key("units", log), *bounds)
     settled = await client.run("ZCOUNT", client.key("settled", consumer), *bounds)
@@ -68,7 +68,7 @@ async def open_between(
 
 
 async def first_seq(client: RedisClient, log: str, position: pb.Position) -> int:
-    """Returns the place of the first unit at or after a position, which is set."""
+    """Returns the position of the first unit at or after `position`, which must be set."""
     if position.HasField("delivery_id"):
         seq = await client.run("ZSCORE", client.key("units", log), position.delivery_id)
         if seq is None:
@@ -83,7 +83,7 @@ async def first_seq(client: RedisClient, log: str, position: pb.Position) -> int
 
 
 async def take_over(client: RedisClient, consumer: str, log: str, me: str, limit: int) -> list[Any]:
-    """Claims what collectors hold that live no more."""
+    """Claims the units held by collectors that are no longer alive."""
     entries: list[Any] = []
     owners = await client.run("XINFO CONSUMERS", client.key("log", log), consumer)
     for owner in owners:
@@ -99,7 +99,7 @@ async def take_over(client: RedisClient, consumer: str, log: str, me: str, limit
 async def claim(
     client: RedisClient, consumer: str, log: str, owner: str, to: str, limit: int
 ) -> list[Any]:
-    """Gives what one collector holds to another; returns the entries."""
+    """Transfers units held by one collector to another; returns their entries."""
     key = client.key("log", log)
     pending = await client.run("XPENDING", key, consumer, "-", "+", limit, owner)
     ids = [one[0] for one in pending]
@@ -110,7 +110,7 @@ async def claim(
 
 
 async def unhold(client: RedisClient, consumer: str, log: str) -> None:
-    """Takes all that is held from its holders: the seek says what comes."""
+    """Releases everything collectors hold for a consumer; the seek decides what is delivered."""
     key = client.key("log", log)
     while pending := await client.run("XPENDING", key, consumer, "-", "+", 1000):
         ids = [one[0] for one in pending]
@@ -118,37 +118,37 @@ async def unhold(client: RedisClient, consumer: str, log: str) -> None:
 
 
 async def moves(client: RedisClient) -> dict[str, int]:
-    """Returns how often each consumer was moved."""
+    """Returns how many times each consumer was moved."""
     found = pairs(await client.run("HGETALL", client.key("moves")))
     return {name: int(count) for name, count in found.items()}
 
 
 async def start_of(client: RedisClient, consumer: str) -> int:
-    """Returns the place up to which nothing comes."""
+    """Returns the position up to which nothing is delivered."""
     found = await client.run("HGET", client.key("consumer", consumer), "start")
     return int(found or 0)
 
 
 def stream_id(seq: int) -> str:
-    """Returns a place as Redis writes it."""
+    """Returns a position as a Redis stream id."""
     return f"{seq // 1024}-{seq % 1024}"
 
 
 def seq_of(at: Any) -> int:
-    """Returns a place as units have it."""
+    """Returns the position of a Redis stream id."""
     ms, _, n = text(at).partition("-")
     return int(ms) * 1024 + int(n)
 
 
 def unit_of(at: Any, values: Any) -> Unit:
-    """Returns a unit from its entry."""
+    """Returns the unit of a stream entry."""
     found = pairs(values)
     members = tuple(json.loads(found["members"]))
     return Unit(seq_of(at), found["id"], members, bool(found["partial"]))
 
 
 def scored(found: Sequence[Any]) -> list[tuple[str, int]]:
-    """Returns members and their scores."""
+    """Returns the members and scores of a sorted-set reply."""
     return [
         (text(name), int(float(score))) for name, score in zip(found[::2], found[1::2], strict=True)
     ]

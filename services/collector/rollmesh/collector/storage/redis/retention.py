@@ -1,4 +1,4 @@
-"""What leaves Redis: groups of sessions that every consumer has settled."""
+"""Removes from Redis the groups of sessions that every consumer has settled."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,31 +13,31 @@ from rollmesh.v1 import collector_pb2 as pb
 
 _BATCH = 500
 _REMOVED = 64
-"""Groups that are removed at once: others wait for it."""
+"""Groups removed in one call; other commands wait for it."""
 
 
 class _Group(NamedTuple):
-    """A group as it is stored."""
+    """A stored group."""
 
     key: str
     session_ids: list[str]
     ready: bool
-    """Whether all its sessions are in the logs."""
+    """Whether all its sessions have been added to the logs."""
     grouped: bool
-    """Whether it is one: superseded sessions are in none."""
+    """Whether its sessions form a group; superseded sessions do not."""
 
     def units(self, log: str) -> list[str]:
-        """Returns the ids of its units in a log."""
+        """Returns the ids of the group's units in a log."""
         return units_in(log, self.key, self.session_ids, grouped=self.grouped)
 
 
 async def retain(
     client: RedisClient, cursor: int, now_ms: int, retention: Retention
 ) -> tuple[int, int]:
-    """Looks at the next sessions, the oldest first; removes what may go.
+    """Examines the next sessions, oldest first, and removes those that are no longer needed.
 
     Returns:
-        Where to go on, 0 to begin anew, and how many sessions were removed.
+        The cursor for the next call, 0 to start over, and the number of sessions removed.
     """
     used = int(await client.run("HGET", client.key("totals"), "bytes") or 0)
     settled_before = retention.settled_before(used, now_ms)
@@ -53,7 +53,7 @@ async def retain(
     known = hellos_of(await client.run("HGETALL", client.key("consumers")))
     hellos = [hello for hello in known if hello is not None]
     if len(hellos) < len(known):
-        return 0, 0  # who knows what a consumer without options still wants
+        return 0, 0  # a consumer with damaged options may still need anything
     asked = [("HGET", client.key("session", session_id), "key") for session_id, _ in rows]
     keys = dict.fromkeys(text(key) for key in await client.run_all(asked) if key is not None)
     removed = 0
@@ -68,7 +68,7 @@ async def retain(
 async def _over(
     client: RedisClient, hellos: Sequence[pb.SubscribeHello], keys: Sequence[str], before_ms: int
 ) -> list[_Group]:
-    """Returns the groups of which every consumer has settled all, long enough ago."""
+    """Returns the groups that every consumer has settled completely, and long enough ago."""
     groups = [group for group in await _groups(client, keys) if group.ready]
     starts = [await start_of(client, hello.consumer) for hello in hellos]
     asked: list[Command] = []
@@ -118,7 +118,7 @@ async def _remove(
     groups: Sequence[_Group],
     now_ms: int,
 ) -> int:
-    """Removes groups with all that the logs say of them; returns how many sessions they had."""
+    """Removes groups and their entries in the logs; returns the number of sessions removed."""
     names = [hello.consumer for hello in hellos]
     logs = {GROUP_LOG, *map(log_of, hellos)} - {SESSION_LOG}
     removals = [

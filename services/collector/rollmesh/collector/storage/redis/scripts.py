@@ -1,24 +1,24 @@
-"""What must happen at once in Redis: scripts, each run as a whole or not at all.
+"""Atomic changes in Redis, as Lua scripts.
 
-Every script gets the prefix of all keys and the time as its first arguments. Keys:
+Every script takes the common key prefix and the time as its first arguments. Keys:
 
-    n, last_ms, last_n        counters: sessions that came; the last place in any log
-    totals                    hash of sums
+    n, last_ms, last_n        counters: sessions stored; the last position in any log
+    totals                    hash of totals
     session:ID                hash: head, arrays, key, idx, n, trajectories, done
     sessions, due             sorted sets of session ids: by n; by the end of the wait for rewards
     group:KEY                 hash: size, first_ms
-    all:KEY, members:KEY      sorted sets of a group's sessions, and of its ready ones, by n
+    all:KEY, members:KEY      sorted sets of a group's sessions, and of the ready ones, by n
     groups, groups:open       sorted sets of group keys by n
     deadlines                 sorted set of log and group key by due time
-    log:LOG, units:LOG        stream of units; their places by id
+    log:LOG, units:LOG        stream of units; their positions by id
     parts:LOG                 hash: the sessions of each unit
     consumers, consumer:NAME  hash of hellos; start, acknowledged, groups: the log's policy
-    attempts:NAME, settled:NAME, settled_ms:NAME   by unit: deliveries; place; time
-    filtered:OWNER, counts:OWNER, listed:OWNER     stream of entries; sums; what is listed once
-    rewards:ID                hash of the digests of the requests that set rewards, by their ids
-    news                      counts what became whole, and seeks
-    moves, seen               hashes by consumer: its seeks; when it had a stream last
-    removed                   sorted set of ids by the time they were removed
+    attempts:NAME, settled:NAME, settled_ms:NAME   by unit: deliveries; position; time
+    filtered:OWNER, counts:OWNER, listed:OWNER     stream of entries; totals; ids already listed
+    rewards:ID                hash of the digests of requests that set rewards, by request id
+    news                      counts newly complete units, and seeks
+    moves, seen               hashes by consumer: number of seeks; time of the last stream
+    removed                   sorted set of session ids by time of removal
 """
 
 _HEAD = r"""

@@ -1,7 +1,7 @@
-"""The collector's store in Redis: several collectors share the work of every consumer.
+"""The Redis store: several collectors share the work of every consumer.
 
-A consumer is a consumer group on the stream of its log; the collectors are its members. What a
-collector has read stays its own while it says that it lives; then the others take it over.
+A consumer is a Redis consumer group on the stream of its log, and the collectors are its members. A
+collector keeps the units it has read as long as it is alive; after that the others take them over.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ from rollmesh.v1 import collector_pb2 as pb, types_pb2
 _ALIVE_MS = 10_000
 _POLL_S = 0.1
 _POLLS = 20
-"""Polls after which waiting streams look again: a collector may have died."""
+"""Polls after which waiting streams check again, because a collector may have died."""
 _FREE = "free"
-"""Holds what nobody has: never alive."""
+"""Owner of released units; never alive."""
 
 
 class RedisStore:
-    """A `Store` for collectors that share one Redis; what its methods do stands there."""
+    """A `Store` for collectors that share one Redis; the Protocol documents the methods."""
 
     def __init__(self, client: RedisClient, retention: Retention) -> None:
         """Takes a connected client."""
@@ -64,7 +64,7 @@ class RedisStore:
         self._news = b""
         self._retained_to = 0
         self._moves: dict[str, int] = {}
-        """By consumer: the seeks that were heard of here."""
+        """By consumer: the number of seeks seen by this collector."""
 
     async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
         """Stores sessions."""
@@ -72,22 +72,22 @@ class RedisStore:
         return await redis_ingest.ingest(self._client, arrivals, now_ms, most)
 
     async def waiting(self, limit: int) -> list[str]:
-        """Returns the ids of sessions that wait for rewards."""
+        """Returns the ids of sessions waiting for rewards."""
         found = await self._client.run("ZRANGE", self._client.key("due"), 0, limit - 1)
         return list(map(text, found))
 
     async def set_rewards(
         self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
     ) -> bool:
-        """Gives a session rewards."""
+        """Sets a session's rewards."""
         return await redis_ingest.set_rewards(self._client, session_id, rewards, request_id, now_ms)
 
     async def tick(self, now_ms: int) -> bool:
-        """Decides what waited for a time."""
+        """Processes due deadlines."""
         return await redis_ingest.tick(self._client, now_ms)
 
     async def changed(self) -> list[str]:
-        """Says that this collector lives, and waits for news or for a while."""
+        """Marks this collector as alive, then waits a limited time for news."""
         client = self._client
         await client.run("SET", client.key("alive", self._me), 1, "PX", _ALIVE_MS)
         for _ in range(_POLLS):
@@ -100,7 +100,7 @@ class RedisStore:
         return []
 
     async def lost(self) -> str:
-        """Waits for ever: a Redis that is away may come back."""
+        """Never returns: an unreachable Redis may come back."""
         await asyncio.Event().wait()
         return ""
 
@@ -112,7 +112,7 @@ class RedisStore:
         return sorted(hellos, key=lambda hello: hello.consumer)
 
     async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
-        """Makes a consumer known; a changed group policy gives it another log."""
+        """Registers a consumer; a changed group policy moves it to another log."""
         client, name, log = self._client, hello.consumer, log_of(hello)
         known = await client.run("HGET", client.key("consumers"), name)
         before = None if known is None else read_hello(name, known)
@@ -139,11 +139,11 @@ class RedisStore:
         else:
             await redis_logs.leave_own_log(self._client, name)
         await redis_logs.renumber(self._client, name, log)
-        # Last: what breaks off before it is done again.
+        # Written last, so that an interrupted call is repeated.
         await client.run("HSET", client.key("consumer", name), "groups", policy)
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:  # noqa: ARG002
-        """Returns what nobody holds: first what the dead and the silent left, then what is new."""
+        """Returns units nobody holds: first those of dead or stalled collectors, then new ones."""
         log = log_of(await self._hello(consumer))
         entries = await redis_logs.take_over(self._client, consumer, log, self._me, limit)
         fresh = limit - len(entries)
@@ -162,7 +162,7 @@ class RedisStore:
             [("ZSCORE", settled_key, unit.unit_id) for unit in read]
         )
         for (at, _), unit, settled in zip(entries, read, scores, strict=True):
-            if settled is not None:  # under another policy, or while its owner died
+            if settled is not None:  # under another policy, or as its owner died
                 over.append(("XACK", self._client.key("log", log), consumer, at))
             else:
                 units.append(unit)
@@ -170,7 +170,7 @@ class RedisStore:
         return Page(sorted(units), 0, len(entries) == limit)
 
     async def release(self, consumer: str) -> None:
-        """Gives what was fetched to whoever fetches next."""
+        """Releases fetched units to the next collector that fetches."""
         try:
             log = log_of(await self._hello(consumer))
         except ConsumerUnknownError:
@@ -180,13 +180,13 @@ class RedisStore:
     async def load(
         self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
     ) -> list[Loaded | None]:
-        """Counts attempts to deliver, where the judge does not drop the unit."""
+        """Loads units, and counts attempts for those the filter does not drop."""
         return await redis_loads.load(self._client, consumer, units, judge, now_ms)
 
     async def settle(
         self, consumer: str, settlements: Sequence[Settlement], now_ms: int
     ) -> list[str]:
-        """Keeps that units are done."""
+        """Settles units."""
         log, owner = log_of(await self._hello(consumer)), owner_of(consumer)
         calls: list[Script] = []
         for one in settlements:
@@ -198,7 +198,7 @@ class RedisStore:
         return [one.unit_id for one, changed in zip(settlements, answers, strict=True) if changed]
 
     async def seek(self, consumer: str, position: pb.Position) -> Sought:
-        """Moves a consumer; what it had settled from there on comes again."""
+        """Moves a consumer; units it had settled at or after the position are redelivered."""
         client, log = self._client, log_of(await self._hello(consumer))
         settled = client.key("settled", consumer)
         first, start = (
@@ -218,13 +218,13 @@ class RedisStore:
             "XGROUP SETID", client.key("log", log), consumer, redis_logs.stream_id(first - 1)
         )
         moves = int(await client.run("HINCRBY", client.key("moves"), consumer, 1))
-        if moves == self._moves.get(consumer, 0) + 1:  # else another one's is to be heard of too
+        if moves == self._moves.get(consumer, 0) + 1:  # else another seek is still unseen
             self._moves[consumer] = moves
         await client.run("INCR", client.key("news"))
         return Sought(int(again), int(skipped))
 
     async def drop_consumer(self, consumer: str) -> bool:
-        """Forgets a consumer with all that was kept for it."""
+        """Drops a consumer and everything kept for it."""
         client = self._client
         known = await client.run("HDEL", client.key("consumers"), consumer)
         await client.run("HDEL", client.key("moves"), consumer)
@@ -241,7 +241,7 @@ class RedisStore:
         return bool(known)
 
     async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
-        """Says that consumers have streams now."""
+        """Records that consumers have streams now."""
         client = self._client
         names = await client.run("HKEYS", client.key("consumers")) if consumers else []
         known = sorted(set(consumers) & set(map(text, names)))
@@ -250,13 +250,13 @@ class RedisStore:
             await client.run("HSET", client.key("seen"), *pairs_)
 
     async def expire_consumers(self, before_ms: int) -> list[str]:
-        """Forgets the consumers that had no stream since."""
+        """Drops the consumers that have had no stream since."""
         seen = pairs(await self._client.run("HGETALL", self._client.key("seen")))
         names = sorted(name for name, at_ms in seen.items() if int(at_ms) < before_ms)
         return [name for name in names if await self.drop_consumer(name)]
 
     async def standing(self, consumer: str) -> Standing:
-        """Returns where a consumer stands."""
+        """Returns the state of a consumer."""
         client, log = self._client, log_of(await self._hello(consumer))
         acknowledged = await client.run("HGET", client.key("consumer", consumer), "acknowledged")
         start = await redis_logs.start_of(self._client, consumer)
@@ -277,7 +277,7 @@ class RedisStore:
     async def filtered(
         self, consumer: str, page_size: int, page_token: str
     ) -> tuple[list[pb.FilteredEntry], str]:
-        """Returns what was kept from a consumer."""
+        """Returns the entries filtered for a consumer."""
         after = read_token(page_token)
         log = log_of(await self._hello(consumer))
         found: list[tuple[int, pb.FilteredEntry]] = []
@@ -297,7 +297,7 @@ class RedisStore:
         return [entry for _, entry in found], token
 
     async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
-        """Returns groups that wait for samples."""
+        """Returns groups waiting for samples."""
         client, groups = self._client, []
         found = await client.run(
             "ZRANGEBYSCORE",
@@ -338,7 +338,7 @@ class RedisStore:
         return join(record, packed or b"") if arrays else record
 
     async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
-        """Returns sessions in the order in which they came."""
+        """Returns sessions in order of arrival."""
         found = await self._client.run(
             "ZRANGEBYSCORE",
             self._client.key("sessions"),
@@ -349,7 +349,7 @@ class RedisStore:
         return [(n, session_id) for session_id, n in redis_logs.scored(found)]
 
     async def counts(self) -> Counts:
-        """Counts what is stored."""
+        """Returns totals of what is stored."""
         client = self._client
         totals = pairs(await client.run("HGETALL", client.key("totals")))
         return Counts(
@@ -364,7 +364,7 @@ class RedisStore:
         )
 
     async def retain(self, now_ms: int) -> int:
-        """Removes what every consumer has settled and what is over, a part at a time."""
+        """Removes sessions that every consumer has settled, and expired records, in parts."""
         self._retained_to, removed = await redis_retention.retain(
             self._client, self._retained_to, now_ms, self._retention
         )

@@ -1,4 +1,4 @@
-"""The store in one SQLite file, with large arrays in files beside it.
+"""The store in one SQLite file, with large arrays in separate files.
 
-Plain functions over a connection; each call of the store is one transaction.
+The modules hold plain functions over a connection; each store call is one transaction.
 """

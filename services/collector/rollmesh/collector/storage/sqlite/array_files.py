@@ -1,8 +1,8 @@
-"""The arrays of large calls: each call's in a file of its own, beside the database.
+"""Files for the arrays of large calls, one per call, next to the database.
 
-SQLite writes what it stores into its log and again into its file; megabytes are written once here.
-A file is on disk before a row names it, and goes after the last row that named it: what no row
-names was left by a process that died in between.
+SQLite writes data twice, to its log and to the database; arrays of megabytes are written only once
+here. Files are fsynced before a row references them and deleted after the last reference, so an
+unreferenced file was left by a process that died in between.
 """
 
 import errno
@@ -24,39 +24,39 @@ Pieces: TypeAlias = Sequence[bytes]
 
 
 class Place(NamedTuple):
-    """Where the arrays of a session are."""
+    """Location of a session's arrays."""
 
     file: int
     at: int
-    """First byte."""
+    """Offset of the first byte."""
     size: int
-    """Bytes."""
+    """Length, bytes."""
 
 
 class ArraysLostError(Exception):
-    """The arrays of a session are not where they were written."""
+    """The arrays of a session are missing from their file."""
 
 
 def _is_ours(path: Path) -> bool:
-    """Says whether a file has a name that `ArrayFiles` gives."""
+    """Returns whether a file is named like those of `ArrayFiles`."""
     name = path.name
     number = len(name) <= _MAX_DIGITS and name.isascii() and name.isdigit()
     return number and name == str(int(name)) and path.is_file() and not path.is_symlink()
 
 
 class ArrayFiles:
-    """The files of one folder, by number."""
+    """The array files of one directory, by number."""
 
     def __init__(self, folder: Path) -> None:
-        """Names the folder; `keep` begins."""
+        """Takes the directory; call `keep` before anything else."""
         self._folder = folder
         self._numbers = itertools.count(1)
 
     def keep(self, files: Collection[int]) -> None:
-        """Makes the folder where it is missing, and removes from it what no row names.
+        """Creates the directory if it is missing, and deletes unreferenced files from it.
 
         Raises:
-            StoreError: The folder cannot be written.
+            StoreError: The directory cannot be written.
         """
         with self._typed():
             self._folder.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ class ArrayFiles:
         self._numbers = itertools.count(max(files, default=0) + 1)
 
     def write(self, sessions: Sequence[Pieces]) -> list[Place]:
-        """Writes the arrays of sessions into a new file; returns once they are on disk.
+        """Writes the arrays of sessions to a new file and fsyncs it.
 
         Raises:
             StoreFullError: The disk is full.
@@ -94,7 +94,7 @@ class ArrayFiles:
         return [Place(file, at, size) for at, size in zip(begins, sizes, strict=False)]
 
     def _open_next(self) -> tuple[int, BinaryIO]:
-        """Makes the next file; a number that somebody else took in the folder is passed over."""
+        """Creates the next file, skipping numbers that are already taken in the directory."""
         while True:
             file = next(self._numbers)
             with suppress(FileExistsError):
@@ -104,15 +104,15 @@ class ArrayFiles:
         """Returns the arrays of a session.
 
         Raises:
-            ArraysLostError: They are not there.
-            StoreError: They cannot be read now, or the whole folder is gone.
+            ArraysLostError: The arrays are missing.
+            StoreError: The arrays cannot be read now, or the directory is missing.
         """
         path = self._path(place.file)
         with self._typed():
             try:
                 descriptor = os.open(path, os.O_RDONLY)
             except FileNotFoundError as error:
-                self._folder.stat()  # without it no session is lost, but a disk is not mounted
+                self._folder.stat()  # if it is missing, a disk is not mounted
                 raise ArraysLostError(f"{path}: is gone") from error
             try:
                 data = os.pread(descriptor, place.size, place.at)
@@ -127,10 +127,10 @@ class ArrayFiles:
         return data
 
     def remove(self, files: Collection[int]) -> None:
-        """Removes files that no row names; one that is gone is ignored.
+        """Deletes unreferenced files; a file that is already gone is ignored.
 
         Raises:
-            StoreError: The folder cannot be written.
+            StoreError: The directory cannot be written.
         """
         with self._typed():
             for file in files:
@@ -140,7 +140,7 @@ class ArrayFiles:
         return self._folder / str(file)
 
     def _sync_names(self) -> None:
-        """Waits until the folder itself is on disk: without it a file has no name."""
+        """Fsyncs the directory; without that a new file may have no name after a crash."""
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Consumers in SQLite: pages, loads, settlements, seeks; plain functions over a connection."""
+"""Consumers in SQLite: pages, loads, settlements and seeks, as functions over a connection."""
 
 import json
 import sqlite3
@@ -33,7 +33,7 @@ from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.v1 import collector_pb2 as pb
 
 _SCAN = 2000
-"""Most units looked at for one page."""
+"""Largest number of units examined for one page."""
 _OPEN = (
     "SELECT count(*) FROM units u WHERE u.log = ?1 AND u.seq > ?2 AND u.seq < ?4 AND NOT EXISTS"
     " (SELECT 1 FROM progress p WHERE p.consumer = ?3 AND p.unit_id = u.unit_id"
@@ -47,16 +47,16 @@ class Known(NamedTuple):
 
     log: str
     start_seq: int
-    """What is up to here does not come."""
+    """Units up to this position are not delivered."""
     floor: int
-    """Everything up to here is settled."""
+    """All units up to this position are settled."""
     settled: int
     acknowledged: int
     seen_ms: int
 
 
 def known(db: sqlite3.Connection, name: str) -> Known:
-    """Returns what is known of a consumer."""
+    """Returns the row of a consumer."""
     row = db.execute(
         "SELECT log, start_seq, floor, settled, acknowledged, seen_ms FROM consumers"
         " WHERE name = ?",
@@ -68,7 +68,7 @@ def known(db: sqlite3.Connection, name: str) -> Known:
 
 
 def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int) -> None:
-    """Makes a consumer known; a changed group policy gives it another log."""
+    """Registers a consumer; a changed group policy moves it to another log."""
     name, log, data = hello.consumer, log_of(hello), hello.SerializeToString()
     row = db.execute("SELECT hello, log, floor FROM consumers WHERE name = ?", (name,)).fetchone()
     if row is None:
@@ -84,7 +84,7 @@ def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int)
         before = read_hello(name, row[0])
         if (row[1] == SESSION_LOG) != (log == SESSION_LOG):
             raise other_unit(name)
-        # settled units of one log are settled in the other; what was scanned there was not here
+        # settled units stay settled in the new log, but its floor starts anew
         start = known(db, name).start_seq
         floor = row[2] if row[1] == log else start
         db.execute(
@@ -101,7 +101,7 @@ def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int)
 
 
 def fetch(db: sqlite3.Connection, name: str, after: int, limit: int) -> Page:
-    """Returns a page of what is not settled; moves the floor behind what all is settled."""
+    """Returns a page of unsettled units; advances the floor past the leading settled units."""
     consumer = known(db, name)
     begin = cursor = max(after, consumer.floor)
     rows = db.execute(
@@ -134,7 +134,7 @@ def load(
     judge: Judge,
     now_ms: int,
 ) -> list[Loaded | None]:
-    """Counts attempts to deliver the first of the units, up to `LOAD_BYTES`."""
+    """Loads and counts attempts for the first of the units, up to `LOAD_BYTES`."""
     found: list[Loaded | None] = []
     size = 0
     for unit in units:
@@ -173,11 +173,11 @@ def _load(db: sqlite3.Connection, files: ArrayFiles, unit: Unit, judge: Judge) -
 
 
 def arrays_of(session_id: str, row: tuple[Any, ...], files: ArrayFiles) -> bytes:
-    """Returns a session's arrays by its columns arrays, file, at and size.
+    """Returns a session's arrays from its columns arrays, file, at and size.
 
     Raises:
-        SessionDamagedError: They are lost.
-        StoreError: They cannot be read now.
+        SessionDamagedError: The arrays are lost.
+        StoreError: The arrays cannot be read now.
     """
     arrays: bytes | None = row[0]
     try:
@@ -189,7 +189,7 @@ def arrays_of(session_id: str, row: tuple[Any, ...], files: ArrayFiles) -> bytes
 def settle(
     db: sqlite3.Connection, name: str, settlements: Sequence[Settlement], now_ms: int
 ) -> list[str]:
-    """Keeps what is done; returns the ids of what was open until now."""
+    """Settles units; returns the ids of those that were open."""
     log, done, acknowledged = known(db, name).log, [], 0
     for settlement in settlements:
         if settlement.reason:
@@ -220,7 +220,7 @@ def settle(
 
 
 def seek(db: sqlite3.Connection, name: str, position: pb.Position) -> Sought:
-    """Moves a consumer; what it had settled from there on comes again."""
+    """Moves a consumer; units it had settled at or after the position are redelivered."""
     consumer = known(db, name)
     first = _first_seq(db, consumer.log, position)
     (again,) = db.execute(
@@ -229,7 +229,7 @@ def seek(db: sqlite3.Connection, name: str, position: pb.Position) -> Sought:
         " WHERE u.log = ?2 AND u.seq >= ?3",
         (name, consumer.log, first),
     ).fetchone()
-    again += db.execute(  # skipped by an earlier start or seek: nothing was kept of them
+    again += db.execute(  # skipped by an earlier start or seek, so without progress rows
         _OPEN, (consumer.log, first - 1, name, consumer.start_seq + 1)
     ).fetchone()[0]
     (skipped,) = db.execute(_OPEN, (consumer.log, consumer.start_seq, name, first)).fetchone()
@@ -243,7 +243,7 @@ def seek(db: sqlite3.Connection, name: str, position: pb.Position) -> Sought:
 
 
 def drop_consumer(db: sqlite3.Connection, name: str) -> bool:
-    """Forgets a consumer with all that was kept for it."""
+    """Drops a consumer and everything kept for it."""
     dropped = db.execute("DELETE FROM consumers WHERE name = ?", (name,)).rowcount
     db.execute("DELETE FROM progress WHERE consumer = ?", (name,))
     _leave_own_log(db, name)
@@ -254,13 +254,13 @@ def drop_consumer(db: sqlite3.Connection, name: str) -> bool:
 
 
 def touch(db: sqlite3.Connection, names: Sequence[str], now_ms: int) -> None:
-    """Keeps that consumers have streams now."""
+    """Records that consumers have streams now."""
     rows = [(now_ms, name) for name in names]
     db.executemany("UPDATE consumers SET seen_ms = ? WHERE name = ?", rows)
 
 
 def expire(db: sqlite3.Connection, before_ms: int) -> list[str]:
-    """Forgets the consumers that had no stream since; returns their names."""
+    """Drops the consumers that have had no stream since; returns their names."""
     rows = db.execute("SELECT name FROM consumers WHERE seen_ms < ?", (before_ms,)).fetchall()
     names = [name for (name,) in rows]
     for name in names:
@@ -269,7 +269,7 @@ def expire(db: sqlite3.Connection, before_ms: int) -> list[str]:
 
 
 def standing(db: sqlite3.Connection, name: str) -> Standing:
-    """Returns where a consumer stands."""
+    """Returns the state of a consumer."""
     consumer = known(db, name)
     rows = db.execute(
         "SELECT reason, sum(units), sum(trajectories) FROM filtered_counts"
@@ -284,7 +284,7 @@ def standing(db: sqlite3.Connection, name: str) -> Standing:
 def filtered(
     db: sqlite3.Connection, name: str, page_size: int, after: int
 ) -> tuple[list[pb.FilteredEntry], str]:
-    """Returns a page of what was kept from a consumer, and the token of the next."""
+    """Returns a page of entries filtered for a consumer, and the token of the next page."""
     rows = db.execute(
         "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?, ?) AND n > ? ORDER BY n LIMIT ?",
         (owner_of(name), known(db, name).log, after, page_size),
@@ -294,7 +294,7 @@ def filtered(
 
 
 def _first_seq(db: sqlite3.Connection, log: str, position: pb.Position) -> int:
-    """Returns the place of the first unit at or after a position, which is set."""
+    """Returns the position of the first unit at or after `position`, which must be set."""
     if position.HasField("delivery_id"):
         row = db.execute(
             "SELECT seq FROM units WHERE log = ? AND unit_id = ?", (log, position.delivery_id)
@@ -322,7 +322,7 @@ def _leave_own_log(db: sqlite3.Connection, name: str) -> None:
 
 
 def _count_open(db: sqlite3.Connection, name: str) -> None:
-    """Counts anew what is settled; on a new log or place alone, because it looks at all units."""
+    """Recounts the settled units; only after a change of log or position, as it scans all units."""
     consumer = known(db, name)
     (left,) = db.execute(_OPEN, (consumer.log, consumer.start_seq, name, _NO_END)).fetchone()
     settled = total(db, f"log:{consumer.log}") - left

@@ -1,4 +1,4 @@
-"""Sessions into SQLite, and from there into the logs: plain functions over a connection."""
+"""Stores sessions in SQLite and adds them to the logs: plain functions over a connection."""
 
 import json
 import sqlite3
@@ -33,20 +33,20 @@ _FILE_BYTES = "file_bytes"
 
 
 class Packed(NamedTuple):
-    """A session as it is stored."""
+    """A session in its stored form."""
 
     arrival: Arrival
-    """Its record has no arrays any more."""
+    """Its record no longer has arrays."""
     head: bytes
     arrays: bytes | None
-    """None: they are in a file."""
+    """None if they are in a file."""
     place: Place | None = None
 
 
 def ingest(
     db: sqlite3.Connection, sessions: Sequence[Packed], now_ms: int, max_bytes: int
 ) -> list[bool]:
-    """Stores the sessions of a call; says of each whether it is a repeat."""
+    """Stores the sessions of a call; returns for each whether it is a repeat."""
     places = [packed.place for packed in sessions if packed.place]
     if places:
         size = sum(place.size for place in places)
@@ -98,7 +98,7 @@ def set_rewards(
     request_id: str,
     now_ms: int,
 ) -> bool:
-    """Gives a session rewards, and with them its place in the logs; says whether it is a repeat."""
+    """Sets a session's rewards and adds it to the logs; returns whether it is a repeat."""
     row = db.execute(
         "SELECT head, due_ms, group_key FROM sessions WHERE session_id = ?", (session_id,)
     ).fetchone()
@@ -124,7 +124,7 @@ def set_rewards(
 
 
 def tick(db: sqlite3.Connection, now_ms: int) -> bool:
-    """Decides what waited for a time; says whether anything was due."""
+    """Processes due deadlines; returns whether anything was due."""
     late = db.execute(
         "SELECT session_id, group_key FROM sessions WHERE due_ms <= ? LIMIT ?", (now_ms, _DUE_BATCH)
     ).fetchall()
@@ -137,7 +137,7 @@ def tick(db: sqlite3.Connection, now_ms: int) -> bool:
     ).fetchall()
     logs = {log.name: log for log in _group_logs(db)} if due else {}
     for name, key in due:
-        # Its sessions may all wait for rewards, or the options of its consumer be damaged.
+        # All its sessions may be waiting for rewards, or its consumer's options be damaged.
         if name not in logs or not _decide(db, logs[name], key, now_ms):
             db.execute(
                 "UPDATE group_deadlines SET due_ms = ? WHERE log = ? AND group_key = ?",
@@ -147,13 +147,13 @@ def tick(db: sqlite3.Connection, now_ms: int) -> bool:
 
 
 def backfill(db: sqlite3.Connection, hello: pb.SubscribeHello, start_seq: int, now_ms: int) -> None:
-    """Makes the log of a consumer with a group policy of its own from what is stored.
+    """Builds the log of a consumer with its own group policy from the stored sessions.
 
     Args:
         db: The database.
-        hello: The consumer's.
-        start_seq: Groups whole by `GROUP_LOG` up to here count as settled.
-        now_ms: The time.
+        hello: The consumer's hello.
+        start_seq: Groups that are units of `GROUP_LOG` up to this position count as settled.
+        now_ms: The current time.
     """
     log = GroupLog(own_log(hello.consumer), hello)
     db.execute("DELETE FROM group_deadlines WHERE log = ?", (log.name,))
@@ -185,12 +185,12 @@ def _enter_group(db: sqlite3.Connection, arrival: Arrival, now_ms: int) -> None:
 
 
 def _make_ready(db: sqlite3.Connection, session_id: str, key: str, now_ms: int) -> None:
-    """Puts a session into the logs, and its group where it is complete by it."""
+    """Adds a session to the logs, and its group if the session completes it."""
     db.execute("UPDATE sessions SET ready = 1, due_ms = NULL WHERE session_id = ?", (session_id,))
     _add_unit(db, SESSION_LOG, session_id, (), now_ms, partial=False)
     gone = group_removed(db, key)
     if not gone and not has_group(db, key):
-        return  # superseded: no part of any group
+        return  # superseded, so not part of any group
     for log in _group_logs(db):
         complete = db.execute(
             "SELECT 1 FROM units WHERE log = ? AND unit_id = ?", (log.name, key)
@@ -204,14 +204,14 @@ def _make_ready(db: sqlite3.Connection, session_id: str, key: str, now_ms: int) 
 def _decide(
     db: sqlite3.Connection, log: GroupLog, key: str, now_ms: int, settled_by: str = ""
 ) -> bool:
-    """Makes a group a unit of a log if it is time; says whether it is one.
+    """Makes a group a unit of a log if it is time; returns whether it is a unit.
 
     Args:
         db: The database.
         log: The log.
-        key: The group's.
-        now_ms: The time.
-        settled_by: The consumer by which the unit is settled from the start.
+        key: The group's key.
+        now_ms: The current time.
+        settled_by: The consumer for which the unit is created as settled.
     """
     size, first_ms = db.execute(
         "SELECT size, first_ms FROM groups WHERE group_key = ?", (key,)
@@ -234,7 +234,7 @@ def _decide(
             " settled_ms = ifnull(settled_ms, excluded.settled_ms)",
             (settled_by, key, seq, now_ms),
         )
-    db.execute(  # whoever settled the group under another policy among them
+    db.execute(  # including those that settled the group under another policy
         "UPDATE consumers SET settled = settled + 1 WHERE log = ?1 AND EXISTS"
         " (SELECT 1 FROM progress WHERE consumer = name AND unit_id = ?2"
         " AND settled_ms IS NOT NULL)",
@@ -248,7 +248,7 @@ def _decide(
 
 
 def _group_logs(db: sqlite3.Connection) -> list[GroupLog]:
-    """Returns the logs of groups, without their readers; the shared one is first."""
+    """Returns the group logs, without their readers; the shared log is first."""
     rows = db.execute("SELECT name, hello FROM consumers WHERE log NOT IN ('s', 'g')")
     return group_logs(read_hello(*row) for row in rows)
 
@@ -279,7 +279,7 @@ def _add_unit(
 
 
 def add_filtered(db: sqlite3.Connection, owner: str, entry: pb.FilteredEntry) -> None:
-    """Lists and counts what was kept from a consumer."""
+    """Lists and counts what was filtered for a consumer."""
     db.execute(
         "INSERT INTO filtered (owner, unit_id, entry) VALUES (?, ?, ?)",
         (owner, entry.delivery_id, entry.SerializeToString()),
@@ -293,18 +293,18 @@ def add_filtered(db: sqlite3.Connection, owner: str, entry: pb.FilteredEntry) ->
 
 
 def has_group(db: sqlite3.Connection, key: str) -> bool:
-    """Says whether there is a group: superseded sessions are in none."""
+    """Returns whether a group exists; superseded sessions belong to none."""
     return db.execute("SELECT 1 FROM groups WHERE group_key = ?", (key,)).fetchone() is not None
 
 
 def group_removed(db: sqlite3.Connection, key: str) -> bool:
-    """Says whether a group was delivered to all and removed: what comes now is surplus."""
+    """Returns whether a group was delivered to all and removed; later sessions are surplus."""
     row = db.execute("SELECT 1 FROM removed WHERE id = ?", (f"{GROUP_LOG}:{key}",)).fetchone()
     return row is not None
 
 
 def add_total(db: sqlite3.Connection, name: str, value: int) -> None:
-    """Adds to a sum."""
+    """Adds to a total."""
     if value:
         db.execute(
             "INSERT INTO totals VALUES (?1, ?2)"
@@ -314,15 +314,15 @@ def add_total(db: sqlite3.Connection, name: str, value: int) -> None:
 
 
 def total(db: sqlite3.Connection, name: str) -> int:
-    """Returns a sum."""
+    """Returns a total."""
     row = db.execute("SELECT value FROM totals WHERE name = ?", (name,)).fetchone()
     return int(row[0]) if row else 0
 
 
 def stored_bytes(db: sqlite3.Connection) -> int:
-    """Returns the bytes in use: pages that became free are used again and do not count.
+    """Returns the bytes in use. Free pages of the database are reused and do not count.
 
-    A file of arrays counts whole until its last session goes.
+    An array file counts in full until its last session is removed.
     """
     pages, free, size = (
         db.execute(f"PRAGMA {name}").fetchone()[0]
@@ -332,7 +332,7 @@ def stored_bytes(db: sqlite3.Connection) -> int:
 
 
 def forget_unnamed(db: sqlite3.Connection, files: Iterable[int]) -> list[int]:
-    """Returns those of the files that hold no session's arrays; they are not known any more."""
+    """Removes the rows of files without sessions; returns the numbers of these files."""
     unnamed: list[int] = []
     for file in files:
         gone = db.execute(

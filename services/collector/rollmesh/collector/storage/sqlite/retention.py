@@ -1,4 +1,4 @@
-"""What leaves the SQLite store: groups of sessions that every consumer has settled."""
+"""Removes from SQLite the groups of sessions that every consumer has settled."""
 
 import sqlite3
 from typing import NamedTuple
@@ -16,27 +16,27 @@ _BATCH = 200
 
 
 class Retained(NamedTuple):
-    """What a look at some sessions came to."""
+    """The outcome of one retention call."""
 
     cursor: int
-    """Where to go on; 0: begin anew."""
+    """Cursor for the next call; 0: start over."""
     removed: int
-    """Number of sessions."""
+    """Number of sessions removed."""
     files: list[int]
-    """Of arrays, which no session needs once this is on disk."""
+    """Array files that no session references once this transaction is on disk."""
 
 
 def retain(db: sqlite3.Connection, cursor: int, now_ms: int, retention: Retention) -> Retained:
-    """Looks at the next sessions, the oldest first; removes what may go.
+    """Examines the next sessions, oldest first, and removes those that are no longer needed.
 
     Args:
         db: The database.
-        cursor: Where the last call stopped.
-        now_ms: The time.
-        retention: How long what is settled stays.
+        cursor: Cursor from the previous call.
+        now_ms: The current time.
+        retention: How long settled sessions are kept.
 
     Returns:
-        What came of it.
+        The outcome.
     """
     settled_before = retention.settled_before(stored_bytes(db), now_ms)
     rows = db.execute(
@@ -63,7 +63,7 @@ def _files(db: sqlite3.Connection, key: str) -> set[int]:
 
 
 def _is_over(db: sqlite3.Connection, key: str, settled_before: int) -> bool:
-    """Says whether every consumer has settled all of a group, long enough ago."""
+    """Returns whether every consumer has settled all units of a group, and long enough ago."""
     consumers = db.execute("SELECT name, log, start_seq FROM consumers").fetchall()
     sessions = db.execute(
         "SELECT session_id, ready FROM sessions WHERE group_key = ?", (key,)
@@ -84,7 +84,7 @@ def _is_over(db: sqlite3.Connection, key: str, settled_before: int) -> bool:
 
 
 def _remove(db: sqlite3.Connection, key: str, now_ms: int) -> int:
-    """Removes a group; its ids stay known, so that a repeat is one. Returns how many sessions."""
+    """Removes a group, but keeps its ids to detect repeats; returns the number of sessions."""
     rows = db.execute(
         "SELECT session_id, trajectories FROM sessions WHERE group_key = ?", (key,)
     ).fetchall()

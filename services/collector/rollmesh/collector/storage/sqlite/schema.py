@@ -1,7 +1,7 @@
-"""Tables of the SQLite store. Sums are kept in tables: nothing hot counts rows."""
+"""Schema of the SQLite store. Totals are kept in tables, so that no hot path counts rows."""
 
-VERSION = 6  # counts up with every change of what is below and of `records.split`
-PAGE_BYTES = 16_384  # a row of 10,000 tokens is 90 KB
+VERSION = 6  # incremented with every change of the schema or of `records.split`
+PAGE_BYTES = 16_384  # a trajectory of 10,000 tokens takes 90 KB
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, group_key TEXT NOT NULL,

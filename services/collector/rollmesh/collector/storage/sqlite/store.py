@@ -1,4 +1,4 @@
-"""The collector's store in a SQLite file, and in files of arrays beside it."""
+"""The session store in a SQLite file, with large arrays in separate files."""
 
 import asyncio
 import sqlite3
@@ -32,14 +32,14 @@ from rollmesh.v1 import collector_pb2 as pb, types_pb2
 
 _RETAIN_BATCHES = 20
 _FILE_BYTES = 1024 * 1024
-"""Arrays of a call from which on they get a file: below it, two more syncs cost more."""
+"""Size of a call's arrays above which they get a file; below it, two more fsyncs cost more."""
 
 
 class SqliteStore:
-    """A `Store` for one collector; what its methods do stands there."""
+    """A `Store` for one collector; the Protocol documents the methods."""
 
     def __init__(self, database: Database, files: ArrayFiles, retention: Retention) -> None:
-        """Takes an open database with the schema of `sqlite_schema`, and the files it names."""
+        """Takes an open database with the schema from `schema`, and its array files."""
         self._database = database
         self._files = files
         self._retention = retention
@@ -62,7 +62,7 @@ class SqliteStore:
         return repeats
 
     async def waiting(self, limit: int) -> list[str]:
-        """Returns the ids of sessions that wait for rewards."""
+        """Returns the ids of sessions waiting for rewards."""
         rows = await self._database.run(
             lambda db: db.execute(
                 "SELECT session_id FROM sessions WHERE due_ms IS NOT NULL ORDER BY due_ms LIMIT ?",
@@ -74,22 +74,22 @@ class SqliteStore:
     async def set_rewards(
         self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
     ) -> bool:
-        """Gives a session rewards."""
+        """Sets a session's rewards."""
         return await self._database.run(
             lambda db: sqlite_ingest.set_rewards(db, session_id, rewards, request_id, now_ms)
         )
 
     async def tick(self, now_ms: int) -> bool:
-        """Decides what waited for a time."""
+        """Processes due deadlines."""
         return await self._database.run(lambda db: sqlite_ingest.tick(db, now_ms))
 
     async def changed(self) -> list[str]:
-        """Waits for ever: the file has one collector."""
+        """Never returns: the file has only one collector."""
         await asyncio.Event().wait()
         return []
 
     async def lost(self) -> str:
-        """Returns when the file is removed or replaced under this collector."""
+        """Returns once the file is removed or replaced under this collector."""
         return await self._database.lost()
 
     async def consumers(self) -> list[pb.SubscribeHello]:
@@ -100,22 +100,22 @@ class SqliteStore:
         return [hello for row in rows if (hello := read_hello(*row)) is not None]
 
     async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
-        """Makes a consumer known, with its options."""
+        """Registers a consumer with its options."""
         await self._database.run(lambda db: sqlite_consumers.open_consumer(db, hello, now_ms))
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:
-        """Returns what the consumer has not settled and was not fetched before."""
+        """Returns units that the consumer has not settled and that were not fetched before."""
         return await self._database.run(
             lambda db: sqlite_consumers.fetch(db, consumer, after, limit)
         )
 
     async def release(self, consumer: str) -> None:
-        """Returns at once: only this collector holds anything."""
+        """Returns immediately: only this collector holds units."""
 
     async def load(
         self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
     ) -> list[Loaded | None]:
-        """Counts attempts to deliver, where the judge does not drop the unit."""
+        """Loads units, and counts attempts for those the filter does not drop."""
         return await self._database.run(
             lambda db: sqlite_consumers.load(db, self._files, consumer, units, judge, now_ms)
         )
@@ -123,7 +123,7 @@ class SqliteStore:
     async def settle(
         self, consumer: str, settlements: Sequence[Settlement], now_ms: int
     ) -> list[str]:
-        """Keeps that units are done."""
+        """Settles units."""
         return await self._database.run(
             lambda db: sqlite_consumers.settle(db, consumer, settlements, now_ms)
         )
@@ -133,32 +133,32 @@ class SqliteStore:
         return await self._database.run(lambda db: sqlite_consumers.seek(db, consumer, position))
 
     async def drop_consumer(self, consumer: str) -> bool:
-        """Forgets a consumer."""
+        """Drops a consumer."""
         return await self._database.run(lambda db: sqlite_consumers.drop_consumer(db, consumer))
 
     async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
-        """Says that consumers have streams now."""
+        """Records that consumers have streams now."""
         await self._database.run(lambda db: sqlite_consumers.touch(db, consumers, now_ms))
 
     async def expire_consumers(self, before_ms: int) -> list[str]:
-        """Forgets the consumers that had no stream since."""
+        """Drops the consumers that have had no stream since."""
         return await self._database.run(lambda db: sqlite_consumers.expire(db, before_ms))
 
     async def standing(self, consumer: str) -> Standing:
-        """Returns where a consumer stands."""
+        """Returns the state of a consumer."""
         return await self._database.run(lambda db: sqlite_consumers.standing(db, consumer))
 
     async def filtered(
         self, consumer: str, page_size: int, page_token: str
     ) -> tuple[list[pb.FilteredEntry], str]:
-        """Returns what was kept from a consumer."""
+        """Returns the entries filtered for a consumer."""
         after = read_token(page_token)
         return await self._database.run(
             lambda db: sqlite_consumers.filtered(db, consumer, page_size, after)
         )
 
     async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
-        """Returns groups that wait for samples."""
+        """Returns groups waiting for samples."""
         after = read_token(page_token)
         return await self._database.run(lambda db: _open_groups(db, page_size, after))
 
@@ -171,7 +171,7 @@ class SqliteStore:
         return join(head, found[1]) if arrays else head
 
     async def sessions_after(self, cursor: int, limit: int) -> list[tuple[int, str]]:
-        """Returns sessions in the order in which they came."""
+        """Returns sessions in order of arrival."""
         return await self._database.run(
             lambda db: db.execute(
                 "SELECT n, session_id FROM sessions WHERE n > ? ORDER BY n LIMIT ?",
@@ -180,13 +180,13 @@ class SqliteStore:
         )
 
     async def counts(self) -> Counts:
-        """Counts what is stored."""
+        """Returns totals of what is stored."""
         return await self._database.run(_counts)
 
     async def retain(self, now_ms: int) -> int:
-        """Removes what every consumer has settled and what is over, a part at a time.
+        """Removes sessions that every consumer has settled, and expired records, in parts.
 
-        A call looks at a few thousand sessions and the next one goes on: ingest is not held up.
+        A call examines a few thousand sessions and the next resumes there: ingest is not delayed.
         """
         removed = 0
         for _ in range(_RETAIN_BATCHES):
@@ -202,7 +202,7 @@ class SqliteStore:
     def _session(
         self, db: sqlite3.Connection, session_id: str, *, arrays: bool
     ) -> tuple[bytes, bytes] | None:
-        """Returns the head of a session, and its arrays if they are wanted."""
+        """Returns the head of a session, and its arrays if requested."""
         columns = "head, arrays, file, at, size" if arrays else "head, x''"
         row = db.execute(
             f"SELECT {columns} FROM sessions WHERE session_id = ?",  # noqa: S608
@@ -213,10 +213,10 @@ class SqliteStore:
 
 @asynccontextmanager
 async def open_store(folder: Path, retention: Retention) -> AsyncIterator[SqliteStore]:
-    """Opens the store of a folder, which is made where it is missing.
+    """Opens the store in a directory, which is created if it is missing.
 
     Raises:
-        StoreError: It cannot be opened, or was written by another version.
+        StoreError: The store cannot be opened, or was written by another version.
     """
     path, files = folder / "collector.sqlite", ArrayFiles(folder / "arrays")
     async with Database(path, SCHEMA, VERSION, PAGE_BYTES) as database:
@@ -227,7 +227,7 @@ async def open_store(folder: Path, retention: Retention) -> AsyncIterator[Sqlite
 
 
 def _pack(arrivals: Sequence[Arrival], files: ArrayFiles) -> list[Packed]:
-    """Takes sessions apart; writes their arrays where together they are large."""
+    """Splits sessions into heads and arrays; writes the arrays to a file if they are large."""
     heads, arrays = zip(*(split(arrival.record) for arrival in arrivals), strict=True)
     parts = zip(arrivals, heads, arrays, strict=True)
     if sum(len(piece) for pieces in arrays for piece in pieces) < _FILE_BYTES:
