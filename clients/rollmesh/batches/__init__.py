@@ -1,8 +1,8 @@
 """From delivered sessions to batches: NumPy arrays, torch tensors, TensorDicts.
 
-`rows_of` reads sessions; `pad`, `pack`, `ragged` and `split` lay them out, `pack_trees` does whole
-trees; `to_torch` and `to_tensordict` convert. No token is cut off: what does not fit is refused, or
-left out and counted.
+`rows_of` reads sessions; `pad`, `pack`, `ragged` and `split` lay them out; `pack_trees` lays out
+complete trees; `to_torch` and `to_tensordict` convert batches. Nothing is truncated: a trajectory
+that does not fit is refused, or left out and counted.
 """
 
 from rollmesh.batches.errors import (

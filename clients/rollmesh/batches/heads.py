@@ -1,4 +1,4 @@
-"""What is known of each trajectory of a batch as a whole: ids, counts, rewards, advantages."""
+"""Per-trajectory values of a batch: ids, counts, rewards, advantages."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ class Heads:
     group_ids: tuple[str, ...]
     lineages: tuple[str, ...]
     reasons: tuple[tuple[str, ...], ...]
-    """What is to be known of each; ("EXACT",) where nothing is."""
+    """Fidelity reasons of each; ("EXACT",) if there are none."""
     group_index: NDArray[np.int64]
-    """int64 [B]: equal where the group is; from 0, in order of appearance."""
+    """int64 [B]: number of the group, from 0 in order of appearance."""
     session_index: NDArray[np.int64]
-    """int64 [B]: equal where the session is; from 0, in order of appearance."""
+    """int64 [B]: number of the session, from 0 in order of appearance."""
     sample_index: NDArray[np.int64]
-    """int64 [B]: place of the session in its group."""
+    """int64 [B]: index of the session in its group."""
     trajectory_index: NDArray[np.int64]
-    """int64 [B]: place of the trajectory in its session."""
+    """int64 [B]: index of the trajectory in its session."""
     num_tokens: NDArray[np.int64]
     """int64 [B]."""
     prompt_tokens: NDArray[np.int64]
@@ -35,7 +35,7 @@ class Heads:
     num_turns: NDArray[np.int64]
     """int64 [B]: sampled turns along the path."""
     reward: NDArray[np.float32]
-    """float32 [B]: all that the trajectory earned."""
+    """float32 [B]: total reward of the trajectory."""
 
     def __len__(self) -> int:
         """Number of trajectories B."""
@@ -63,18 +63,18 @@ def heads_of(rows: Sequence[Row]) -> Heads:
 
 @dataclass(frozen=True, slots=True)
 class TreeHeads:
-    """One value per tree; B trees, each of a session of its own."""
+    """One value per tree; B trees, each from a different session."""
 
     session_ids: tuple[str, ...]
     group_ids: tuple[str, ...]
     reasons: tuple[tuple[str, ...], ...]
-    """What is to be known of each; ("EXACT",) where nothing is."""
+    """Fidelity reasons of each; ("EXACT",) if there are none."""
     group_index: NDArray[np.int64]
-    """int64 [B]: equal where the group is; from 0, in order of appearance."""
+    """int64 [B]: number of the group, from 0 in order of appearance."""
     session_index: NDArray[np.int64]
     """int64 [B]: 0 to B - 1."""
     sample_index: NDArray[np.int64]
-    """int64 [B]: place of the session in its group."""
+    """int64 [B]: index of the session in its group."""
     num_tokens: NDArray[np.int64]
     """int64 [B]: tokens of the tree, each counted once."""
     num_turns: NDArray[np.int64]
@@ -90,7 +90,7 @@ class TreeHeads:
 def tree_heads_of(
     kept: Sequence[tuple[SessionResult, TrajectoryTree]], rewards: Sequence[float]
 ) -> TreeHeads:
-    """Returns the heads of trees, in their order, with all that each earned."""
+    """Returns the heads of trees, in their order, with the total reward of each."""
     sessions = [session for session, _ in kept]
     groups = tuple(session.group_id or session.session_id for session in sessions)
     return TreeHeads(
@@ -109,15 +109,15 @@ def tree_heads_of(
 def group_advantages(
     heads: Heads | TreeHeads, *, by_deviation: bool = False, epsilon: float = 1e-6
 ) -> NDArray[np.float32]:
-    """Returns reward minus the group's mean, float32 [B], as GRPO takes it.
+    """Returns each reward minus its group's mean, float32 [B], as in GRPO.
 
-    Each session of a group counts once, with the mean over its trajectories, however many it has.
+    Each session of a group counts once, with the mean over its trajectories.
 
     Args:
-        heads: Of whole groups.
-        by_deviation: Whether to divide by the group's standard deviation (n - 1; 1.0 where the
-            group has one session).
-        epsilon: Added to the deviation.
+        heads: Heads of complete groups.
+        by_deviation: Whether to divide by the group's standard deviation (n - 1; 1.0 if the group
+            has one session).
+        epsilon: Added to the standard deviation.
     """
     sessions = int(heads.session_index.max(initial=-1)) + 1
     groups = int(heads.group_index.max(initial=-1)) + 1

@@ -1,4 +1,4 @@
-"""Batches of fixed shape: one trajectory a row, padded, or several a row, packed."""
+"""Batches of fixed shape: padded with one trajectory per row, or packed with several per row."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,38 +20,38 @@ class Batch:
     """B trajectories in R rows of L tokens."""
 
     token_ids: NDArray[np.int64]
-    """int64 [R, L]; the padding id where nothing is."""
+    """int64 [R, L]; the padding id at padding."""
     attention_mask: NDArray[np.bool_]
     """bool [R, L]: whether there is a token."""
     segment_ids: NDArray[np.int32]
-    """int32 [R, L]: which trajectory of the row, from 1; 0 where nothing is. A token may attend to
-    earlier ones with its own number."""
+    """int32 [R, L]: number of the trajectory in the row, from 1; 0 at padding. A token may attend
+    to earlier tokens with the same number."""
     position_ids: NDArray[np.int64]
-    """int64 [R, L]: from 0 in each trajectory; 0 where nothing is."""
+    """int64 [R, L]: from 0 in each trajectory; 0 at padding."""
     loss_mask: NDArray[np.bool_]
     """bool [R, L]: whether the token is trained."""
     logprobs: NDArray[np.float32]
-    """float32 [R, L]: under the policy that sampled; 0.0 where nothing was sampled."""
+    """float32 [R, L]: under the policy that sampled the token; 0.0 if it was not sampled."""
     policy_versions: NDArray[np.int64]
-    """int64 [R, L]: version that sampled the token; -1 where nothing was sampled."""
+    """int64 [R, L]: version that sampled the token; -1 if it was not sampled."""
     rewards: NDArray[np.float32]
     """float32 [R, L]: see `Row.rewards`."""
     row_index: NDArray[np.int64]
-    """int64 [B]: the row that a trajectory is in."""
+    """int64 [B]: row of each trajectory."""
     start: NDArray[np.int64]
-    """int64 [B]: the column of its first token."""
+    """int64 [B]: column of the trajectory's first token."""
     heads: Heads
-    """One value per trajectory, in the order of the rows that were given."""
+    """One value per trajectory, in the order of the input rows."""
     left_out: tuple[LeftOut, ...]
-    """Trajectories that are not in the batch, also those left out before."""
+    """Trajectories that are not in the batch, including those left out earlier."""
 
     def unpack(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Cuts any [R, L, ...] into one [N, ...] per trajectory, in the order of `heads`."""
+        """Splits any [R, L, ...] into one [N, ...] per trajectory, in the order of `heads`."""
         places = zip(self.row_index, self.start, self.heads.num_tokens, strict=True)
         return [values[row, start : start + tokens] for row, start, tokens in places]
 
     def cu_seqlens(self, row: int) -> NDArray[np.int32]:
-        """Returns where the trajectories of a row begin, and where the last ends, int32 [S + 1]."""
+        """Returns the start of each trajectory of a row, and the end of the last; int32 [S + 1]."""
         ids = self.segment_ids[row]
         return np.searchsorted(ids[ids > 0], np.arange(1, ids.max() + 2)).astype(np.int32)
 
@@ -64,17 +64,17 @@ def pad(
     pad_id: int = 0,
     too_long: Handling = "refuse",
 ) -> Batch:
-    """Lays out one trajectory a row.
+    """Lays out one trajectory per row.
 
     Args:
-        rows: What is trained.
-        side: Where the padding goes.
-        length: Tokens of a row L; None takes the longest trajectory.
+        rows: Rows to train on.
+        side: Side of the padding.
+        length: Tokens per row (L); None uses the longest trajectory.
         pad_id: Token id of the padding.
-        too_long: For trajectories with more than `length` tokens.
+        too_long: Handling of trajectories with more than `length` tokens.
 
     Raises:
-        TrajectoryTooLongError: Under "refuse"; names the trajectory.
+        TrajectoryTooLongError: With "refuse"; names the trajectory.
     """
     fitting, left_out = fit(rows, length, too_long)
     longest = max(map(len, fitting), default=0) if length is None else length
@@ -83,16 +83,16 @@ def pad(
 
 
 def pack(rows: Rows, length: int, *, pad_id: int = 0, too_long: Handling = "refuse") -> Batch:
-    """Lays out several trajectories a row, the longest first, each in the first row with room.
+    """Packs several trajectories per row: longest first, each into the first row with room.
 
     Args:
-        rows: What is trained.
-        length: Tokens of a row L.
-        pad_id: Token id of the padding, which is at the end of rows.
-        too_long: For trajectories with more than `length` tokens.
+        rows: Rows to train on.
+        length: Tokens per row (L).
+        pad_id: Token id of the padding at the end of rows.
+        too_long: Handling of trajectories with more than `length` tokens.
 
     Raises:
-        TrajectoryTooLongError: Under "refuse"; names the trajectory.
+        TrajectoryTooLongError: With "refuse"; names the trajectory.
     """
     fitting, left_out = fit(rows, length, too_long)
     places: list[Place] = [(0, 0)] * len(fitting)
@@ -110,10 +110,10 @@ def pack(rows: Rows, length: int, *, pad_id: int = 0, too_long: Handling = "refu
 def fit(
     rows: Rows, length: int | None, too_long: Handling
 ) -> tuple[list[Row], tuple[LeftOut, ...]]:
-    """Returns the rows of at most `length` tokens, and all that are left out.
+    """Returns the rows of at most `length` tokens, and all trajectories that are left out.
 
     Raises:
-        TrajectoryTooLongError: Under "refuse"; names the trajectory.
+        TrajectoryTooLongError: With "refuse"; names the trajectory.
     """
     fitting: list[Row] = []
     left_out = list(rows.left_out)
@@ -141,7 +141,7 @@ def token_columns(row: Row) -> dict[str, NDArray[Any]]:
 
 
 def filled(shape: tuple[int, ...], pad_id: int) -> dict[str, NDArray[Any]]:
-    """Returns the columns as they are where no token is."""
+    """Returns the columns filled with their padding values."""
     return {
         "token_ids": np.full(shape, pad_id, np.int64),
         "position_ids": np.zeros(shape, np.int64),
@@ -179,7 +179,7 @@ def _lay_out(
 
 
 def _numbers(places: Sequence[Place]) -> Mapping[Place, int]:
-    """Numbers the places of each row from 1, by column."""
+    """Numbers the trajectories of each row from 1, by column."""
     numbers: dict[Place, int] = {}
     in_row: dict[int, int] = {}
     for place in sorted(places):

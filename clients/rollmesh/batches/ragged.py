@@ -1,4 +1,4 @@
-"""Batches without padding: all tokens in one line, and where each trajectory begins."""
+"""Batches without padding: all tokens concatenated, and the start of each trajectory."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +13,7 @@ from rollmesh.batches.rows import LeftOut, Rows
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """B trajectories of together T tokens."""
+    """B trajectories with T tokens in total."""
 
     token_ids: NDArray[np.int64]
     """int64 [T]."""
@@ -22,13 +22,13 @@ class RaggedBatch:
     loss_mask: NDArray[np.bool_]
     """bool [T]: whether the token is trained."""
     logprobs: NDArray[np.float32]
-    """float32 [T]: under the policy that sampled; 0.0 where nothing was sampled."""
+    """float32 [T]: under the policy that sampled the token; 0.0 if it was not sampled."""
     policy_versions: NDArray[np.int64]
-    """int64 [T]: version that sampled the token; -1 where nothing was sampled."""
+    """int64 [T]: version that sampled the token; -1 if it was not sampled."""
     rewards: NDArray[np.float32]
     """float32 [T]: see `Row.rewards`."""
     offsets: NDArray[np.int64]
-    """int64 [B + 1]: where each trajectory begins, and T: `cu_seqlens` of the whole batch."""
+    """int64 [B + 1]: start of each trajectory, then T; the `cu_seqlens` of the batch."""
     heads: Heads
     """One value per trajectory."""
     left_out: tuple[LeftOut, ...]
@@ -36,7 +36,7 @@ class RaggedBatch:
 
 
 def ragged(rows: Rows) -> RaggedBatch:
-    """Lays out the trajectories one after the other, in their order."""
+    """Concatenates the trajectories in their order."""
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     columns = {
         name: np.empty(offsets[-1], column.dtype) for name, column in filled((0,), 0).items()

@@ -1,4 +1,4 @@
-"""Rows: the trajectories of sessions with their rewards, before any layout."""
+"""Rows: the trajectories of sessions with their rewards, before they are laid out."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.v1 import types_pb2
 
 Handling: TypeAlias = Literal["refuse", "leave_out"]
-"""What becomes of a trajectory that does not fit: an error, or no row and a count."""
+"""Handling of an unsuitable trajectory: raise an error, or leave it out and count it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class Row:
     session: SessionResult
     trajectory: Trajectory
     index: int
-    """Place of the trajectory in its session, from 0."""
+    """Index of the trajectory in its session, from 0."""
     rewards: NDArray[np.float32]
-    """float32 [N]: the reward of a turn at the last token of the turn, where the turn is trained;
-    the trajectory's own reward, or else the session's, added at the last trained token."""
+    """float32 [N]: the reward of each trained turn at its last token. The trajectory's own reward,
+    or else the session's, is added at the last trained token."""
 
     @property
     def reward(self) -> float:
-        """All that the trajectory earned: the sum of `rewards`."""
+        """Total reward of the trajectory: the sum of `rewards`."""
         return float(self.rewards.sum(dtype=np.float64))
 
     @property
     def group_id(self) -> str:
-        """The group, or the session where it has none."""
+        """Id of the group; id of the session if it has no group."""
         return self.session.group_id or self.session.session_id
 
     def __len__(self) -> int:
@@ -50,15 +50,15 @@ class LeftOut:
 
     trajectory_id: str
     reason: str
-    """MISSING_REWARD, MISSING_LOGPROBS, TRAJECTORY_TOO_LONG, SUPERSEDED, or UNTRAINED: no token is
-    trained."""
+    """MISSING_REWARD, MISSING_LOGPROBS, TRAJECTORY_TOO_LONG, SUPERSEDED, or UNTRAINED (no token is
+    trained)."""
     trained_tokens: int
     """Number of tokens that are not trained because of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is trained, and what is not."""
+    """The rows to train on, and the trajectories left out."""
 
     rows: tuple[Row, ...]
     left_out: tuple[LeftOut, ...] = ()
@@ -86,17 +86,17 @@ def rows_of(
 ) -> Rows:
     """Returns the rows of sessions or deliveries, in their order.
 
-    Sessions whose place another attempt took are left out: SUPERSEDED.
+    Sessions that another attempt replaced are left out as SUPERSEDED.
 
     Args:
-        sources: Sessions, or deliveries of them.
-        missing_reward: For trajectories without any reward.
-        missing_logprobs: For trajectories with trained tokens that have no log-probability.
-        untrained: For trajectories of which no token is trained (auxiliary calls).
+        sources: Sessions, or deliveries of sessions.
+        missing_reward: Handling of trajectories without any reward.
+        missing_logprobs: Handling of trajectories whose trained tokens lack log-probabilities.
+        untrained: Handling of trajectories without trained tokens (auxiliary calls).
 
     Raises:
-        MissingRewardError: Under "refuse"; names the trajectory.
-        MissingLogprobsError: Under "refuse"; names the trajectory.
+        MissingRewardError: With "refuse"; names the trajectory.
+        MissingLogprobsError: With "refuse"; names the trajectory.
         InvalidFieldError: A session was exported as a tree, not as trajectories.
     """
     rows: list[Row] = []
@@ -126,7 +126,7 @@ def rows_of(
 
 
 def refuse_or_leave(trajectory: Trajectory, error: RollmeshError, handling: Handling) -> LeftOut:
-    """Raises the error, or returns the note that stands for it."""
+    """Raises the error, or returns a `LeftOut` that records it."""
     if handling == "refuse":
         raise error
     return _left(trajectory, error.reason)
@@ -137,7 +137,7 @@ def _left(trajectory: Trajectory, reason: str) -> LeftOut:
 
 
 def sessions_of(sources: Iterable[SessionResult | Delivery]) -> Iterator[SessionResult]:
-    """Yields sessions, also those of deliveries, in their order."""
+    """Yields sessions, including those inside deliveries, in their order."""
     for source in sources:
         yield from source.sessions if isinstance(source, Delivery) else (source,)
 
@@ -150,7 +150,7 @@ def _lacks_logprobs(trajectory: Trajectory) -> bool:
 
 
 def _rewards(session: SessionResult, trajectory: Trajectory) -> NDArray[np.float32] | None:
-    """Returns float32 [N], or None where there is no reward at all."""
+    """Returns float32 [N]; None if there is no reward at all."""
     rewards = np.zeros(len(trajectory.token_ids), np.float32)
     turns = [
         segment for segment in trajectory.segments if segment.trained and segment.HasField("reward")

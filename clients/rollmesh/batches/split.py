@@ -1,4 +1,4 @@
-"""Batches cut into prompt and response: prompts padded on the left, responses on the right."""
+"""Batches split into prompts, padded on the left, and responses, padded on the right."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,30 +14,30 @@ from rollmesh.batches.rows import Handling, LeftOut, Row, Rows, refuse_or_leave
 
 @dataclass(frozen=True, slots=True)
 class SplitBatch:
-    """B trajectories; P columns before the first sampled token, R from it on."""
+    """B trajectories; P columns before the first sampled token, R columns from it on."""
 
     prompt_ids: NDArray[np.int64]
     """int64 [B, P], padded on the left."""
     prompt_mask: NDArray[np.bool_]
     """bool [B, P]: whether there is a token."""
     response_ids: NDArray[np.int64]
-    """int64 [B, R], padded on the right: what was sampled, and the context between."""
+    """int64 [B, R], padded on the right: sampled tokens and the context between them."""
     response_mask: NDArray[np.bool_]
     """bool [B, R]: whether there is a token."""
     position_ids: NDArray[np.int64]
-    """int64 [B, P + R]: of prompt and response together; 0 where nothing is."""
+    """int64 [B, P + R]: over prompt and response together; 0 at padding."""
     loss_mask: NDArray[np.bool_]
     """bool [B, R]: whether the token is trained."""
     logprobs: NDArray[np.float32]
-    """float32 [B, R]: under the policy that sampled; 0.0 where nothing was sampled."""
+    """float32 [B, R]: under the policy that sampled the token; 0.0 if it was not sampled."""
     policy_versions: NDArray[np.int64]
-    """int64 [B, R]: version that sampled the token; -1 where nothing was sampled."""
+    """int64 [B, R]: version that sampled the token; -1 if it was not sampled."""
     rewards: NDArray[np.float32]
     """float32 [B, R]: see `Row.rewards`."""
     heads: Heads
     """One value per trajectory."""
     left_out: tuple[LeftOut, ...]
-    """Trajectories that are not in the batch, also those left out before."""
+    """Trajectories that are not in the batch, including those left out earlier."""
 
 
 def split(
@@ -51,14 +51,14 @@ def split(
     """Lays out prompts and responses side by side.
 
     Args:
-        rows: What is trained.
-        prompt_length: P; None takes the longest prompt.
-        response_length: R; None takes the longest response.
+        rows: Rows to train on.
+        prompt_length: P; None uses the longest prompt.
+        response_length: R; None uses the longest response.
         pad_id: Token id of the padding.
-        too_long: For trajectories with a part that does not fit.
+        too_long: Handling of trajectories with a part that does not fit.
 
     Raises:
-        TrajectoryTooLongError: Under "refuse"; names the trajectory and the part.
+        TrajectoryTooLongError: With "refuse"; names the trajectory and the part.
     """
     fitting: list[Row] = []
     left_out = list(rows.left_out)

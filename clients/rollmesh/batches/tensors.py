@@ -1,4 +1,4 @@
-"""Batches as torch tensors and as TensorDicts; neither package is imported unless asked for."""
+"""Converts batches to torch tensors and TensorDicts; both packages are imported on demand."""
 
 import importlib
 from dataclasses import fields
@@ -17,14 +17,14 @@ Layout: TypeAlias = Batch | RaggedBatch | SplitBatch | TreeBatch
 
 
 def to_torch(batch: Layout, device: Any = None) -> dict[str, Any]:
-    """Returns the arrays of a batch and of its heads as tensors, by the same names.
+    """Returns the arrays of a batch and of its heads as tensors with the same names.
 
-    Tensors of a `RaggedBatch` that have a value per token are nested, with the jagged layout:
-    [B, j], where j is each trajectory's own length.
+    Per-token tensors of a `RaggedBatch` are nested tensors with the jagged layout: [B, j], where j
+    is the length of each trajectory.
 
     Args:
-        batch: Any layout.
-        device: Where the tensors go; None leaves them on the CPU, where they share the arrays'
+        batch: A batch of any layout.
+        device: Device of the tensors; None leaves them on the CPU, where they share the arrays'
             memory.
 
     Raises:
@@ -45,9 +45,9 @@ def to_torch(batch: Layout, device: Any = None) -> dict[str, Any]:
 def to_tensordict(batch: Layout, device: Any = None) -> Any:
     """Returns a `TensorDict` of batch size [B] with the tensors and the ids of each trajectory.
 
-    Where rows are not trajectories (a packed batch), it has batch size [] and two entries: `rows`
-    of batch size [R] with what has a value per token, `trajectories` of batch size [B].
-    That of a `TreeBatch` has batch size [] and all of it side by side.
+    If rows are not trajectories (a packed batch), it has batch size [] and two entries: `rows` of
+    batch size [R] with the per-token tensors, and `trajectories` of batch size [B]. For a
+    `TreeBatch` it has batch size [] and a flat list of entries.
 
     Raises:
         PackageMissingError: torch or tensordict is not installed.
@@ -81,7 +81,7 @@ def _arrays(holder: Any) -> dict[str, NDArray[Any]]:
 
 
 def _is_row_each(batch: Batch) -> bool:
-    """Whether row i is trajectory i."""
+    """Returns whether row i is trajectory i for every i."""
     count = len(batch.heads)
     return len(batch.token_ids) == count and np.array_equal(batch.row_index, np.arange(count))
 

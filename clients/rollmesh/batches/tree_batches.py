@@ -1,4 +1,4 @@
-"""Batches of whole conversation trees: every token once, several trees in one line."""
+"""Batches of complete conversation trees: each token appears once, trees are concatenated."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from rollmesh.v1 import types_pb2
 
 @dataclass(frozen=True, slots=True)
 class TreeBatch:
-    """B trees of together M nodes and T tokens, one tree after the other.
+    """B trees with M nodes and T tokens in total, concatenated.
 
-    A token's context is its own path: `position_ids` count along it, `attention_mask` shows nothing
-    else, so no token sees another branch or another tree.
+    A token's context is its own path: `position_ids` count along it, and `attention_mask` hides
+    everything else, so no token sees another branch or another tree.
     """
 
     token_ids: NDArray[np.int64]
@@ -29,63 +29,63 @@ class TreeBatch:
     position_ids: NDArray[np.int64]
     """int64 [T]: number of tokens before it on its path."""
     node_index: NDArray[np.int64]
-    """int64 [T]: which node the token is of, 0 to M - 1."""
+    """int64 [T]: index of the token's node, 0 to M - 1."""
     loss_mask: NDArray[np.bool_]
     """bool [T]: whether the token is trained."""
     logprobs: NDArray[np.float32]
-    """float32 [T]: under the policy that sampled; 0.0 where nothing was sampled."""
+    """float32 [T]: under the policy that sampled the token; 0.0 if it was not sampled."""
     policy_versions: NDArray[np.int64]
-    """int64 [T]: version that sampled the token; -1 where nothing was sampled."""
+    """int64 [T]: version that sampled the token; -1 if it was not sampled."""
     rewards: NDArray[np.float32]
-    """float32 [T]: the reward of a turn at the last token of its node, where the turn is trained.
-    The session's reward is of no one token: it is in `heads.reward`."""
+    """float32 [T]: the reward of each trained turn at the last token of its node. The session's
+    reward belongs to no single token; it is in `heads.reward`."""
     advantages: NDArray[np.float32]
     """float32 [T]: zeros, for the trainer to fill; see `spread`."""
     parents: NDArray[np.int64]
     """int64 [M]: index of each node's parent, below its own; -1 for a root."""
     turn_rewards: NDArray[np.float32]
-    """float32 [M]: reward of each node's turn alone; NaN where none was given."""
+    """float32 [M]: reward of each node's turn alone; NaN if none was given."""
     node_offsets: NDArray[np.int64]
-    """int64 [M + 1]: where the tokens of each node begin, and T."""
+    """int64 [M + 1]: start of each node's tokens, then T."""
     tree_offsets: NDArray[np.int64]
-    """int64 [B + 1]: where the tokens of each tree begin, and T."""
+    """int64 [B + 1]: start of each tree's tokens, then T."""
     heads: TreeHeads
     """One value per tree."""
     left_out: tuple[LeftOut, ...]
-    """Sessions that are not in the batch, by their ids."""
+    """Sessions that are not in the batch, by id."""
 
     def paths(self) -> list[NDArray[np.int64]]:
         """Returns the tokens from a root to each leaf, tree by tree, oldest leaf first.
 
         Returns:
-            Indices into what has a value per token, int64 [P] each: `token_ids[path]` is a
-            trajectory as `export="leaves"` gives it.
+            Indices into the per-token arrays, int64 [P] each: `token_ids[path]` is a trajectory as
+            `export="leaves"` returns it.
         """
         leaves = np.setdiff1d(np.arange(len(self.parents)), self.parents)
         return [self._path(int(leaf)) for leaf in leaves]
 
     def unpack(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Cuts any [T, ...] into one [N, ...] per tree, in the order of `heads`."""
+        """Splits any [T, ...] array into one [N, ...] per tree, in the order of `heads`."""
         return np.split(values, self.tree_offsets[1:-1]) if len(self.heads) else []
 
     def spread(self, values: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-        """Gives every trained token the value of its tree: `group_advantages(batch.heads)`, say.
+        """Spreads one value per tree, such as `group_advantages(batch.heads)`, to trained tokens.
 
         Args:
             values: float [B], one per tree.
 
         Returns:
-            float32 [T]; 0.0 where nothing is trained.
+            float32 [T]; 0.0 at tokens that are not trained.
         """
         per_token = np.repeat(values, np.diff(self.tree_offsets))
         return np.where(self.loss_mask, per_token, 0).astype(np.float32)
 
     def attention_mask(self) -> NDArray[np.bool_]:
-        """Returns which tokens each token sees: itself and those before it on its path.
+        """Returns which tokens each token attends to: itself and earlier tokens on its path.
 
         Returns:
-            bool [T, T], row: the token that looks, column: what it sees. It is dense: T times T
-            bytes; kernels with block masks need only `node_index` and `parents`.
+            bool [T, T]; rows are queries, columns are keys. The mask is dense (T times T bytes);
+            kernels with block masks need only `node_index` and `parents`.
         """
         return path_mask(self.parents, self.node_index)
 
@@ -104,20 +104,20 @@ def pack_trees(
     missing_logprobs: Handling = "refuse",
     untrained: Literal["keep", "leave_out"] = "leave_out",
 ) -> TreeBatch:
-    """Lays out the trees of sessions or deliveries one after the other, in their order.
+    """Concatenates the trees of sessions or deliveries in their order.
 
-    Sessions whose place another attempt took are left out: SUPERSEDED. Sessions without a turn
-    have no tree.
+    Sessions that another attempt replaced are left out as SUPERSEDED. Sessions without a turn have
+    no tree.
 
     Args:
         sources: Sessions opened with `export="tree"`, or deliveries of them.
-        missing_reward: For sessions without any reward.
-        missing_logprobs: For trees with trained tokens that have no log-probability.
-        untrained: For trees of which no token is trained.
+        missing_reward: Handling of sessions without any reward.
+        missing_logprobs: Handling of trees whose trained tokens lack log-probabilities.
+        untrained: Handling of trees without trained tokens.
 
     Raises:
-        MissingRewardError: Under "refuse"; names the session.
-        MissingLogprobsError: Under "refuse"; names the session.
+        MissingRewardError: With "refuse"; names the session.
+        MissingLogprobsError: With "refuse"; names the session.
         InvalidFieldError: A session was not exported as a tree.
     """
     kept: list[tuple[SessionResult, TrajectoryTree]] = []
@@ -181,7 +181,7 @@ def _lay_out(
 def _trees(
     sources: Iterable[SessionResult | Delivery],
 ) -> Iterator[tuple[SessionResult, TrajectoryTree]]:
-    """Yields the sessions with a turn, and their trees."""
+    """Yields the sessions that have a turn, with their trees."""
     for session in sessions_of(sources):
         if not session.turns:
             continue
@@ -207,7 +207,7 @@ def _refuse_or_leave(
 
 
 def _rewarded(tree: TrajectoryTree) -> NDArray[np.bool_]:
-    """Returns bool [M]: the trained turns with a reward of their own."""
+    """Returns bool [M]: whether a node is a trained turn with its own reward."""
     trained = np.array([node.trained for node in tree.nodes], np.bool_)
     rewarded: NDArray[np.bool_] = trained & np.isfinite(tree.turn_rewards)
     return rewarded

@@ -51,7 +51,7 @@ def make_app(config: SidecarConfig, channel: grpc.aio.Channel) -> Starlette:
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
     """Answers an unknown path or method with an error body that the SDKs read."""
-    refused = PathUnknownError(  # the path is not repeated: it may hold a key
+    refused = PathUnknownError(  # the path is not echoed: it may contain a key
         f"{request.method}: this path is not served; call .../v1/chat/completions or .../v1/models"
     )
     response = error_response(refused, uuid.uuid4().hex)

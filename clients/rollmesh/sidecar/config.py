@@ -16,29 +16,28 @@ class SidecarConfig(ListeningConfig):
     gateway: str = "127.0.0.1:7200"
     """host:port of the gateway."""
     unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"
-    """How to treat a request that names another model than the gateway's: `take` answers it under
-    that name, as agents' side calls need; `refuse` answers 404, `model_not_found`."""
+    """How to treat a request that names a different model than the gateway's: `take` answers it
+    under that name, as agents' auxiliary calls need; `refuse` answers 404, `model_not_found`."""
     turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
-    """Longest turn, milliseconds."""
+    """Timeout of a turn, milliseconds."""
     keep_alive_ms: Annotated[int, Bounds(1)] = 10_000
-    """Silence after which a comment line is sent on a stream, milliseconds."""
+    """Idle time after which a comment line is sent on a stream, milliseconds."""
     max_body_bytes: Annotated[int, Bounds(1)] = 32 * 1024 * 1024
     """Largest request body, bytes; a larger one is answered 413."""
     max_header_bytes: Annotated[int, Bounds(1024)] = 64 * 1024
-    """Largest request line and headers together (431), and largest trailers of a body, bytes."""
+    """Largest request line and headers together (431), and largest trailers, bytes."""
     max_url_bytes: Annotated[int, Bounds(256)] = 8 * 1024
     """Longest URL, bytes; a longer one is answered 414."""
     max_pipelined_requests: Annotated[int, Bounds(0)] = 8
-    """Most requests that may wait on one connection for the answer to an earlier one."""
+    """Maximum number of requests that may wait on one connection for an earlier answer."""
     max_connections: Annotated[int, Bounds(1)] = 8192
-    """Most connections; further ones are answered 503 with a retry delay."""
+    """Maximum number of connections; further ones are answered 503 with a retry delay."""
     head_timeout_ms: Annotated[int, Bounds(1)] = 30_000
-    """Longest time until the first byte of a request, and for its line and headers (408),
-    milliseconds."""
+    """Timeout for the first byte of a request, and for its line and headers (408), milliseconds."""
     body_idle_timeout_ms: Annotated[int, Bounds(1)] = 30_000
-    """Longest wait for the next bytes of a body (408), milliseconds."""
+    """Timeout for the next bytes of a body (408), milliseconds."""
     body_timeout_ms: Annotated[int, Bounds(1)] = 300_000
-    """Longest time for a complete body (408), milliseconds."""
+    """Timeout for a complete body (408), milliseconds."""
     idle_timeout_ms: Annotated[int, Bounds(1)] = 60_000
     """Time without a request after which a connection is closed, milliseconds, rounded up to
     seconds. It should exceed the clients' own limit (httpx: 5 s), so that no client sends a request

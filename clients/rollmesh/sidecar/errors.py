@@ -118,7 +118,7 @@ def to_http(error: RollmeshError) -> HttpError:
     param = error.field if isinstance(error, InvalidFieldError) else ""
     param = cut_text(param, _MAX_PARAM_BYTES)
     message = cut_text(error.message, MAX_MESSAGE_BYTES)
-    if error.reason == "CONTEXT_LENGTH_EXCEEDED":  # clients recognise it by its first words
+    if error.reason == "CONTEXT_LENGTH_EXCEEDED":  # clients recognise it by how it begins
         message = message.removeprefix(f"{param}: ")
     reason = error.code if isinstance(error, RemoteError) else error.reason
     body = {

@@ -46,7 +46,7 @@ class Gateway:
     async def stream_chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
     ) -> AsyncGenerator[gateway_pb2.StreamChatResponse, None]:
-        """Yields the answers piece by piece; closing the iterator cancels the call.
+        """Yields the answers as they are generated; closing the iterator cancels the call.
 
         Raises:
             RollmeshError: The gateway refused the request or failed.
@@ -86,7 +86,7 @@ class Gateway:
         """
         if not name or self._config.unknown_models == "take" or name == self._model:
             return
-        if name != (served := await self.model(refresh=True)):  # the gateway may be another now
+        if name != (served := await self.model(refresh=True)):  # the gateway may have been replaced
             raise ModelUnknownError("model", f"{name!r} does not exist; {served!r} is served here")
 
     def _call_options(self, request_id: str) -> _CallOptions:

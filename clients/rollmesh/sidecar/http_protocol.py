@@ -1,7 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol with limits on what one connection may cost.
+"""uvicorn's HTTP/1.1 protocol with limits on the cost of a connection.
 
-uvicorn leaves limits on sizes and times to a proxy. Agents call the sidecar directly, so the limits
-are here. docs/decisions/http-server.md has the measurements.
+uvicorn leaves size and time limits to a proxy. Agents call the sidecar directly, so the limits are
+enforced here. The measurements are in docs/decisions/http-server.md.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     A request is in its head until the parser has all headers, then in its body. The parser is fed
     at most `max_header_bytes` without reporting progress, which bounds endless heads, chunk
-    extensions and trailers. One timer serves all deadlines; a request that arrives in one piece
-    sets none.
+    extensions and trailers. One timer serves all deadlines; a request that arrives in a single read
+    sets no timer.
     """
 
     bounds: ClassVar[SidecarConfig]
@@ -68,12 +68,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._running: RequestResponseCycle | None = None
         self._refusal: RollmeshError | None = None
-        self._receiving: RequestResponseCycle | None = None  # the one whose body arrives
+        self._receiving: RequestResponseCycle | None = None  # the request whose body is arriving
         self._in_head = self._in_body = False
-        self._field_bytes = 0  # of the head, or of the trailers
+        self._field_bytes = 0  # size of the head or of the trailers
         self._unread_bytes = 0  # fed to the parser since it last reported progress
         self._body_bytes = 0
-        self._begun = 0.0  # the head, then the body
+        self._begun = 0.0  # start of the head, then of the body
         self._deadline = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
@@ -130,7 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._set_deadline()
 
     def on_message_begin(self) -> None:
-        """Starts a head."""
+        """Starts a request's head."""
         super().on_message_begin()
         self._in_head, self._begun, self._receiving = True, self.loop.time(), None
         self._field_bytes = self._unread_bytes = self._body_bytes = 0
@@ -151,7 +151,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Starts the request, unless its head already shows that it must be refused."""
+        """Starts the request unless its headers already require a refusal."""
         if self.parser.should_upgrade():  # the parser stops here, before the body
             if self.parser.get_method() == b"CONNECT":
                 self._stop(HttpInvalidError("CONNECT: this is not a proxy"))
@@ -168,7 +168,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._receiving = self.cycle
         self._begun = self.loop.time()
-        if self.pipeline:  # keep reading, to see the client leave; the pipeline is bounded
+        if self.pipeline:  # keep reading, to notice a disconnect; the pipeline is bounded
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -288,7 +288,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Closes our half and drops further input: an immediate close could destroy the answer."""
+        """Closes the write side and drops further input: a full close could lose the answer."""
         if self.transport.is_closing():
             return
         self.transport.write_eof()

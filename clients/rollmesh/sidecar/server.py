@@ -11,10 +11,10 @@ from rollmesh.sidecar.http_protocol import bounded
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application on a socket, and leaves signals to the process."""
+    """Serves an application on a socket and leaves signals to the process."""
 
     def __init__(self, app: ASGIApp, config: SidecarConfig) -> None:
-        """Takes the application and the limits of its connections."""
+        """Takes the application and the connection limits."""
         super().__init__(
             uvicorn.Config(
                 app,

@@ -11,9 +11,10 @@ def named_session(path: str, headers: Mapping[bytes, str]) -> tuple[str, str]:
     """Returns the id and the key of the session that a request names.
 
     Args:
-        path: The session in the path: its key, which opens it whatever other bearer token is sent;
-            its id, which needs the key as bearer token; or empty, if the bearer token names it.
-        headers: By lower-case name. `x-api-key` is read if there is no bearer token.
+        path: The session part of the path: the session's key, which works with any placeholder as
+            bearer token; the session's id, which needs the key as bearer token; or empty, if the
+            bearer token names the session.
+        headers: Headers by lower-case name. `x-api-key` is read if there is no bearer token.
 
     Raises:
         SessionKeyWrongError: There is no key, or there are two different ones.
@@ -22,7 +23,7 @@ def named_session(path: str, headers: Mapping[bytes, str]) -> tuple[str, str]:
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     bearer = bearer or headers.get(b"x-api-key", "")
     if not bearer.startswith(_KEY_PREFIX):
-        bearer = ""  # a placeholder: many agents insist on some key
+        bearer = ""  # a placeholder: many agents require some key
     if path.startswith(_KEY_PREFIX):
         if bearer and bearer != path:
             raise SessionKeyWrongError(

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests, answers and streams; knows nothing of HTTP servers.
+"""OpenAI's chat completions: requests, answers and streams, independent of the HTTP server.
 
 May import `sidecar.errors`.
 """

@@ -1,4 +1,4 @@
-"""One chat completion: what the body and the headers of an HTTP request ask for."""
+"""One chat completion, parsed from the body and the headers of an HTTP request."""
 
 from dataclasses import dataclass
 
@@ -26,9 +26,9 @@ class ChatCall:
     chat: gateway_pb2.ChatRequest
     """The request to the gateway."""
     model: str
-    """Model that the client named; empty if it named none."""
+    """Model named by the client; empty if it named none."""
     shown: Shown
-    """What the answer shows of sampled tokens."""
+    """Which token fields the answer contains."""
     streams: bool
     """Whether the answer is streamed."""
     include_usage: bool

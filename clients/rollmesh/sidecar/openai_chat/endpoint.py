@@ -24,14 +24,14 @@ from rollmesh.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
 _UNNAMED = "policy"
-"""Model in answers to requests that name none."""
+"""Model name in answers to requests that name none."""
 _LARGE_BODY_BYTES = 256 * 1024
 _LAST_WORD_S = 5.0
-"""Time that a stream gets beyond its turn, to send its error."""
+"""Extra time after the turn's timeout in which a stream may send its error."""
 
 
 class ChatEndpoint:
-    """An ASGI application: it owns the connection, and sees the client leave."""
+    """An ASGI application, so that it owns the connection and notices when the client leaves."""
 
     def __init__(self, gateway: Gateway, config: SidecarConfig) -> None:
         """Takes the gateway and the settings."""
@@ -87,12 +87,12 @@ class ChatEndpoint:
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, call: ChatCall, send: Send) -> None:
-        """Streams all choices, within the time of the turn even if the client does not read."""
+        """Streams all choices within the turn's timeout, even if the client does not read."""
         limit_s = self._turn_timeout_s + _LAST_WORD_S
         try:
             async with asyncio.timeout(limit_s):
                 await self._stream_choices(call, send)
-        except TimeoutError:  # the server closes a connection whose answer has no end
+        except TimeoutError:  # the server closes a connection whose answer is incomplete
             _log.warning("stream not read", extra=fields(after_s=limit_s))
 
     async def _stream_choices(self, call: ChatCall, send: Send) -> None:
@@ -112,11 +112,11 @@ class ChatEndpoint:
         await reply.end(answers, include_usage=call.include_usage)
 
     async def _relay(self, call: ChatCall, reply: StreamReply) -> list[gateway_pb2.ChatAnswer]:
-        """Passes on every event as it arrives; returns the complete answers by choice."""
+        """Forwards every event as it arrives; returns the complete answers by choice."""
         found: dict[int, gateway_pb2.ChatAnswer] = {}
         early: list[gateway_pb2.StreamChatResponse] = []
         async with aclosing(self._gateway.stream_chat(call.chat, call.request_id)) as responses:
-            async for response in responses:  # to the end: the gateway takes less for not read
+            async for response in responses:  # read to the end: the gateway treats less as not read
                 early.append(response)
                 if response.HasField("begun"):
                     reply.begin(response.choice_index, response.begun.answer_id)
@@ -149,7 +149,7 @@ async def _pass_on(response: gateway_pb2.StreamChatResponse, reply: StreamReply)
 
 
 async def _read_body(receive: Receive) -> bytes:
-    """Returns the body of a request, whose size the server bounds.
+    """Returns the body of a request; the server bounds its size.
 
     Raises:
         ClientDisconnect: The client left.
@@ -166,7 +166,7 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 async def _read_call(body: bytes, scope: Scope, request_id: str) -> ChatCall:
-    """Reads a request; a large one in a thread, because other requests wait for the loop."""
+    """Reads a request; a large one in a thread, so that it does not block the event loop."""
     if len(body) < _LARGE_BODY_BYTES:
         return read_call(body, scope, request_id)
     return await asyncio.to_thread(read_call, body, scope, request_id)

@@ -1,6 +1,6 @@
 """The lineage of a request, as its headers state it.
 
-`x-rollmesh-lineage` names the lineage. Without it the headers of known agents are read: Claude Code
+`x-rollmesh-lineage` names the lineage. Otherwise the headers of known agents are read: Claude Code
 sends `x-claude-code-agent-id` for its sub-agents; Codex sends `x-openai-subagent`, and the kind of
 the request in `x-codex-turn-metadata`. Other headers are ignored.
 """
@@ -26,7 +26,7 @@ def said_lineage(headers: Mapping[bytes, str]) -> types_pb2.Lineage.ValueType:
     """Returns the lineage that the headers state; UNSPECIFIED if they state none.
 
     Args:
-        headers: By lower-case name.
+        headers: Headers by lower-case name.
 
     Raises:
         InvalidFieldError: `x-rollmesh-lineage` names an unknown lineage.

@@ -44,7 +44,7 @@ def _message(message: Any, field: str) -> types_pb2.ChatMessage:
     if role is None:
         raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is no role")
     content = message.get("content")
-    if len(message) == 2 and isinstance(content, str):  # nothing else to check, as most are
+    if len(message) == 2 and isinstance(content, str):  # the common case: nothing else to check
         return types_pb2.ChatMessage(role=role, content=_parts(content))
     for key in ("function_call", "audio"):
         if message.get(key):
@@ -69,7 +69,7 @@ def _parts(text: str) -> list[types_pb2.ContentPart]:
 
 
 def _text(content: Any, field: str) -> str:
-    """Returns text, joined from its parts where it comes in parts."""
+    """Returns the text of a string or of a list of text parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

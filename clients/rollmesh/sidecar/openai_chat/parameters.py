@@ -1,7 +1,7 @@
-"""What becomes of each parameter of a chat completion: served, refused by name, or without effect.
+"""Chat-completion parameters: which are served, refused by name, or ignored.
 
-The names are those of vLLM's `ChatCompletionRequest` and of the OpenAI SDK, and those of other
-servers that would change an answer. docs/openai.md has the same table for readers.
+The names come from vLLM's `ChatCompletionRequest`, from the OpenAI SDK, and from other servers if
+the parameter would change an answer. docs/openai.md has the same table for users.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,7 +27,7 @@ SERVED = frozenset(
         "return_tokens_as_token_ids",
     }
 )  # fmt: skip
-"""Parameters that do here what they do in vLLM."""
+"""Parameters that have the same effect as in vLLM."""
 
 _GRAMMAR = "give response_format or tool_choice instead"
 _PROMPT = "the session's prompt is exactly what the chat template prints for the messages"
@@ -78,7 +78,7 @@ REFUSED: Mapping[str, str] = {
     "vllm_xargs": "no extension reads them",
     "web_search_options": "the model has the tools of the request and no others",
 }
-"""Parameters that would change the answer in a way that is not served, and what to do instead."""
+"""Unsupported parameters that would change the answer, and what to do instead."""
 
 UNUSED: Mapping[str, str] = {
     "cache_salt": "cached prefixes are shared within one mesh",
@@ -107,7 +107,7 @@ UNUSED: Mapping[str, str] = {
     "verbosity": "no template reads it",
     "watermarking": "the engine has no watermark",
 }
-"""Parameters of the two APIs that change no token and no text of an answer, and why."""
+"""Parameters of the two APIs that change neither tokens nor text of an answer, and why."""
 
 _NEUTRAL: Mapping[str, Any] = {
     "add_generation_prompt": True,
@@ -115,7 +115,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "include_reasoning": True,
     "spaces_between_special_tokens": True,
 }
-"""Values that ask for nothing, where that is neither null, false, 0 nor empty."""
+"""Values that request nothing, other than null, false, 0 and empty."""
 _MESSAGE_COUNTED = {
     "annotations", "audio", "cache_control", "parsed", "provider_specific_fields", "refusal",
 }  # fmt: skip
@@ -123,7 +123,7 @@ _COUNTED = {*UNUSED, *_MESSAGE_COUNTED, "client_metadata", "include"}
 
 
 def check_parameters(body: Mapping[str, Any]) -> None:
-    """Refuses what would change the answer and is not served; counts what changes nothing.
+    """Refuses unsupported parameters that would change the answer; counts ignored ones.
 
     Raises:
         InvalidFieldError: Names the parameter and why it is not served.
@@ -131,7 +131,7 @@ def check_parameters(body: Mapping[str, Any]) -> None:
     for name in body.keys() & REFUSED.keys():
         value = body[name]
         neutral = _NEUTRAL.get(name)
-        # An empty value asks for nothing, unless the parameter's default is another.
+        # An empty value requests nothing, unless the parameter has a different default.
         if value is None or value == neutral or (neutral in {None, "none"} and not value):
             continue
         raise InvalidFieldError(name, f"is not served: {REFUSED[name]}; leave it out")
@@ -139,7 +139,7 @@ def check_parameters(body: Mapping[str, Any]) -> None:
 
 
 def count_ignored(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Counts what is given and not known; what nobody knows shares one label, so they stay few."""
+    """Counts ignored parameters; unknown names share one label, which bounds the labels."""
     for name in given:
         if name not in known and given[name] is not None:
             IGNORED.labels(name if name in _COUNTED else "other").inc()

@@ -1,4 +1,4 @@
-"""An OpenAI chat-completions body as a `ChatRequest`; each error names the parameter."""
+"""Converts an OpenAI chat-completions body to a `ChatRequest`; errors name the parameter."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 
 def read_request(body: dict[str, Any]) -> gateway_pb2.ChatRequest:
-    """Returns the request to the gateway, without what the headers say.
+    """Returns the request to the gateway, without the fields that come from headers.
 
     Raises:
         InvalidFieldError: Names the parameter and what is wrong with it.
@@ -69,7 +69,7 @@ def read_model(body: dict[str, Any]) -> str:
     """Returns the model that a request names; empty if it names none.
 
     Raises:
-        InvalidFieldError: It is not a string, or longer than a name can be.
+        InvalidFieldError: It is not a string, or it is too long.
     """
     name = body.get("model")
     if not isinstance(name, str | None):
@@ -109,7 +109,7 @@ def _returns(body: dict[str, Any]) -> gateway_pb2.ReturnOptions | None:
 
 
 def read_shown(body: dict[str, Any]) -> Shown:
-    """Returns what the answer shows of sampled tokens.
+    """Returns which token fields the answer contains.
 
     Raises:
         InvalidFieldError: Names the parameter and what is wrong with it.

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, and as the chunks of a stream."""
+"""Answers in OpenAI's format: complete, or as the chunks of a stream."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +20,12 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def finish_reason(done: gateway_pb2.ChatAnswer, *, named: bool) -> str:
-    """Returns why an answer ended: calls that were cut by a limit are still `length`.
+    """Returns the finish reason of an answer; calls truncated by a limit are still `length`.
 
     A call of the tool that the request names ends with `stop`, as in OpenAI's API.
 
     Raises:
-        RollmeshError: It was aborted; no turn ends so.
+        RollmeshError: The answer was aborted; no turn ends this way.
     """
     if done.finish_reason not in _FINISHES:
         name = name_of(types_pb2.FinishReason.DESCRIPTOR, done.finish_reason)
@@ -64,7 +64,7 @@ def whole_answer(
 
 
 def usage(answers: Sequence[gateway_pb2.ChatAnswer]) -> dict[str, Any]:
-    """Returns the token counts: the prompt once, all choices together."""
+    """Returns the token counts: the prompt counted once, all choices summed."""
     prompt = answers[0].prompt_tokens
     completion = sum(done.completion_tokens for done in answers)
     return {
@@ -94,12 +94,12 @@ def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
 class ChunkWriter:
     """Writes the chunks of one stream.
 
-    All carry one id, as the SDKs want it: that of the first choice's answer. Each choice carries
-    the id of its own as `answer_id`, in its first and its last chunk, as in a whole answer.
+    All chunks carry the id of the first choice's answer, because the SDKs expect a single id. Each
+    choice carries its own id as `answer_id`, in its first and last chunk, as in a complete answer.
     """
 
     def __init__(self, created: int, model: str, shown: Shown, *, named: bool) -> None:
-        """Takes what every chunk carries, and whether the request names a tool to call."""
+        """Takes the fields of every chunk, and whether the request names a tool to call."""
         self._named = named
         self._shown = shown
         self._common = {
@@ -113,13 +113,13 @@ class ChunkWriter:
         self._begun: set[int] = set()
 
     def begin(self, index: int, answer_id: str) -> None:
-        """Takes the id of a choice's answer; the first choice's must come before any chunk."""
+        """Sets the id of a choice's answer; the first choice's id must be set before any chunk."""
         self._answer_ids[index] = answer_id
         if index == 0:
             self._common["id"] = answer_id
 
     def knows(self, index: int) -> bool:
-        """Says whether a choice has its id."""
+        """Returns whether a choice has its id."""
         return index in self._answer_ids
 
     def prompt(self, packed: bytes) -> bytes:
@@ -127,7 +127,7 @@ class ChunkWriter:
         return self._role(0, prompt_fields(packed))
 
     def delta(self, index: int, delta: gateway_pb2.ChatDelta) -> bytes:
-        """Returns the chunk of a piece of an answer, after its role where it is the first."""
+        """Returns the chunk for a delta of an answer; the first one also carries the role."""
         role = b"" if index in self._roles else self._role(index)
         fields: dict[str, Any] = {}
         if delta.content:
@@ -141,9 +141,9 @@ class ChunkWriter:
         return role + self._choice(index, fields, tokens=delta.tokens)
 
     def finish(self, index: int, done: gateway_pb2.ChatAnswer) -> bytes:
-        """Returns the last chunk of a choice, after the message where no piece of it was sent."""
+        """Returns the last chunk of a choice, preceded by the message if none of it was sent."""
         message = b""
-        if index not in self._begun:  # a replay, or an answer that parsing held back whole
+        if index not in self._begun:  # a replay, or an answer that the parser held back completely
             pieces = gateway_pb2.ChatDelta(
                 content=text_of(done.message), reasoning_content=done.message.reasoning_content
             )

@@ -12,7 +12,7 @@ _LEAST = -9999.0  # JSON has no infinity; vLLM writes this number
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What an answer shows of sampled tokens."""
+    """Which token fields an answer contains."""
 
     token_ids: bool = False
     logprobs: bool = False
@@ -21,7 +21,7 @@ class Shown:
 
 
 def token_fields(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, Any]:
-    """Returns the token fields of a choice or of a chunk."""
+    """Returns the token fields of a choice or a chunk."""
     fields: dict[str, Any] = {"logprobs": logprobs(tokens, shown) if shown.logprobs else None}
     if shown.token_ids:
         fields["token_ids"] = unpack_ids(tokens.token_ids_u32le, "token_ids_u32le").tolist()
@@ -29,7 +29,7 @@ def token_fields(tokens: gateway_pb2.SampledTokens, shown: Shown) -> dict[str, A
 
 
 def prompt_fields(packed: bytes) -> dict[str, Any]:
-    """Returns the field with the prompt's ids; no field if they were not asked for."""
+    """Returns the field with the prompt's ids; no field if they were not requested."""
     return {"prompt_token_ids": unpack_ids(packed, "prompt").tolist()} if packed else {}
 
 

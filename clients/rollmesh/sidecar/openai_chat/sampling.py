@@ -23,7 +23,7 @@ _MAX_STOP_TOKENS = 64
 
 
 def read_sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
-    """Returns the sampling parameters of a body; absent ones are the session's.
+    """Returns the sampling parameters of a body; absent ones default to the session's.
 
     Raises:
         InvalidFieldError: Names the parameter and what is wrong.

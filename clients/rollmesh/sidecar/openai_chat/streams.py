@@ -11,11 +11,11 @@ from rollmesh.v1 import gateway_pb2
 
 
 class StreamReply:
-    """Writes a stream; its headers are sent with the first event, so early errors have a status.
+    """Writes a stream; its headers are sent with the first event, so early errors get a status.
 
-    Nothing is buffered here for a slow client. A write waits while the server buffers 64 KiB, and
-    nothing more is read from the gateway: gRPC's window then bounds what waits to a few MiB per
-    choice.
+    Nothing is buffered here for a slow client. While the server's 64 KiB buffer is full, a write
+    waits and nothing more is read from the gateway; gRPC's flow-control window then bounds the
+    backlog to a few MiB per choice.
     """
 
     def __init__(self, send: Send, request_id: str, writer: ChunkWriter) -> None:
@@ -27,7 +27,7 @@ class StreamReply:
         self._started = False
 
     def begin(self, index: int, answer_id: str) -> None:
-        """Takes the answer id of a choice; nothing is sent before the first choice has one."""
+        """Sets the answer id of a choice; nothing is sent before the first choice has one."""
         self._writer.begin(index, answer_id)
 
     def knows(self, index: int) -> bool:
@@ -52,10 +52,10 @@ class StreamReply:
         await self._send({"type": "http.response.body", "body": usage + DONE, "more_body": False})
 
     async def fail(self, error: RollmeshError) -> None:
-        """Sends an error: with its status, or as an event if the stream has started.
+        """Sends an error with its status, or as an event if the stream has started.
 
-        A started stream is left without its end, and the server closes the connection: clients
-        would take a properly ended partial answer for a complete one.
+        A started stream is not terminated properly and the server closes the connection. Clients
+        would mistake a properly terminated partial answer for a complete one.
         """
         if self._started:
             await self._write(error_event(error))

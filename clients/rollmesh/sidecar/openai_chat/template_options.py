@@ -1,11 +1,11 @@
-"""What a chat-completions body passes to the chat template beside messages and tools."""
+"""Options that a chat-completions body passes to the chat template, besides messages and tools."""
 
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.openai_chat.values import string, to_json
 
-# Passed to every template by the gateway or by transformers.
+# The gateway or transformers passes these to every template.
 _TEMPLATE_ARGUMENTS = {
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
     "tokenize",
@@ -13,7 +13,7 @@ _TEMPLATE_ARGUMENTS = {
 
 
 def read_template_options(body: dict[str, Any]) -> str:
-    """Returns what a body passes to the chat template, as a JSON object; empty if nothing.
+    """Returns the template options of a body as a JSON object; empty if there are none.
 
     Raises:
         InvalidFieldError: Names the parameter and what is wrong with it.
@@ -26,7 +26,7 @@ def read_template_options(body: dict[str, Any]) -> str:
         raise InvalidFieldError(
             f"chat_template_kwargs.{min(taken)}", "is not an option; leave it out"
         )
-    if (effort := body.get("reasoning_effort")) is not None:  # templates know it by two names
+    if (effort := body.get("reasoning_effort")) is not None:  # templates use two names for it
         options = {
             "enable_thinking": effort != "none",
             **options,

@@ -38,7 +38,7 @@ def read_tool_choice(choice: Any) -> tuple[gateway_pb2.ToolChoice.ValueType, str
     """Returns `tool_choice`, and the name of the tool if it names one.
 
     Raises:
-        InvalidFieldError: It is not a choice that is served.
+        InvalidFieldError: The choice is not supported.
     """
     if isinstance(choice, str | None) and choice in _TOOL_CHOICES:
         return _TOOL_CHOICES[choice], ""

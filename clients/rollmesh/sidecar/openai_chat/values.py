@@ -1,4 +1,4 @@
-"""Values of a JSON body, checked; each error names the field."""
+"""Validates values of a JSON body; each error names the field."""
 
 import reprlib
 from typing import Any
@@ -12,7 +12,7 @@ _REPR.maxstring = _REPR.maxother = 100
 
 
 def excerpt(value: Any) -> str:
-    """Returns a value as errors repeat it, cut to about 100 characters."""
+    """Returns a value for an error message, truncated to about 100 characters."""
     return _REPR.repr(value)
 
 
@@ -30,7 +30,7 @@ def number(value: Any, field: str, least: float, most: float) -> float:
 
 
 def integer(value: Any, field: str, least: int | None) -> int:
-    """Returns an integer that fits 64 bits, and 31 where `least` is given.
+    """Returns an integer that fits in 64 bits, or in 31 bits if `least` is given.
 
     Raises:
         InvalidFieldError: It has another type or does not fit.
@@ -71,7 +71,7 @@ def to_json(value: Any, field: str) -> str:
     """Returns a value of the body as JSON.
 
     Raises:
-        InvalidFieldError: It is nested too deeply: orjson reads deeper than it writes.
+        InvalidFieldError: It is nested too deeply: orjson reads deeper nesting than it writes.
     """
     try:
         return orjson.dumps(value).decode()

@@ -1,6 +1,6 @@
-"""What the engine asks of a model replica: a small protocol without gRPC.
+"""The interface between the engine and a model replica: a small protocol without gRPC.
 
-Two backends implement it: `vllm` and `scripted`. The same conformance tests hold for both.
+Two backends implement it: `vllm` and `scripted`. Both pass the same conformance tests.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] = ()
     """Ids that may be sampled; empty means all."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Ids, and the number added to the logit of each."""
+    """Pairs of an id and the number added to its logit."""
     bad_sequences: tuple[tuple[int, ...], ...] = ()
-    """The last id of a sequence is not sampled right after the other ids of the sequence."""
+    """The last id of a sequence is never sampled directly after the other ids of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +45,24 @@ class Constraint:
     """A checked constraint on the sampled text."""
 
     structural_tag: str
-    """A structural tag of xgrammar, as JSON."""
+    """An xgrammar structural tag, as JSON."""
     strict: bool
-    """Whether a schema that cannot be enforced in full is refused."""
+    """Whether to refuse a schema that cannot be fully enforced."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
-    """One request."""
+    """One generation request."""
 
     request_id: str
     token_ids: TokenIds
     """The prompt, uint32 [P], P at least 1."""
     sampling: Sampling
     max_chunk_tokens: int
-    """Most tokens of one streamed chunk; 0 asks for one final chunk."""
+    """Maximum number of tokens per streamed chunk; 0 requests one final chunk."""
     constraint: Constraint | None = None
     top_logprobs: int = 0
-    """Number of most likely ids to return at each position: T."""
+    """Number of most likely ids to return at each position (T)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ class Chunk:
     token_ids: TokenIds
     """uint32 [K]."""
     logprobs: Logprobs
-    """float32 [K], in nats, at temperature 1 and without truncation: what a trainer computes from
-    the model's logits. Under a constraint they are renormalised over the allowed tokens. Penalties,
-    biases, allowed and bad ids have no influence."""
+    """float32 [K], in nats, at temperature 1 and without truncation, as a trainer computes them
+    from the model's logits. Under a constraint they are renormalised over the allowed tokens.
+    Penalties, biases, allowed ids and bad ids do not affect them."""
     top_ids: TokenIds
     """The most likely ids at each position, in descending order; uint32 [K, T]."""
     top_logprobs: Logprobs
@@ -87,7 +87,7 @@ class Finish:
 
     reason: FinishReason
     stop_token_id: int | None
-    """The sampled stop token that ended the generation, if any; it is one of the ids."""
+    """The sampled stop token that ended the generation, if any; it is included in the ids."""
     spans: tuple[types_pb2.VersionSpan, ...]
     """Policy versions of all tokens of this generation; indexes count from its first token."""
     cached_tokens: int = 0
@@ -119,11 +119,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Weights that the trainer sends through the backend's transfer engine, outside the call."""
+    """Weights that the trainer sends through the backend's transfer engine, outside the RPC."""
 
     updates: tuple[Any, ...]
-    """The `update_info` of each call of vLLM's `update_weights`: an object, or a list of objects
-    by rank. At least one."""
+    """The `update_info` of each call of vLLM's `update_weights`, at least one: an object, or a list
+    of objects by rank."""
 
 
 class Backend(Protocol):
@@ -136,7 +136,7 @@ class Backend(Protocol):
     limits: Limits
     """Known once `start` has returned."""
     died: asyncio.Event
-    """Set when the model's process died: nothing can be generated from then on."""
+    """Set when the model's process dies; nothing can be generated after that."""
 
     async def start(self) -> None:
         """Loads the model and warms it up."""
@@ -151,7 +151,7 @@ class Backend(Protocol):
         ...
 
     def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
-        """Yields chunks and then the finish; closing the iterator aborts the request at once.
+        """Yields chunks, then the finish; closing the iterator aborts the request immediately.
 
         Raises:
             InvalidConstraintError: The constraint cannot be enforced.
@@ -160,7 +160,7 @@ class Backend(Protocol):
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Ends requests: each yields what it has and finishes with ABORT."""
+        """Aborts requests: each yields the tokens sampled so far and finishes with ABORT."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -172,10 +172,10 @@ class Backend(Protocol):
         ...
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer through the transfer backend, with its `init_info`.
+        """Joins the trainer through the transfer backend, with the trainer's `init_info`.
 
         Raises:
-            WeightTransferError: The trainer was not joined.
+            WeightTransferError: Joining the trainer failed.
             EngineDeadError: The trainer took too long.
         """
         ...
@@ -183,15 +183,15 @@ class Backend(Protocol):
     async def update_weights(
         self, source: Path | Transfer, policy_version: int, mode: PauseMode
     ) -> int:
-        """Takes new weights from a safetensors file, a directory of such files, or the trainer.
+        """Loads new weights from a safetensors file, a directory of such files, or the trainer.
 
         Returns:
-            How long nothing was sampled, milliseconds.
+            Duration of the sampling pause, milliseconds.
 
         Raises:
-            InvalidWeightsError: They do not fit; the old ones stay in use.
+            InvalidWeightsError: The weights do not fit the model; the old ones stay in use.
             WeightTransferError: The transfer failed before anything was loaded.
-            EngineDeadError: The weights were loaded in part, or a transfer took too long.
+            EngineDeadError: The weights were loaded only in part, or a transfer took too long.
         """
         ...
 
@@ -200,11 +200,11 @@ class Backend(Protocol):
         ...
 
     async def wake_up(self) -> None:
-        """Takes the accelerator memory back."""
+        """Reallocates the accelerator memory."""
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Drops cached prefixes; returns whether that was possible."""
+        """Drops cached prefixes; returns whether it succeeded."""
         ...
 
     def load(self) -> Load:

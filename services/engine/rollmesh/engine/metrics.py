@@ -29,7 +29,7 @@ def watch(backend: Backend) -> None:
 
 
 def finished(finish: Finish, prompt_tokens: int) -> None:
-    """Counts a generation that ended."""
+    """Counts a finished generation."""
     GENERATIONS.labels(name_of(types_pb2.FinishReason.DESCRIPTOR, finish.reason).lower()).inc()
     TOKENS.labels("prompt").inc(prompt_tokens)
     TOKENS.labels("cached").inc(finish.cached_tokens)

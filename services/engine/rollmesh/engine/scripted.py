@@ -1,10 +1,10 @@
 """A deterministic model for tests, load tests and simulations.
 
-The same prompt ids are always continued with the same ids. A script may fix replies: a JSON array
-of `{"after": [ids], "reply": [ids]}`; the first rule whose `after` ends the prompt gives the reply.
-Without a matching rule the continuation is a hash of the prompt. Constraints, allowed and bad ids
-and biases are ignored: the script must respect them. Time is a token clock: one step samples one
-token for each running request, as continuous batching does.
+The same prompt ids always produce the same continuation. A script may define replies: a JSON array
+of `{"after": [ids], "reply": [ids]}`. The first rule whose `after` is a suffix of the prompt
+provides the reply. Without a matching rule the continuation is a hash of the prompt. Constraints,
+allowed ids, bad ids and biases are ignored; the script must respect them. Time is a token clock:
+each step samples one token for every running request, as continuous batching does.
 """
 
 import asyncio
@@ -37,22 +37,22 @@ from rollmesh.v1 import engine_pb2, types_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedConfig:
-    """How the scripted model behaves."""
+    """Behavior of the scripted model."""
 
     vocabulary_tokens: int = 1000
     max_context_tokens: int = 131_072
     eos_id: int = 1
-    """Ends every reply that no limit cuts."""
+    """Ends every reply that is not truncated by a limit."""
     reply_tokens: int = 32
     """Length of hashed replies, including the end token."""
     tokens_per_second: float = 0.0
     """Steps of the token clock per second; 0 is as fast as possible."""
     max_running: int = 256
-    """Requests sampled at the same time; others wait."""
+    """Maximum number of requests sampled concurrently; others wait."""
     script: Path | None = None
-    """File with fixed replies."""
+    """JSON file with the replies."""
     weight_transfer: str = ""
-    """Name of the transfer backend that it pretends to have."""
+    """Name of the weight transfer backend to simulate."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,7 @@ class _Request:
         return self.aborted or self.sampled == len(self.reply)
 
     def sample(self, count: int, policy_version: int) -> None:
-        """Samples the next tokens under a version."""
+        """Samples the next tokens under a policy version."""
         start, self.sampled = self.sampled, min(self.sampled + count, len(self.reply))
         if not self.spans or self.spans[-1].policy_version != policy_version:
             span = types_pb2.VersionSpan(policy_version=policy_version, start=start)
@@ -86,7 +86,7 @@ class ScriptedBackend:
     name = "scripted"
 
     def __init__(self, config: ScriptedConfig, policy_version: int = 0) -> None:
-        """Takes the behaviour and the initial policy version."""
+        """Takes the configuration and the initial policy version."""
         self._config = config
         self.limits = Limits(
             config.vocabulary_tokens, config.max_context_tokens, frozenset({config.eos_id})
@@ -100,7 +100,7 @@ class ScriptedBackend:
         self._places = asyncio.Semaphore(config.max_running)
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._open = asyncio.Event()  # cleared by a pause, which holds new requests back
+        self._open = asyncio.Event()  # cleared by a pause, so that new requests wait
         self._open.set()
         self._inside = 0
         self._idle = asyncio.Event()
@@ -125,7 +125,7 @@ class ScriptedBackend:
         await self.died.wait()
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
-        """Yields chunks and then the finish; closing the iterator ends the request."""
+        """Yields chunks, then the finish; closing the iterator ends the request."""
         state = self._new_request(request)
         self._requests[request.request_id] = state
         try:
@@ -140,7 +140,7 @@ class ScriptedBackend:
             del self._requests[request.request_id]
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Ends requests; each finishes with the tokens it has."""
+        """Aborts requests; each finishes with the tokens sampled so far."""
         for request_id in request_ids:
             if (state := self._requests.get(request_id)) is not None:
                 state.aborted = True
@@ -150,7 +150,7 @@ class ScriptedBackend:
                 gate.clear()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling; if it is cancelled while requests finish, nothing changes."""
+        """Stops sampling; if cancelled while waiting for requests to finish, nothing changes."""
         was_paused = not self._resumed.is_set()
         self._open.clear()
         try:
@@ -171,7 +171,7 @@ class ScriptedBackend:
         self._open.set()
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Joins nobody, but checks for the rank that a member needs."""
+        """Joins no trainer, but checks that `init_info` has the rank that a member needs."""
         if not isinstance(init_info.get("rank_offset"), int):
             raise WeightTransferError("init_info: rank_offset is missing; give a number")
         self._joined = True
@@ -179,7 +179,7 @@ class ScriptedBackend:
     async def update_weights(
         self, source: Path | Transfer, policy_version: int, mode: PauseMode
     ) -> int:
-        """Reads the names of the tensors, as a model would, and takes the version."""
+        """Reads the tensor names, as a model would, and adopts the version."""
         started = clock.monotonic_ms()
         was_paused = not self._resumed.is_set()
         await self.pause(mode)
@@ -195,12 +195,12 @@ class ScriptedBackend:
         return clock.monotonic_ms() - started
 
     async def sleep(self, level: int) -> None:  # noqa: ARG002 - the protocol's
-        """Ends all requests and takes no tokens until `wake_up`."""
+        """Ends all requests and samples nothing until `wake_up`."""
         self._sleeping = True
         await self.pause(engine_pb2.PAUSE_MODE_ABORT)
 
     async def wake_up(self) -> None:
-        """Takes requests again."""
+        """Accepts requests again."""
         self._sleeping = False
         await self.resume()
 
@@ -244,7 +244,7 @@ class ScriptedBackend:
         room = self._config.max_context_tokens - len(request.token_ids)
         reply = reply[: min(sampling.max_tokens, room)]
         logprobs = (-((reply % 97).astype(np.float32)) / np.float32(50)).astype(np.float32)
-        # The sampled id is the most likely; the following ids come after it.
+        # The sampled id is the most likely one, followed by the next higher ids.
         ranks = np.arange(request.top_logprobs, dtype=np.uint32)
         top_ids = (reply[:, None] + ranks) % np.uint32(self._config.vocabulary_tokens)
         below = (ranks.astype(np.float32) / np.float32(2)).astype(np.float32)
@@ -258,13 +258,13 @@ class ScriptedBackend:
             ):
                 return reply
         seed = zlib.crc32(np.ascontiguousarray(prompt, "<u4").tobytes())
-        # Ids from 2 up: 0 is for padding and 1 for the end token.
+        # Ids start at 2: 0 is padding and 1 is the end token.
         words = (np.arange(1, self._config.reply_tokens, dtype=np.uint64) * 2654435761 + seed) >> 7
         ids = words % np.uint64(self._config.vocabulary_tokens - 2) + np.uint64(2)
         return np.append(ids, self._config.eos_id).astype(np.uint32)
 
     async def _steps(self, state: _Request, max_chunk_tokens: int) -> AsyncIterator[Chunk]:
-        """Samples step by step, and yields chunks of the requested size."""
+        """Samples step by step and yields chunks of the requested size."""
         passed = 0
         while not state.over:
             await self._resumed.wait()

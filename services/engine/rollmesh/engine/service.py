@@ -24,7 +24,7 @@ class EngineService:
     name = "rollmesh.v1.EngineService"
 
     def __init__(self, config: EngineConfig) -> None:
-        """Makes the backend; `running` starts it."""
+        """Creates the backend; `running` starts it."""
         self._config = config
         self._backend = make_backend(config)
         self._servicer = EngineServicer(self._backend, config.engine_id, config.model)
@@ -33,7 +33,7 @@ class EngineService:
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
-        """Whether weights may come by a transfer backend."""
+        """Returns whether weights can be received through a transfer backend."""
         found = {server_pb2.CAPABILITY_WEIGHT_TRANSFER} if self._backend.weight_transfer else set()
         return frozenset(found)
 
@@ -124,7 +124,7 @@ def _tokenizer_of(config: EngineConfig) -> str:
 
 
 def make_backend(config: EngineConfig) -> Backend:
-    """Returns the backend of the settings.
+    """Returns the configured backend.
 
     Raises:
         ConfigError: vLLM has no such option.
@@ -141,7 +141,7 @@ def make_backend(config: EngineConfig) -> Backend:
             weight_transfer=config.weight_transfer,
         )
         return ScriptedBackend(scripted)
-    # Imported here: vLLM takes seconds, and the scripted backend does not need it.
+    # Imported here: importing vLLM takes seconds, and the scripted backend does not need it.
     from rollmesh.engine.vllm.backend import VllmBackend  # noqa: PLC0415
     from rollmesh.engine.vllm.options import read_options  # noqa: PLC0415
     from rollmesh.engine.vllm.start import VllmConfig  # noqa: PLC0415

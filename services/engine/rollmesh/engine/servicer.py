@@ -1,4 +1,4 @@
-"""EngineService: checks fields, calls the backend, answers."""
+"""EngineService: checks requests, calls the backend and answers."""
 
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -33,7 +33,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Serves one backend."""
 
     def __init__(self, backend: Backend, engine_id: str, model: str) -> None:
-        """Takes the backend, and the names of the engine and its model."""
+        """Takes the backend and the names of the engine and its model."""
         self._backend = backend
         self._engine_id = engine_id
         self._model = model
@@ -41,7 +41,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._repeats = Repeats()
         metrics.watch(backend)
         self.weights = WeightUpdates(backend)
-        """Updates of the backend's weights."""
+        """Weight updates of the backend."""
 
     async def Generate(
         self, request: engine_pb2.GenerateRequest, context: Context
@@ -80,7 +80,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _run(
         self, request: engine_pb2.GenerateRequest, max_chunk_tokens: int
     ) -> AsyncGenerator[Chunk | Finish, None]:
-        """Yields what the backend samples for a request, and the finish last."""
+        """Yields the backend's outputs for a request; the finish comes last."""
         self._check_model(request.model)
         generate = read_generate(request, self._backend.limits, max_chunk_tokens)
         if self._backend.died.is_set():

@@ -1,4 +1,4 @@
-"""Weight updates of an engine: received, loaded once, and always to the end."""
+"""Weight updates of an engine: received, loaded once and always completed."""
 
 import asyncio
 import tempfile
@@ -13,20 +13,20 @@ from rollmesh.runtime.errors import InvalidFieldError, InvalidWeightsError, Stal
 from rollmesh.runtime.rpc.uploads import write_chunks
 from rollmesh.v1 import engine_pb2
 
-_SILENCE_MS = 60_000  # longest wait for a chunk: other updates wait for this one
+_SILENCE_MS = 60_000  # longest wait for a chunk; other updates wait meanwhile
 _LIMIT = "the engine's limit"
 _T = TypeVar("_T")
 
 
 class WeightUpdates:
-    """Updates of one backend, one at a time."""
+    """The weight updates of one backend; they run one at a time."""
 
     def __init__(self, backend: Backend) -> None:
         """Takes the backend with its initial weights."""
         self._backend = backend
         self._lock = asyncio.Lock()
         self.push_id = ""
-        """Id of the push that brought the current weights; empty for the initial weights."""
+        """Id of the push that delivered the current weights; empty for the initial weights."""
         self.changed = asyncio.Event()
         """Set when the policy version may have changed."""
 
@@ -34,7 +34,7 @@ class WeightUpdates:
         """Joins the trainer through the transfer backend.
 
         Raises:
-            WeightTransferError: The trainer was not joined.
+            WeightTransferError: Joining the trainer failed.
             EngineDeadError: The trainer took too long.
         """
         async with self._lock:
@@ -43,17 +43,17 @@ class WeightUpdates:
     async def update(
         self, header: engine_pb2.UpdateWeightsHeader, chunks: AsyncIterator[bytes]
     ) -> int:
-        """Takes new weights; a push that the engine already holds changes nothing.
+        """Loads new weights; a push that the engine already holds changes nothing.
 
         Args:
             header: Version and source of the weights.
             chunks: The safetensors file, if that is the source.
 
         Returns:
-            How long nothing was sampled, milliseconds.
+            Duration of the sampling pause, milliseconds.
 
         Raises:
-            InvalidFieldError: A field is wrong.
+            InvalidFieldError: A field is invalid.
             StaleVersionError: The version is not above the current one.
             InvalidWeightsError: The weights do not fit the model; the old ones stay in use.
         """
@@ -63,7 +63,7 @@ class WeightUpdates:
             try:
                 paused_ms = await self._receive(header, chunks)
                 metrics.PAUSED_SECONDS.observe(paused_ms / 1000)
-            finally:  # the version may have changed even if the caller went away
+            finally:  # the version may have changed even if the caller left
                 self.changed.set()
         return paused_ms
 
@@ -121,9 +121,9 @@ class WeightUpdates:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """Runs an update to completion even if the caller goes away, and raises that afterwards.
+    """Runs an update to completion even if the caller is cancelled; then raises the cancellation.
 
-    An update cut short would leave the model paused, or new weights under the old version.
+    An interrupted update would leave the model paused, or new weights under the old version.
     """
     update = asyncio.get_running_loop().create_task(work)
     try:

@@ -15,13 +15,13 @@ class RouterConfig(ServerConfig):
     port: Port = 7100
     """Port to listen on; 0 takes a free one."""
     data_dir: Path = Path("var/router")
-    """Folder where accepted weights are kept for engines that come late, by model."""
+    """Folder where accepted weights are kept, by model, for engines that join later."""
     control_timeout_ms: Annotated[int, Bounds(1)] = 600_000
-    """Longest control call to one engine, milliseconds."""
+    """Timeout of a control call to one engine, milliseconds."""
     push_silence_ms: Annotated[int, Bounds(1)] = 30_000
     """Longest wait for the next chunk of a push, milliseconds."""
     replica_silence_ms: Annotated[int, Bounds(2_000)] = 10_000
     """Time without a report after which another process may take a member's id, milliseconds."""
     max_version_step: Annotated[int, Bounds(1)] = 1_000_000
-    """Most that the policy version of a push may be above the last one: what is further is taken
-    for a mistake and refused, because no version below it could be pushed any more."""
+    """Largest step of the policy version from one push to the next. A larger step is refused as a
+    mistake, because no lower version could be pushed after it."""

@@ -14,7 +14,7 @@ class Control:
     """Pauses, resumes and joins the engines of a model; every call returns a result per engine."""
 
     def __init__(self, models: Models, timeout_s: float) -> None:
-        """Takes the models and the longest call to one engine, seconds."""
+        """Takes the models and the timeout of a call to one engine, seconds."""
         self._models = models
         self._timeout_s = timeout_s
 
@@ -48,8 +48,8 @@ class Control:
         """Makes the engines of a model join the trainer.
 
         Args:
-            request: What every engine is sent.
-            by_engine: The `init_json` of engines that are sent their own, by engine id.
+            request: The request to send to every engine.
+            by_engine: The `init_json` of engines that receive their own, by engine id.
 
         Raises:
             InvalidFieldError: The mesh does not have the model, or one of these engines.

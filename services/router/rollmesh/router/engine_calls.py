@@ -12,7 +12,7 @@ from rollmesh.v1 import engine_pb2_grpc, router_pb2
 async def call_engine(
     engine: Engine, call: Callable[["engine_pb2_grpc.EngineServiceAsyncStub"], Awaitable[object]]
 ) -> router_pb2.EngineResult:
-    """Calls an engine; returns the result, also of a call that failed."""
+    """Calls an engine and returns the result; a failed call also yields a result."""
     try:
         async with open_channel(engine.address) as channel:
             with typed_errors():
@@ -23,5 +23,5 @@ async def call_engine(
 
 
 def failed(engine: Engine, error: RollmeshError) -> router_pb2.EngineResult:
-    """Returns the result of a call that failed."""
+    """Returns the result of a failed call."""
     return router_pb2.EngineResult(engine_id=engine.engine_id, status=to_status(error))

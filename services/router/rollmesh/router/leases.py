@@ -1,4 +1,4 @@
-"""Engines, sessions and leases: plain state and one picking rule.
+"""Engines, sessions and leases: plain state and one placement rule.
 
 Invariants after every step:
 
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 RefusalReason: TypeAlias = Literal["NO_ENGINE", "ENGINES_BUSY", "INVALID_LEASE"]
 
 IMBALANCE_FACTOR = 1.5
-"""A session leaves an engine that holds more than this many times the mean of sessions ..."""
+"""A session leaves an engine with more than this many times the mean number of sessions ..."""
 IMBALANCE_MARGIN = 8
 """... and at least this many more than the mean."""
 _NO_ENGINE_MS, _BUSY_MS = 200, 100
@@ -23,7 +23,7 @@ _MOST_WHYS = 3
 
 
 class Target(NamedTuple):
-    """The weights that the engines of a model must hold to be leased."""
+    """The weights that an engine of a model must hold to be leased."""
 
     policy_version: int
     push_id: str
@@ -31,7 +31,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Booker:
-    """The gateway of a stream, and which engines it can use."""
+    """The gateway of a stream, and the engines that it can use."""
 
     gateway_id: str = ""
     model: str = ""
@@ -51,12 +51,12 @@ class Engine:
     policy_version: int = 0
     draining: bool = False
     push_id: str = ""
-    """Id of the push that brought its weights; empty for its initial weights."""
+    """Id of the push that delivered its weights; empty for its initial weights."""
     tokenizer_sha256: str = ""
-    """Empty if it has no tokenizer: it fits any gateway."""
+    """Empty if it has no tokenizer; such an engine is compatible with any gateway."""
     vocabulary_tokens: int = 0
     fault: str = ""
-    """Why it is out of service: an impossible answer. Cleared when it registers again."""
+    """The impossible answer that took it out of service. Cleared when it registers again."""
     update_error: str = ""
     """Why its last weight update failed; empty if it succeeded."""
     leases: int = 0
@@ -99,7 +99,7 @@ def misfit(engine: Engine, booker: Booker) -> str:
 
 
 def is_overloaded(engine: Engine, mean_sessions: float) -> bool:
-    """Returns whether sessions should leave an engine for balance."""
+    """Returns whether sessions should leave an engine to balance the load."""
     held = len(engine.sessions)
     return held > IMBALANCE_FACTOR * mean_sessions and held >= mean_sessions + IMBALANCE_MARGIN
 
@@ -111,11 +111,11 @@ def pick(
     sibling: Engine | None,
     mean_sessions: float,
 ) -> Engine | None:
-    """Picks one of the engines that may be leased now.
+    """Picks one of the engines that can be leased now.
 
-    A session stays on its engine (`placed`), a new one joins the siblings of its group
+    A session stays on its engine (`placed`), and a new session joins the siblings of its group
     (`sibling`), unless that engine is overloaded. Otherwise the engine with the fewest sessions
-    wins, then the fewest leases, then the least recently picked.
+    wins; ties go to the fewest leases, then to the least recently picked.
     """
     for wanted in (placed, sibling):
         if wanted is not None and wanted in engines and not is_overloaded(wanted, mean_sessions):
@@ -152,7 +152,7 @@ class LeaseTable:
         return f"{len(self.engines)} engines, {len(self._placed)} sessions, {leases} leases"
 
     def add_engine(self, engine: Engine) -> None:
-        """Adds an engine; state of an earlier engine with its id is dropped."""
+        """Adds an engine; the state of an earlier engine with the same id is dropped."""
         self.remove_engine(engine.engine_id)
         self.engines[engine.engine_id] = engine
 
@@ -258,7 +258,7 @@ class LeaseTable:
         return engine
 
     def left_out(self, engine: Engine) -> str:
-        """Returns why an engine is not leased to every gateway of its model; empty if it is."""
+        """Returns why some gateways of its model cannot lease an engine; empty if all can."""
         bookers = (one for one in self._bookers.values() if one.model == engine.model)
         misfits = (misfit(engine, booker) for booker in bookers)
         return self._unfit(engine) or next(filter(None, misfits), "")
@@ -274,7 +274,7 @@ class LeaseTable:
         )
 
     def _unfit(self, engine: Engine) -> str:
-        """Returns why an engine is not leased to any gateway; empty if it may be."""
+        """Returns why no gateway can lease an engine; empty if it can be leased."""
         if engine.fault:
             return f"it is out of service until it registers again: {engine.fault}"
         if engine.draining:

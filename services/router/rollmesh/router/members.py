@@ -1,4 +1,4 @@
-"""The registered replicas: one member for each id."""
+"""The registered replicas: one member per id."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ class Member:
     hello: router_pb2.ReplicaHello
     """Its identity and its last reported load."""
     heard: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it reports, and when its stream ends."""
+    """Set when the replica reports and when its stream ends."""
 
 
 class Members:
@@ -73,11 +73,11 @@ class Members:
         return member
 
     def has(self, member: Member) -> bool:
-        """Returns whether a member still has its id."""
+        """Returns whether a member still owns its id."""
         return self._members.get(member.hello.replica_id) is member
 
     def reported(self, member: Member, load: router_pb2.ReplicaLoad) -> None:
-        """Stores a report.
+        """Records a report.
 
         Raises:
             ReplicaIdInUseError: Another stream took over the id.

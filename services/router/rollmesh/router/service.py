@@ -30,7 +30,7 @@ class RouterService:
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
-        """None: every router can do the same."""
+        """Returns no capabilities: all routers offer the same."""
         return frozenset()
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -39,7 +39,7 @@ class RouterService:
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
-        """Restores the kept weights, and owns the updates of engines.
+        """Restores the kept weights and runs the updates of engines.
 
         Raises:
             StoreError: The folder for weights cannot be read or written.
@@ -54,6 +54,6 @@ class RouterService:
         """Does nothing: members see their streams end."""
 
     async def failed(self) -> str:
-        """Waits forever: a router fails only with its process."""
+        """Waits forever: a router can only fail together with its process."""
         await asyncio.Event().wait()
         return ""

@@ -1,4 +1,4 @@
-"""RouterService: checks fields, steps the lease table, answers."""
+"""RouterService: checks requests, applies them to the router's state and answers."""
 
 import logging
 import uuid
@@ -49,7 +49,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._repeats = Repeats()
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Restores the kept weights, and owns the updates of engines.
+        """Restores the kept weights and runs the updates of engines.
 
         Raises:
             StoreError: The folder of weights cannot be read or written.
@@ -240,7 +240,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
 
 def _typed(reason: RefusalReason, message: str, retry_delay_ms: int) -> RollmeshError:
-    """Returns the error that a refusal is on the wire."""
+    """Returns the error that reports a refusal on the wire."""
     match reason:
         case "NO_ENGINE":
             return NoEngineError(message, retry_delay_ms=retry_delay_ms)
@@ -251,7 +251,7 @@ def _typed(reason: RefusalReason, message: str, retry_delay_ms: int) -> Rollmesh
 
 
 def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWeightsHeader:
-    """Returns what engines are told of a push."""
+    """Returns the header of a push that engines receive."""
     update = engine_pb2.UpdateWeightsHeader(
         policy_version=header.policy_version, pause_mode=header.pause_mode, model=header.model
     )

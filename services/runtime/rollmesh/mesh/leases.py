@@ -1,7 +1,7 @@
-"""Books places on engines over one `Dispatch` stream.
+"""Acquires engine leases over one `Dispatch` stream.
 
-When this process dies the stream ends and the router frees every place it held. A booking that is
-cancelled while it is asked for is released as soon as it is granted, so nothing leaks.
+When this process dies, the stream ends and the router frees every lease it held. A request that is
+cancelled before the router answers is released as soon as it is granted, so no lease leaks.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 _BUSY_MS = 1000
 _MAX_OUTGOING = 65_536
-_RELEASE_S = 0.002  # how long a release waits for a booking to share a message with
+_RELEASE_S = 0.002  # how long a release waits to share a message with the next acquire
 
 
 class _Line:
     """One stream's outgoing messages; when the stream ends, the router frees its leases.
 
-    Releases are batched with the next booking for up to 2 ms, so a turn costs one message.
+    Releases are batched with the next acquire for up to 2 ms, so a turn costs one message.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _Line:
         self._releases: list[router_pb2.ReleaseLease] = []
 
     def acquire(self, acquire: router_pb2.AcquireLease) -> None:
-        """Asks for a lease.
+        """Requests a lease.
 
         Raises:
             asyncio.QueueFull: The router reads too slowly.
@@ -51,27 +51,27 @@ class _Line:
         self._send(router_pb2.DispatchRequest(acquire=acquire))
 
     def release(self, lease_id: str, engine_fault: str = "") -> None:
-        """Gives a lease back, with what its engine answered that cannot be right."""
+        """Releases a lease; `engine_fault` describes an impossible answer of its engine."""
         if not self._releases:
             asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
         release = router_pb2.ReleaseLease(lease_id=lease_id, engine_fault=engine_fault)
         self._releases.append(release)
         if engine_fault:
-            self._flush()  # no other session should get that engine meanwhile
+            self._flush()  # at once, so that no other session gets that engine
 
     def forget(self, session_id: str) -> None:
-        """Says that a session is over."""
+        """Tells the router that a session has ended."""
         forget = router_pb2.ForgetSession(session_id=session_id)
         with suppress(asyncio.QueueFull):  # the router forgets it when the stream ends
             self._send(router_pb2.DispatchRequest(forget=forget))
 
     def end(self) -> None:
-        """Lets the call's own task end."""
+        """Ends the request stream, so that the call's task can finish."""
         with suppress(asyncio.QueueFull):
             self.messages.put_nowait(None)
 
     def _flush(self) -> None:
-        if not self._releases:  # they went with another message
+        if not self._releases:  # they were sent with another message
             return
         try:
             self._send(router_pb2.DispatchRequest())
@@ -85,7 +85,7 @@ class _Line:
 
 
 class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
-    """One gateway's bookings."""
+    """The engine leases of one gateway."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         tokenizer_sha256: str = "",
         vocabulary_tokens: int = 0,
     ) -> None:
-        """Says who books at a router.
+        """Identifies the gateway to the router.
 
         Args:
             router: `host:port`.
             gateway_id: Id of the gateway.
-            model: Name of the model of the engines; empty means the only one in the mesh.
-            tokenizer_sha256: Digest of the tokenizer that they must have; empty means any.
-            vocabulary_tokens: Number of ids of the model; 0 means any.
+            model: Name of the engines' model; empty means the only model in the mesh.
+            tokenizer_sha256: Digest of the tokenizer that the engines must have; empty means any.
+            vocabulary_tokens: Vocabulary size of the model, ids; 0 means any.
         """
         self._router = router
         self._hello = router_pb2.DispatchHello(
@@ -120,7 +120,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "LeaseClient":
-        """Begins to connect; returns at once."""
+        """Starts connecting in the background and returns at once."""
         await self._group.__aenter__()
         self._task = self._group.create_task(self._stay())
         return self
@@ -131,7 +131,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Ends the stream; the router frees what was held."""
+        """Ends the stream; the router frees its leases."""
         if self._task is not None:
             self._task.cancel()
         await self._group.__aexit__(None, None, None)
@@ -145,14 +145,14 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         excluded: Sequence[str] = (),
         deadline_ms: int,
     ) -> AsyncIterator[router_pb2.LeaseGrant]:
-        """Holds a place on an engine while the block runs.
+        """Holds a lease on an engine while the block runs.
 
-        An `EngineFaultError` of the block takes the engine out of service.
+        An `EngineFaultError` raised by the block takes the engine out of service.
 
         Raises:
-            InvalidLeaseError: The mesh has several models, and none was named.
-            EnginesBusyError: Every engine was full until the deadline.
-            NoEngineError: There was no engine, or no router, until the deadline.
+            InvalidLeaseError: The mesh has several models and none was named.
+            EnginesBusyError: Every engine was at capacity until the deadline.
+            NoEngineError: No engine, or no router, was available until the deadline.
         """
         request = router_pb2.AcquireLease(
             session_id=session_id, group_id=group_id, excluded_engine_ids=excluded
@@ -168,14 +168,14 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
             line.release(lease_id, fault)
 
     def forget(self, session_id: str) -> None:
-        """Says that a session is over."""
+        """Tells the router that a session has ended."""
         if self._line is not None:
             self._line.forget(session_id)
 
     async def _acquire_until(
         self, request: router_pb2.AcquireLease, deadline_ms: int
     ) -> tuple[str, _Line, router_pb2.LeaseGrant]:
-        """Asks until a place is granted; an engine that was excluded in vain is allowed again."""
+        """Retries until a lease is granted; drops the exclusions if they leave no engine."""
         deadline = clock.monotonic_ms() + deadline_ms
         refusal: RollmeshError = NoEngineError("no router answered")
         while (left_ms := deadline - clock.monotonic_ms()) > 0:
@@ -221,7 +221,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
                 "the router takes no more bookings", retry_delay_ms=_BUSY_MS
             ) from None
         except asyncio.CancelledError:
-            line.release(lease_id)  # granted or about to be
+            line.release(lease_id)  # it was granted, or will be
             raise
         finally:
             self._waiting.pop(lease_id, None)
@@ -250,7 +250,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
                 await asyncio.sleep(backoff.next_s())
 
     def _disconnected(self) -> None:
-        """Lets those who wait ask again: the router has freed what this stream held."""
+        """Makes pending requests retry: the router has freed the leases of this stream."""
         self._connected.clear()
         if self._line is not None:
             self._line.end()

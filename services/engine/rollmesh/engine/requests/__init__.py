@@ -1,4 +1,4 @@
-"""Checked reading of requests: sampling parameters, constraints and weight transfers.
+"""Parses and validates requests: sampling parameters, constraints and weight transfers.
 
 May import `engine.backend`.
 """

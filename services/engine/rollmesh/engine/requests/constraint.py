@@ -1,4 +1,4 @@
-"""Checks constraints as far as possible without a grammar library."""
+"""Validates constraints as far as possible without a grammar library."""
 
 import json
 from typing import Any
@@ -8,8 +8,8 @@ from rollmesh.engine.requests.schema_cost import most_optional, tag_schemas
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
 from rollmesh.v1 import engine_pb2
 
-# vLLM's client reads a tag on the event loop, in time superlinear in its depth: at most about
-# 0.1 s with these limits.
+# vLLM's client parses a tag on the event loop in time superlinear in its depth. These limits keep
+# that below about 0.1 s.
 _MAX_BYTES = 128 * 1024
 _MAX_NESTING = 64
 _MAX_OPTIONAL = 256  # 80 ms of every step for a vocabulary of 150,000 tokens
@@ -17,11 +17,11 @@ _FIELD = "constraint.structural_tag"
 
 
 def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> Constraint | None:
-    """Returns the checked constraint of a request; None if it has none.
+    """Returns the validated constraint of a request; None if it has none.
 
     Raises:
-        InvalidConstraintError: It is not a structural tag, or too large.
-        InvalidSamplingError: A sampling parameter contradicts it.
+        InvalidConstraintError: It is not a structural tag, or it is too large.
+        InvalidSamplingError: A sampling parameter conflicts with it.
     """
     if not request.HasField("constraint"):
         return None
@@ -44,7 +44,7 @@ def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> 
             f"alternatives; give at most {_MAX_OPTIONAL}: require some, or nest them",
         )
     for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_sequences"):
-        if getattr(sampling, name):  # where the tag ends, only an end token is allowed
+        if getattr(sampling, name):  # after the end of the tag only an end token is allowed
             raise InvalidSamplingError(f"sampling.{name}", "cannot be combined with a constraint")
     return Constraint(text, request.constraint.strict)
 

@@ -1,4 +1,4 @@
-"""Checks a request to generate."""
+"""Validates generation requests."""
 
 from rollmesh.engine.backend import GenerateInput, Limits
 from rollmesh.engine.requests.constraint import read_constraint
@@ -18,12 +18,12 @@ _MAX_ID_CHARS = 128
 def read_generate(
     request: engine_pb2.GenerateRequest, limits: Limits, max_chunk_tokens: int
 ) -> GenerateInput:
-    """Returns a checked request.
+    """Returns the validated request.
 
     Args:
         request: The request.
         limits: Limits of the backend.
-        max_chunk_tokens: Most tokens of one streamed chunk; 0 asks for one final chunk.
+        max_chunk_tokens: Maximum number of tokens per streamed chunk; 0 requests one final chunk.
 
     Raises:
         InvalidFieldError: Names the field and what is wrong with it.
@@ -50,11 +50,11 @@ def read_generate(
 
 
 def _check_prompt(request: GenerateInput, limits: Limits) -> None:
-    """Checks a prompt against what the model can take.
+    """Checks a prompt against the limits of the model.
 
     Raises:
         PromptEmptyError: It has no ids.
-        TokenOutOfVocabularyError: It has an id that the model does not know.
+        TokenOutOfVocabularyError: It has an id outside of the vocabulary.
         PromptTooLongError: It leaves no room for an answer.
     """
     ids, field = request.token_ids, "token_ids_u32le"

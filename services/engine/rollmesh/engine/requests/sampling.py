@@ -1,4 +1,4 @@
-"""Checks sampling parameters and fills in their defaults."""
+"""Validates sampling parameters and fills in their defaults."""
 
 import math
 from typing import NamedTuple
@@ -36,7 +36,7 @@ MAX_TOP_LOGPROBS = 20  # vLLM's own default limit
 
 
 def read_sampling(params: types_pb2.SamplingParams, room: int, vocabulary_tokens: int) -> Sampling:
-    """Returns checked parameters; `max_tokens` is at most `room`, the ids left in the context.
+    """Returns validated parameters; `max_tokens` is capped at `room`, the ids left in the context.
 
     Raises:
         InvalidSamplingError: Names the field.

@@ -1,4 +1,4 @@
-"""Reads the description of a weight transfer; the weights themselves bypass gRPC."""
+"""Parses the description of a weight transfer; the weights themselves bypass gRPC."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ def read_transfer(transfer: engine_pb2.WeightTransfer, own_backend: str) -> Tran
 
     Raises:
         WeightTransferError: The engine was not started with that backend.
-        InvalidFieldError: There is no description, or one is not a JSON object or list.
+        InvalidFieldError: There is no description, or one is neither a JSON object nor a list.
     """
     _check_backend(transfer.backend, own_backend)
     field = "header.transfer.update_json"

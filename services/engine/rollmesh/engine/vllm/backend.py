@@ -1,4 +1,4 @@
-"""The vLLM backend: `AsyncLLM` with token ids in, ids and flat log-probs out, no text."""
+"""The vLLM backend: `AsyncLLM` with token ids in, ids and flat log-probabilities out, no text."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ class VllmBackend:
     name = "vllm"
 
     def __init__(self, config: VllmConfig, policy_version: int = 0) -> None:
-        """Takes the settings and the version of the weights in `model_path`."""
+        """Takes the settings and the policy version of the weights in `model_path`."""
         self._config = config
         self.weight_transfer = config.weight_transfer
         self._policy_version = policy_version
@@ -81,7 +81,7 @@ class VllmBackend:
             frozenset(eos if isinstance(eos, list) else [eos]),
         )
         await self._llm.update_weight_version(str(self._policy_version))
-        # The first constraint makes vLLM read the vocabulary, which takes seconds.
+        # With its first constraint vLLM reads the vocabulary, which takes seconds.
         first = Constraint(_ANY_TEXT, strict=False) if self._takes_constraints else None
         one = GenerateInput("warm-up", np.zeros(1, np.uint32), Sampling(max_tokens=2), 0, first)
         async for _ in self.generate(one):
@@ -99,7 +99,7 @@ class VllmBackend:
         self.died.set()
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
-        """Yields chunks and then the finish; closing the iterator aborts the request in vLLM.
+        """Yields chunks, then the finish; closing the iterator aborts the request in vLLM.
 
         Raises:
             InvalidConstraintError: The constraint cannot be enforced.
@@ -131,11 +131,11 @@ class VllmBackend:
             del self._running[request.request_id]
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Ends requests; each finishes with the tokens it has."""
+        """Aborts requests; each finishes with the tokens sampled so far."""
         await self._llm.abort([id_ for id_ in request_ids if id_ in self._running])
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling; if it is cancelled while requests finish, nothing changes."""
+        """Stops sampling; if cancelled while waiting for requests to finish, nothing changes."""
         try:
             await self._llm.pause_generation(mode=_name_of(mode), clear_cache=False)
         except asyncio.CancelledError:
@@ -153,7 +153,7 @@ class VllmBackend:
         """Joins the trainer; vLLM samples nothing while it waits.
 
         Raises:
-            WeightTransferError: The trainer was not joined.
+            WeightTransferError: Joining the trainer failed.
             EngineDeadError: The trainer took too long.
         """
         async with self._control:
@@ -163,12 +163,12 @@ class VllmBackend:
     async def update_weights(
         self, source: Path | Transfer, policy_version: int, mode: PauseMode
     ) -> int:
-        """Takes new weights between two steps; the KV cache of the old ones is dropped.
+        """Loads new weights between two steps and drops the KV cache of the old ones.
 
         Raises:
-            InvalidWeightsError: They do not fit; the old ones stay in use.
+            InvalidWeightsError: The weights do not fit the model; the old ones stay in use.
             WeightTransferError: The transfer failed before anything was loaded.
-            EngineDeadError: The weights were loaded in part, or a transfer took too long.
+            EngineDeadError: The weights were loaded only in part, or a transfer took too long.
         """
         async with self._control:
             await self._check(source)
@@ -181,7 +181,7 @@ class VllmBackend:
             except (WeightTransferError, EngineDeadError):
                 raise
             except Exception as error:
-                # Some of the new weights may be loaded, so no version would be true: restart.
+                # Some of the new weights may be loaded, so no version would be correct: restart.
                 self.died.set()
                 raise EngineDeadError(
                     "the weights were loaded in part; the engine is about to restart",
@@ -209,11 +209,11 @@ class VllmBackend:
         problems = await self._transfer_call("load_transfer", list(source.updates))
         if all(problems):
             raise WeightTransferError(_first(problems))
-        if problem := _first(problems):  # some workers have the new weights
+        if problem := _first(problems):  # other workers have loaded the new weights
             raise RollmeshError(problem)
 
     async def _transfer_call(self, method: str, argument: object) -> list[str]:
-        """Calls the workers, which wait for the trainer; the engine dies if it never comes."""
+        """Calls the workers, which wait for the trainer; the engine dies if the wait times out."""
         try:
             async with asyncio.timeout(self._config.weight_transfer_timeout_ms / 1000):
                 return await self._on_workers(method, argument)
@@ -245,7 +245,7 @@ class VllmBackend:
         self._sleeping = True
 
     async def wake_up(self) -> None:
-        """Takes the accelerator memory back."""
+        """Reallocates the accelerator memory."""
         await self._llm.wake_up()
         self._sleeping = False
 
@@ -286,7 +286,7 @@ class VllmBackend:
             ignore_eos=sampling.ignore_eos,
             allowed_token_ids=list(sampling.allowed_token_ids) or None,
             logit_bias=dict(sampling.logit_bias) or None,
-            # What vLLM derives from bad_words; their text stays in the gateway.
+            # vLLM derives these from bad_words; the gateway has already turned their text into ids.
             _bad_words_token_ids=list(map(list, sampling.bad_sequences)) or None,
             logprobs=request.top_logprobs,
             flat_logprobs=True,
@@ -307,7 +307,7 @@ class VllmBackend:
 
 
 def _name_of(mode: PauseMode) -> str:
-    """Returns vLLM's name of a pause mode."""
+    """Returns vLLM's name for a pause mode."""
     return name_of(engine_pb2.PauseMode.DESCRIPTOR, mode).lower()
 
 
@@ -316,7 +316,7 @@ def _first(problems: list[str]) -> str:
 
 
 def _failure(request: GenerateInput) -> RollmeshError:
-    """Returns the error of a request that vLLM gave up."""
+    """Returns the error for a request that vLLM gave up on."""
     if request.constraint is None:
         return RollmeshError("vLLM ended the request with an error; see its log")
     return InvalidConstraintError(
@@ -331,7 +331,7 @@ def _finish(completion: Any, cached_tokens: int) -> Finish:
     stop = completion.stop_reason
     if (
         reason == types_pb2.FINISH_REASON_STOP and stop is None
-    ):  # the end token that vLLM knows itself
+    ):  # the end token that vLLM knows by itself
         stop = completion.token_ids[-1] if len(completion.token_ids) else None
     spans = tuple(
         types_pb2.VersionSpan(policy_version=int(span.version), start=span.start, end=span.end)

@@ -1,4 +1,4 @@
-"""Chunks of what vLLM sampled, with the log-probabilities it gives for each token."""
+"""Splits vLLM's outputs into chunks with the log-probabilities of each token."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +12,8 @@ def chunks(completion: Any, request: GenerateInput) -> Iterator[Chunk]:
     """Yields the tokens of a completion in chunks of at most the requested size.
 
     Args:
-        completion: A `CompletionOutput` of vLLM with flat log-probabilities.
-        request: The request that it answers.
+        completion: vLLM's `CompletionOutput` with flat log-probabilities.
+        request: The request that it belongs to.
     """
     ids = np.asarray(completion.token_ids, np.uint32)
     if not len(ids):
@@ -29,11 +29,11 @@ def chunks(completion: Any, request: GenerateInput) -> Iterator[Chunk]:
 
 
 def _rows(flat: Any, count: int, row: int) -> tuple[list[int], list[float]]:
-    """Returns ids and log-probabilities, a row for each token.
+    """Returns ids and log-probabilities, one row per token.
 
-    A row is the sampled token and then the most likely tokens, of which it may be one. When vLLM
-    joins outputs that have not been read yet, it keeps each id of a row once, at the front for the
-    sampled token. The second entry is put back at the rank of the token.
+    A row holds the sampled token, then the most likely tokens, which may include it. When vLLM
+    merges outputs that have not been read yet, it keeps each id of a row once, so the sampled
+    token appears only at the front. Its second entry is restored at the rank of the token.
     """
     if len(flat.token_ids) == count * row:
         return flat.token_ids, flat.logprobs

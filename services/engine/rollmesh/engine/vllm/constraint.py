@@ -1,4 +1,4 @@
-"""Constraints in vLLM: whether the model allows them, and whether xgrammar accepts one."""
+"""Constraints in vLLM: whether the model supports them, and whether xgrammar accepts one."""
 
 import json
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ def has_tokenizer(model_path: Path) -> bool:
 
 
 def compilable(constraint: Constraint) -> str:
-    """Returns the structural tag for vLLM. It may take tenths of a second: run it in a thread.
+    """Returns the structural tag for vLLM. This may take tenths of a second: call it in a thread.
 
     Raises:
-        InvalidConstraintError: xgrammar does not accept it, or it is strict and xgrammar would
-            ignore a part of a JSON schema.
+        InvalidConstraintError: xgrammar rejects it, or it is strict and xgrammar would ignore
+            a part of a JSON schema.
     """
     tag = json.loads(constraint.structural_tag)
     for schema, takes_patterns in _schemas(tag):
@@ -52,7 +52,7 @@ def compilable(constraint: Constraint) -> str:
 def _schemas(value: Any) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yields the JSON schemas in a structural tag, and whether patterns can bound their strings.
 
-    They cannot inside tags, nor where text is excluded: xgrammar ignores exclusions in patterns.
+    They cannot inside tags or where text is excluded: xgrammar ignores exclusions in patterns.
     """
     for schema, form in tag_schemas(value):
         if isinstance(schema, dict):
@@ -77,15 +77,15 @@ def _bounded_strings(schema: Any) -> Iterator[dict[str, Any]]:
 def _bound_by_pattern(string: dict[str, Any]) -> None:
     """Turns the length bounds of a string into a pattern.
 
-    Under length bounds, xgrammar 0.2.8 allows control characters, which are invalid in JSON
-    strings; under a pattern it does not.
+    With length bounds, xgrammar 0.2.8 allows control characters, which are invalid in JSON
+    strings; with a pattern it does not.
     """
     least, most = string.pop("minLength", 0), string.pop("maxLength", "")
     string["pattern"] = f"^.{{{least},{most}}}$"
 
 
 def _is_narrower(schema: dict[str, Any]) -> bool:
-    """Returns whether a string has other bounds too, which xgrammar cannot combine."""
+    """Returns whether a string also has other bounds, which xgrammar cannot combine."""
     return not schema.keys().isdisjoint({"pattern", "format", "const", "enum"})
 
 

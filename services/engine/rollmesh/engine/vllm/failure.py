@@ -1,8 +1,8 @@
-"""Why vLLM could not start: the first exception that any of its processes logs.
+"""Finds out why vLLM could not start: the first exception that any of its processes logs.
 
-vLLM's scheduler and workers are processes of their own. What they fail with goes to their log; the
-caller gets no more than "see root cause above". This module adds a handler to vLLM's logging
-configuration, which vLLM hands on to all of its processes.
+vLLM's scheduler and workers run in separate processes. Their exceptions go to the log; the caller
+only gets "see root cause above". This module adds a handler to vLLM's logging configuration, which
+vLLM passes on to all of its processes.
 """
 
 import json
@@ -18,15 +18,15 @@ _NAME = "rollmesh-failure"
 
 
 class FailureHandler(logging.Handler):
-    """Writes the first logged exception into a file that all processes share."""
+    """Writes the first logged exception to a file that all processes share."""
 
     def __init__(self, path: str) -> None:
-        """Names the file; whoever makes it has failed first."""
+        """Takes the path of the file; the process that creates it has failed first."""
         super().__init__(logging.ERROR)
         self._path = Path(path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes the record's exception, unless another process was earlier."""
+        """Writes the record's exception unless another process was first."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return
@@ -36,25 +36,25 @@ class FailureHandler(logging.Handler):
 
 @dataclass(frozen=True, slots=True)
 class FailureLog:
-    """Where failures are written while vLLM starts."""
+    """The folder where failures are written while vLLM starts."""
 
     folder: Path
 
     @property
     def config_file(self) -> str:
-        """A logging configuration for vLLM: its own, with the handler beside it."""
+        """Path of a logging configuration for vLLM: its own, plus the handler."""
         return str(self.folder / "logging.json")
 
     def first(self) -> str:
-        """Returns the first exception that was logged; empty where there was none."""
+        """Returns the first logged exception; empty if there was none."""
         path = self.folder / "failure"
         return path.read_text() if path.exists() else ""
 
 
 @contextmanager
 def failure_log() -> Iterator[FailureLog]:
-    """Holds a folder for failures while vLLM starts; later ones are in vLLM's log alone."""
-    # pyright takes this package for vLLM; workers import this module.
+    """Collects failures while vLLM starts; later failures appear only in vLLM's log."""
+    # pyright mistakes this package for vLLM; workers import this module.
     from vllm import envs  # noqa: PLC0415 # pyright: ignore[reportAttributeAccessIssue]
     from vllm.logger import DEFAULT_LOGGING_CONFIG  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""Passed-through options: any argument of the installed vLLM, by its own name.
+"""Pass-through options: any argument of the installed vLLM, by its own name.
 
-vLLM's own command line checks them, so an option takes the values that `vllm serve` takes. Options
-that rollmesh sets itself are refused, with the setting to use instead.
+vLLM's own command line parser checks them, so an option accepts the same values as in `vllm serve`.
+Options that rollmesh sets itself are refused with the name of the setting to use instead.
 """
 
 import difflib
@@ -41,10 +41,10 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns keyword arguments for `AsyncEngineArgs`.
 
     Args:
-        options: By the names of `AsyncEngineArgs`, as JSON or TOML gives them.
+        options: Values by the names of `AsyncEngineArgs`, as read from JSON or TOML.
 
     Raises:
-        ConfigError: An option is unknown, has a value that vLLM does not take, or is set by
+        ConfigError: An option is unknown, has a value that vLLM does not accept, or is set by
             rollmesh.
     """
     if not options:
@@ -81,7 +81,7 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # mypy has no vLLM
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """Returns an option as words of a command line."""
+    """Returns an option as command-line arguments."""
     flag = name.replace("_", "-")
     match value:
         case bool():

@@ -1,4 +1,4 @@
-"""Starts vLLM with the arguments of rollmesh and those passed through by the user."""
+"""Starts vLLM with the arguments of rollmesh and those that the user passes through."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from rollmesh.runtime.errors import EngineStartError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig:
-    """How vLLM is started."""
+    """Settings for starting vLLM."""
 
     model_path: Path
     max_context_tokens: int
@@ -41,10 +41,10 @@ def start_llm(config: VllmConfig, *, takes_constraints: bool) -> AsyncLLM:
 
     Args:
         config: The settings.
-        takes_constraints: Whether the model has a tokenizer, which constraints need.
+        takes_constraints: Whether the model has the tokenizer that constraints need.
 
     Raises:
-        EngineStartError: vLLM could not start; the message gives its reason on one line.
+        EngineStartError: vLLM could not start; the message gives the reason in one line.
     """
     with failure_log() as failures:
         settings = {"logging_config": LoggingConfig(pylogging_config_file=failures.config_file)}
@@ -81,20 +81,20 @@ def _arguments(config: VllmConfig, takes_constraints: bool) -> dict[str, Any]:  
 def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments for a CPU: one worker, in the scheduler's process.
 
-    vLLM's default there is a worker process, for whose answers the scheduler spins. On few cores
-    this takes a core from the model and starves the threads that move requests and tokens in and
-    out of the scheduler: streams stalled for seconds, and aborts and pauses took effect only after
-    the request had ended. The model's threads, which vLLM would bind to cores in the worker, are
-    set by the environment instead.
+    vLLM's default on CPUs is a separate worker process, and the scheduler busy-waits for its
+    answers. With few cores this takes a core from the model and starves the threads that move
+    requests and tokens into and out of the scheduler: streams stalled for seconds, and aborts and
+    pauses took effect only after the request had ended. vLLM would bind the model's threads to
+    cores in the worker; here the environment sets them instead.
     """
     if not current_platform.is_cpu():
         return {}
-    environ = os.environ  # noqa: TID251 - the only way to the threads of vLLM's process
+    environ = os.environ  # noqa: TID251 - the only way to set the threads of vLLM's process
     environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) - 1, 1)))
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     if workers == 1:
         return {"distributed_executor_backend": UniProcExecutor}
-    # vLLM would bind each worker to a NUMA node, and refuses to start if there are fewer.
+    # vLLM would bind each worker to a NUMA node and refuses to start if there are too few nodes.
     environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return {}

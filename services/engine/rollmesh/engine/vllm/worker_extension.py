@@ -1,11 +1,12 @@
-"""Takes new weights inside vLLM's worker process.
+"""Loads new weights inside vLLM's worker process.
 
 vLLM mixes `WeightReceiver` into its worker (`worker_extension_cls`). Weights go through the model
-runner's `reload_weights`, which restores the loaders that post-processing took away: calling
-`model.load_weights` on a running CPU model fails after parameters were replaced.
-Everything is checked against the checkpoint that the model was started from before a parameter is
-touched, because a failure inside vLLM would end the worker. A transfer backend of vLLM loads by
-itself; of it the description is checked.
+runner's `reload_weights`, which restores the loaders that post-processing removed: calling
+`model.load_weights` on a running CPU model fails once parameters have been replaced.
+
+New weights are checked against the checkpoint that the model was started from before any parameter
+is modified, because a failure inside vLLM would end the worker. vLLM's transfer backends load the
+weights themselves; for them the description of the transfer is checked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ _HEADER_NAMES: Mapping[str, str] = {
 
 
 class WeightReceiver:
-    """Methods that vLLM's worker gains; called by `collective_rpc`."""
+    """Methods added to vLLM's worker and called by `collective_rpc`."""
 
     model_runner: Any
     vllm_config: Any
@@ -35,7 +36,7 @@ class WeightReceiver:
     rank: int
 
     def check_weights(self, source: str) -> str:
-        """Returns what is wrong with new weights; empty where they fit the running model."""
+        """Returns what is wrong with new weights; empty if they fit the running model."""
         try:
             offered = read_headers(Path(source))
         except (safetensors.SafetensorError, OSError) as error:
@@ -43,7 +44,7 @@ class WeightReceiver:
         return find_misfit(offered, self._own_headers())
 
     def load_checked_weights(self, source: str) -> None:
-        """Takes weights that `check_weights` found to fit."""
+        """Loads weights that `check_weights` has accepted."""
         wanted = self._own_headers().keys()
         tensors = (pair for pair in _tensors(Path(source)) if pair[0] in wanted)
         self.model_runner.reload_weights(weights_iterator=tensors)
@@ -51,18 +52,18 @@ class WeightReceiver:
             _tie_again(self.model_runner.get_model())
 
     def init_transfer(self, init_info: dict[str, Any]) -> str:
-        """Joins the trainer; returns why that failed, or nothing."""
+        """Joins the trainer; returns why that failed, or an empty string."""
         engine = self.weight_transfer_engine
         try:
             typed = engine.parse_init_info(init_info)
-            engine.shutdown()  # a trainer that was joined before is gone, or comes anew
+            engine.shutdown()  # a trainer joined earlier is gone or is joining again
             engine.init_transfer_engine(typed)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             return f"{type(error).__name__}: {error}"
         return ""
 
     def check_transfer(self, updates: list[Any]) -> str:
-        """Returns what is wrong with the description of a transfer; empty where it fits."""
+        """Returns what is wrong with the description of a transfer; empty if it fits."""
         engine = self.weight_transfer_engine
         try:
             infos = [engine.parse_update_info(self._own_part(update)) for update in updates]
@@ -73,13 +74,13 @@ class WeightReceiver:
         return find_misfit(_announced(infos), self._own_headers())
 
     def load_transfer(self, updates: list[Any]) -> str:
-        """Takes the weights that the trainer sends now.
+        """Loads the weights that the trainer sends now.
 
         Returns:
-            Why nothing was loaded: the old weights are in place. Empty when all is in.
+            Why nothing was loaded and the old weights are in place; empty if all were loaded.
 
         Raises:
-            Exception: Anything, where a part may have been loaded.
+            Exception: Any exception means that a part of the weights may have been loaded.
         """
         worker: Any = self
         model = self.model_runner.get_model()
@@ -99,7 +100,7 @@ class WeightReceiver:
         return ""
 
     def _own_part(self, update: Any) -> Any:
-        """Returns what is meant for this worker, as vLLM's own `update_weights` picks it."""
+        """Returns this worker's part of an update, selected as vLLM's own `update_weights` does."""
         if not isinstance(update, list):
             return update
         parallel = self.vllm_config.parallel_config
@@ -110,9 +111,9 @@ class WeightReceiver:
 
 
 def _loads_whole(engine: Any) -> bool:
-    """Says whether a backend takes a whole checkpoint, and all of it by the model's loader.
+    """Returns whether a backend loads a complete checkpoint, all of it through the model's loader.
 
-    Others write into parameters themselves, in part even on purpose (sparse updates).
+    Other backends write into parameters directly, some of them only in part (sparse updates).
     """
     from vllm.distributed.weight_transfer import ipc_engine, nccl_engine  # noqa: PLC0415 - workers
 
@@ -122,7 +123,7 @@ def _loads_whole(engine: Any) -> bool:
 
 
 def _put_back(engine: Any) -> None:
-    """Ends an update that brought nothing: layers that were not loaded get their weights back."""
+    """Ends an update that loaded nothing: layers that were not loaded get their weights back."""
     from vllm.config import set_current_vllm_config  # noqa: PLC0415 - workers
 
     with set_current_vllm_config(engine.vllm_config):
@@ -130,7 +131,7 @@ def _put_back(engine: Any) -> None:
 
 
 def _announced(infos: Sequence[Any]) -> "dict[str, Header]":
-    """Returns what a transfer is going to bring, by name."""
+    """Returns the tensors that a transfer announces, by name."""
     return {
         name: Header(_HEADER_NAMES.get(dtype) or dtype.upper(), tuple(shape))
         for info in infos
@@ -155,10 +156,10 @@ def _watched(model: Any) -> Iterator[list[bool]]:
 
 
 def _tie_again(model: Any) -> None:
-    """Gives the output layer the new embedding: `reload_weights` leaves a tied one as it was.
+    """Ties the output layer to the new embedding; `reload_weights` does not update a tied layer.
 
-    On CPU the layer also holds a packed copy of its weight, made by post-processing. Of the workers
-    of a pipeline only the last has the layer.
+    On CPU the layer also holds a packed copy of its weight, made by post-processing. In a pipeline
+    only the last worker has the layer.
     """
     from vllm.model_executor.models.utils import PPMissingLayer  # noqa: PLC0415 - workers
 
@@ -171,21 +172,21 @@ def _tie_again(model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says of one tensor."""
+    """The header of one tensor in a safetensors file."""
 
     dtype: str
-    """As safetensors writes it, such as `BF16`."""
+    """Name of the dtype in safetensors, such as `BF16`."""
     shape: tuple[int, ...]
 
 
 def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> str:
-    """Returns what is wrong with the tensors of a checkpoint; empty where they fit."""
+    """Returns what is wrong with the tensors of a checkpoint; empty if they fit."""
     for name, header in wanted.items():
         if name not in offered:
             return f"{name} is missing"
         if problem := _difference(offered[name], header):
             return f"{name} {problem}"
-    # Trainers often send the tied output layer beside the embedding it equals.
+    # Trainers often send the tied output layer in addition to the embedding that it equals.
     for name in sorted(offered.keys() - wanted.keys()):
         if name != _TIED_HEAD or _EMBEDDING not in wanted:
             return f"{name} is no tensor of the model"
@@ -211,8 +212,8 @@ def read_headers(source: Path) -> dict[str, Header]:
     """Returns dtype and shape of every tensor by name.
 
     Raises:
-        safetensors.SafetensorError: A file is damaged or cut.
-        OSError: A file cannot be read, or there is none.
+        safetensors.SafetensorError: A file is damaged or truncated.
+        OSError: A file cannot be read, or no file exists.
     """
     files = weight_files(source)
     if not files:

@@ -1,1 +1,1 @@
-"""Weights: updates of engines, and what is kept for engines that come late."""
+"""Weights: updates of engines, and weights kept for engines that join later."""

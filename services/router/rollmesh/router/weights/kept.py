@@ -8,8 +8,8 @@ Each model has a folder:
     *.part                       a push that is being received
 
 A header names its file and is replaced by one rename, so version and bytes change together.
-`offered` becomes `current` when an engine has taken the weights. While the outcome of a push is
-unknown it stays: an engine that registers with it has taken it.
+`offered` becomes `current` once an engine has loaded the weights. It stays while the outcome of a
+push is unknown: an engine that registers with its push id has loaded it.
 """
 
 import errno
@@ -47,7 +47,7 @@ class KeptWeights:
 
     @property
     def target_version(self) -> int:
-        """Version that engines must hold; 0 before the first push was accepted."""
+        """Version that engines must hold; 0 until the first push is accepted."""
         return self.current.policy_version if self.current is not None else 0
 
     @property
@@ -68,7 +68,7 @@ class KeptWeights:
             self._sweep()
 
     def file_of(self, header: engine_pb2.UpdateWeightsHeader) -> Path | None:
-        """Returns the file with the bytes of a push; None if it was not pushed as bytes."""
+        """Returns the weights file of a push; None if it was not pushed as bytes."""
         if not header.HasField("safetensors_bytes"):
             return None
         return self.folder / f"{header.policy_version}-{header.push_id}{_FILE}"
@@ -81,7 +81,7 @@ class KeptWeights:
             claimed: Bytes announced by other pushes that are being received.
 
         Raises:
-            StoreFullError: The disk has too little room.
+            StoreFullError: The disk has too little free space.
             StoreError: The folder cannot be written.
         """
         with typed_errors(self.folder):
@@ -95,7 +95,7 @@ class KeptWeights:
             return self._part(header).open("wb")
 
     def discard_part(self, header: engine_pb2.UpdateWeightsHeader) -> None:
-        """Removes the received part of a push."""
+        """Removes the partially received file of a push."""
         with suppress(OSError):
             self._part(header).unlink()
 
@@ -103,7 +103,7 @@ class KeptWeights:
         """Stores a received push until it is accepted or withdrawn; replaces an earlier offer.
 
         Raises:
-            StoreError: It could not be stored; the earlier offer stands.
+            StoreError: The push could not be stored; the earlier offer remains.
         """
         with typed_errors(self.folder):
             self._make_folder()
@@ -118,7 +118,7 @@ class KeptWeights:
         """Makes the offered weights current.
 
         Raises:
-            StoreError: This could not be stored; the earlier weights stay current.
+            StoreError: The change could not be stored; the earlier weights stay current.
         """
         with typed_errors(self.folder):
             (self.folder / _OFFERED).replace(self.folder / _CURRENT)
@@ -127,7 +127,7 @@ class KeptWeights:
             self._sweep()
 
     def withdraw(self) -> None:
-        """Drops the offer: no engine has it."""
+        """Drops the offer, which no engine has loaded."""
         with typed_errors(self.folder):
             (self.folder / _OFFERED).unlink(missing_ok=True)
             _sync_folder(self.folder)
@@ -162,7 +162,7 @@ class KeptWeights:
         _sync_folder(self.folder)
 
     def _sweep(self) -> None:
-        """Removes files that no header names, except those of pushes that are being received."""
+        """Removes files that no header references, except pushes that are being received."""
         if not self.folder.exists():
             return
         named = {self.file_of(one) for one in (self.current, self.offered) if one is not None}
@@ -188,7 +188,7 @@ def kept_models(data_dir: Path) -> Iterator[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that a folder can be written.
+    """Checks that a folder is writable.
 
     Raises:
         StoreError: It cannot.
@@ -211,7 +211,7 @@ def sync(file: IO[bytes]) -> None:
 
 @contextmanager
 def typed_errors(folder: Path) -> Iterator[None]:
-    """Turns OS errors inside the block into typed errors."""
+    """Raises OS errors inside the block as typed errors."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The models of a mesh: their engines, and the weights that these must hold."""
+"""The models of a mesh: their engines, and the weights that those must hold."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ from rollmesh.v1 import router_pb2
 class Models:
     """The models of engines and gateways, and those with kept weights.
 
-    Invariant: the table's target of a model is `current` of its kept weights.
+    Invariant: the lease table's target for a model is `current` of its kept weights.
     """
 
     def __init__(self, table: LeaseTable, members: Members, data_dir: Path) -> None:
@@ -25,7 +25,7 @@ class Models:
         self._kept: dict[str, KeptWeights] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self.restored = False
-        """Whether the kept weights of earlier runs are known."""
+        """Whether the kept weights of earlier runs have been read."""
 
     async def restore(self) -> None:
         """Reads the kept weights of earlier runs, in a thread, while members register.
@@ -51,11 +51,11 @@ class Models:
         ]
 
     def named(self, model: str, field: str = "model") -> str:
-        """Returns the model that a call names; an empty name means the only one.
+        """Returns the model that a call names; an empty name means the only model.
 
         Args:
-            model: Name in the call.
-            field: Its field, for errors.
+            model: Name given in the call.
+            field: Name of the field, for errors.
 
         Raises:
             InvalidFieldError: The mesh does not have the model, or has several and none is named.
@@ -79,7 +79,7 @@ class Models:
         return kept
 
     def lock(self, model: str) -> asyncio.Lock:
-        """Returns the lock under which the kept weights of a model change."""
+        """Returns the lock that guards changes of a model's kept weights."""
         return self._locks.setdefault(model, asyncio.Lock())
 
     def set_target(self, kept: KeptWeights) -> None:

@@ -1,4 +1,4 @@
-"""Pushes of new weights: received, offered to engines, accepted or withdrawn."""
+"""Receives pushes of new weights, offers them to engines, and accepts or withdraws them."""
 
 import asyncio
 import logging
@@ -27,13 +27,13 @@ from rollmesh.v1 import engine_pb2, router_pb2
 _log = logging.getLogger(__name__)
 _RETRY_MS = 200
 _REFUSALS = (InvalidFieldError, WeightTransferError)
-"""Errors of an engine that will never take the push."""
+"""Errors that mean an engine can never load the push."""
 
 
 class Pushes:
-    """Brings pushed weights to the engines of their model, including engines that join later.
+    """Delivers pushed weights to the engines of their model, including engines that join later.
 
-    Invariant: a push becomes the target of its model only after an engine has taken the weights
+    Invariant: a push becomes the target of its model only after an engine has loaded the weights
     and their header is on disk.
     """
 
@@ -53,7 +53,7 @@ class Pushes:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Restores the kept weights, and owns the updates of engines.
+        """Restores the kept weights and runs the updates of engines.
 
         Raises:
             StoreError: The folder cannot be read or written.
@@ -76,8 +76,8 @@ class Pushes:
 
         Raises:
             StaleVersionError: The version is not above the last one.
-            InvalidFieldError: A field is wrong, or the size is not as announced.
-            StoreFullError: The disk has too little room.
+            InvalidFieldError: A field is invalid, or the size differs from the announced one.
+            StoreFullError: The disk has too little free space.
             StoreError: The weights could not be stored.
             DeadlineError: The sender paused for too long.
             StartingError: The router is still starting.
@@ -111,16 +111,16 @@ class Pushes:
         return model, former
 
     def heed(self, engine: Engine) -> None:
-        """Compares the weights that an engine reports with those that it should hold."""
+        """Compares an engine's reported weights with the wanted ones; updates it if they differ."""
         if not self._models.restored:
-            return  # its next report comes soon enough
+            return  # handled with its next report
         kept = self._models.kept(engine.model)
         if kept.offered is not None and _holds(engine, kept.offered):
             begun(self._tasks, self._accept(engine, kept))
         self._updates.bring(engine)
 
     def gone(self, engine: Engine) -> None:
-        """Ends the update of an engine that left."""
+        """Cancels the update of an engine that left."""
         self._updates.leave(engine)
 
     def _check_restored(self) -> None:
@@ -153,7 +153,7 @@ class Pushes:
         kept: KeptWeights,
         chunks: AsyncIterator[bytes],
     ) -> None:
-        """Writes the chunks to a file of their own; kept weights stay as they are."""
+        """Writes the chunks to a separate file; kept weights do not change."""
         file = await asyncio.to_thread(kept.open_part, header, self._claimed)
         self._claimed += header.safetensors_bytes
         try:
@@ -175,10 +175,10 @@ class Pushes:
     async def _offer(
         self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights
     ) -> list[router_pb2.EngineResult]:
-        """Offers a received push: accepted once one engine has it, withdrawn if all refuse it."""
+        """Offers a received push; it is accepted once an engine has it, withdrawn if all refuse."""
         async with self._models.lock(kept.model):
             try:
-                self._check(header, kept)  # another push may have been faster
+                self._check(header, kept)  # another push may have come first
                 await asyncio.to_thread(kept.offer, header)
             except BaseException:
                 await asyncio.to_thread(kept.discard_part, header)
@@ -211,7 +211,7 @@ class Pushes:
             self._updates.bring(other)
 
     def _wanted(self, engine: Engine) -> engine_pb2.UpdateWeightsHeader | None:
-        """Returns the weights that an engine lacks; None if it has them, or they cannot be had."""
+        """Returns the weights that an engine needs; None if it has them or they are unavailable."""
         kept = self._models.kept(engine.model)
         for header in (kept.offered, kept.current):
             if header is not None and _holds(engine, header):

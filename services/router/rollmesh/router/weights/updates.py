@@ -1,7 +1,7 @@
-"""Gives engines the weights that they are to hold, one update at a time for each.
+"""Updates the weights of engines, one update at a time per engine.
 
-A push that is offered comes first: it ends whatever else was being tried with that engine. What
-fails is tried again, later and later.
+An offered push takes precedence: it cancels any other update of that engine. Failed updates are
+retried with growing delays.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _LAST_ANSWER_S = 2.0
 
 
 class Updates:
-    """The updates that are under way."""
+    """The running updates."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class Updates:
         file_of: Callable[[engine_pb2.UpdateWeightsHeader], Path | None],
         taken: Callable[[Engine], Awaitable[None]],
     ) -> None:
-        """Takes the longest update of one engine, seconds, and whom to ask.
+        """Takes the timeout and the callbacks.
 
         Args:
-            timeout_s: Longest update of one engine, seconds.
-            wanted: Says what an engine is to be given; None where it has it.
-            file_of: Says where the bytes of a push are.
-            taken: Is told of an engine that took an update.
+            timeout_s: Timeout of one engine's update, seconds.
+            wanted: Returns the weights that an engine needs; None if it needs none.
+            file_of: Returns the weights file of a push; None if it has none.
+            taken: Called after an engine has loaded an update.
         """
         self._timeout_s = timeout_s
         self._wanted = wanted
@@ -54,12 +54,12 @@ class Updates:
         self._running: dict[Engine, asyncio.Task[router_pb2.EngineResult]] = {}
         self._ended = False
         self.tasks: asyncio.TaskGroup
-        """Owns the updates; set before the first."""
+        """Runs the updates; set before the first one."""
 
     async def offer(
         self, engine: Engine, header: engine_pb2.UpdateWeightsHeader
     ) -> router_pb2.EngineResult:
-        """Asks an engine to take a push; a later offer, or the engine's end, ends that."""
+        """Offers a push to an engine; a later offer or the engine's departure cancels it."""
         task = self._start(engine, self._update(engine, header))
         await asyncio.wait({task})
         if not task.cancelled():
@@ -68,20 +68,21 @@ class Updates:
         return failed(engine, SupersededError(message))
 
     def bring(self, engine: Engine) -> None:
-        """Begins to give an engine what it lacks, unless an update of it is under way."""
+        """Starts updating an engine unless an update of it is already running."""
         if engine not in self._running and not self._ended and self._wanted(engine) is not None:
             self._start(engine, self._bring(engine))
 
     def leave(self, engine: Engine) -> None:
-        """Ends the updates of an engine that is gone.
+        """Cancels the updates of an engine that has left.
 
-        Its last answer may still be on the way, and say why it ended.
+        They are cancelled after a short delay: the engine's last answer may still be in transit and
+        give the reason.
         """
         if (task := self._running.pop(engine, None)) is not None:
             asyncio.get_running_loop().call_later(_LAST_ANSWER_S, task.cancel)
 
     async def close(self) -> None:
-        """Ends all updates."""
+        """Cancels all updates."""
         self._ended = True
         tasks = set(self._running.values())
         for task in tasks:
@@ -102,7 +103,7 @@ class Updates:
     def _done(self, engine: Engine, task: asyncio.Task[router_pb2.EngineResult]) -> None:
         if self._running.get(engine) is task:
             del self._running[engine]
-            self.bring(engine)  # what is wanted may have changed meanwhile
+            self.bring(engine)  # the wanted weights may have changed meanwhile
 
     async def _bring(self, engine: Engine) -> router_pb2.EngineResult:
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)

@@ -30,7 +30,7 @@ def _prefix(enum: EnumDescriptor) -> str:
 
 
 class _Enum(NamedTuple):
-    """A field of an enum type."""
+    """An enum field."""
 
     field: str
     repeated: bool
@@ -82,7 +82,7 @@ def _check(message: Any, plan: _Plan) -> None:
         at = 0
         try:
             if repeated:
-                for at, part in enumerate(getattr(message, field)):  # noqa: B007 - says where
+                for at, part in enumerate(getattr(message, field)):  # noqa: B007 - used in the path
                     _check(part, inner)
             elif message.HasField(field):
                 _check(getattr(message, field), inner)

@@ -1,4 +1,4 @@
-"""What a session record must be: checked where it is made and where it is taken."""
+"""Validates session records, both where they are created and where they are received."""
 
 import math
 from typing import TypeAlias
@@ -18,7 +18,7 @@ _MAX_ID_CHARS = 128
 
 
 def check_session(record: types_pb2.SessionRecord, path: str) -> None:
-    """Checks a session record; `path` is what errors call it.
+    """Checks a session record; errors refer to it as `path`.
 
     Raises:
         InvalidFieldError: Names the field and what is wrong.
@@ -91,7 +91,7 @@ def _check_finite(rewarded: _Rewarded, field: str) -> None:
 
 
 def _check_arrays(holder: _Tokens, field: str) -> int:
-    """Checks that the arrays agree and hold what tokens can have; returns the number of tokens."""
+    """Checks the lengths and values of the token arrays; returns the number of tokens."""
     count = len(holder.loss_mask_u8)
     unpack_mask(holder.loss_mask_u8, f"{field}.loss_mask_u8")
     for name in ("token_ids_u32le", "logprobs_f32le"):
@@ -120,7 +120,7 @@ def _check_versions(holder: _Tokens, count: int, field: str) -> None:
 
 
 def _check_runs(runs: object, count: int, field: str) -> int:
-    """Checks that runs ascend within `count` tokens; returns where the last ends."""
+    """Checks that runs ascend within `count` tokens; returns the end of the last one."""
     end = 0
     for run in runs:  # type: ignore[attr-defined]  # spans and segments alike
         if not end <= run.start < run.end <= count:
@@ -130,7 +130,7 @@ def _check_runs(runs: object, count: int, field: str) -> int:
 
 
 def check_name(field: str, name: str) -> str:
-    """Returns a name of 1 to 128 characters."""
+    """Returns the name after checking that it has 1 to 128 characters."""
     if not 0 < len(name) <= _MAX_ID_CHARS:
         raise InvalidFieldError(field, f"give 1 to {_MAX_ID_CHARS} characters")
     return name

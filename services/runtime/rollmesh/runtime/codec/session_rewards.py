@@ -1,4 +1,4 @@
-"""Rewards of a session: one set of rules for a close, for rewards that come later, for scorers."""
+"""Session rewards: the same rules for closing a session, for later rewards and for scorers."""
 
 import math
 from collections.abc import Collection, Container
@@ -12,11 +12,11 @@ _MOST_NAMED = 8
 def check_rewards(
     rewards: types_pb2.SessionRewards, trajectory_ids: Collection[str], turns: Container[int]
 ) -> None:
-    """Checks that rewards are finite, and are given to trajectories and turns that exist.
+    """Checks that rewards are finite and refer to trajectories and turns that exist.
 
     Args:
         rewards: The rewards.
-        trajectory_ids: The session's trajectories; empty where it is exported as its tree.
+        trajectory_ids: The session's trajectories; empty if it is exported as a tree.
         turns: Node ids of its sampled turns.
 
     Raises:
@@ -46,12 +46,12 @@ def check_rewards(
 
 
 def apply_rewards(record: types_pb2.SessionRecord, rewards: types_pb2.SessionRewards) -> None:
-    """Sets rewards of a session; rewards that are absent stay as they were.
+    """Sets rewards of a session; absent rewards keep their values.
 
-    A turn's reward is set wherever the turn occurs: branches share their prefixes.
+    A turn's reward is set wherever the turn occurs, because branches share their prefixes.
 
     Args:
-        record: The session, with its arrays or without; changed in place, or not at all.
+        record: The session, with or without its arrays; modified in place, all or nothing.
         rewards: The rewards to set.
 
     Raises:

@@ -1,4 +1,4 @@
-"""gRPC as every service uses it: channels, servers, and typed errors at both ends.
+"""gRPC as every service uses it: channels, servers, and typed errors on both sides.
 
 May import `codec`, `telemetry` and the modules of `runtime` itself.
 """

@@ -1,4 +1,4 @@
-"""How rollmesh opens gRPC channels: one set of options, and typed errors from failed calls."""
+"""gRPC channels: one set of options, and typed errors from failed calls."""
 
 import asyncio
 import contextlib
@@ -20,27 +20,28 @@ _DRAIN_S = 30.0
 _DRAIN_SILENCE_S = 1.0
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
-    ("grpc.http2.bdp_probe", 0),  # it would widen the window of a slow reader without a bound
-    # What is too large is for the server to say; a group that a trainer asked for is never.
+    ("grpc.http2.bdp_probe", 0),  # it would grow a slow reader's window without bound
+    # The server limits message sizes; a group that a trainer requested is never too large.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time an attempt to connect gets
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the timeout of a connection attempt
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
 
 class _UndecodableAnswer(BaseException):
-    """A peer answered with bytes that are no message.
+    """A peer answered with bytes that are not a valid message.
 
-    It is no `Exception`: grpc logs those of a deserializer with a traceback, and answers None.
+    This is not an `Exception`: grpc would log an exception of a deserializer with a traceback and
+    return None as the response.
     """
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """Opens a channel to `host:port`; it connects when first used and reconnects by itself.
+    """Opens a channel to `host:port`; it connects on first use and reconnects by itself.
 
-    Calls belong under `typed_errors` or `read_stream`, for what a peer may answer.
+    Make calls inside `typed_errors` or `read_stream`: a peer may answer with malformed bytes.
     """
     options = [*_OPTIONS, *keepalive_options(KEEPALIVE_MS)]
     channel = grpc.aio.insecure_channel(address, options=options)
@@ -56,7 +57,7 @@ def _callable(
     response_deserializer: Callable[[bytes], Any] | None = None,
     **registered: Any,
 ) -> Any:
-    """Makes what calls a method, with a deserializer whose errors `typed_errors` knows."""
+    """Makes a multicallable whose deserialization errors `typed_errors` handles."""
 
     def read(data: bytes) -> Any:
         try:
@@ -75,7 +76,7 @@ def request_metadata() -> tuple[tuple[str, str], ...]:
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Turns a failed call inside the block into the typed error behind it."""
+    """Raises a failed call inside the block as its typed error."""
     try:
         yield
     except grpc.RpcError as error:
@@ -85,10 +86,10 @@ def typed_errors() -> Iterator[None]:
 
 
 async def read_stream(call: Any) -> AsyncGenerator[Any, None]:
-    """Yields the answers of a streaming call, typed errors included, and always ends the call.
+    """Yields the responses of a streaming call, raises typed errors, and always ends the call.
 
-    Use under `contextlib.aclosing`: leaving a call without cancelling it keeps the server working
-    (grpc/grpc#43462).
+    Use with `contextlib.aclosing`: a call that is abandoned without being cancelled keeps the
+    server working (grpc/grpc#43462).
     """
     answers: AsyncIterable[Any] = call
     try:
@@ -101,10 +102,10 @@ async def read_stream(call: Any) -> AsyncGenerator[Any, None]:
 
 @contextlib.asynccontextmanager
 async def drained_on_refusal(requests: AsyncIterator[Any]) -> AsyncIterator[None]:
-    """Takes the rest of a client's stream before an error of the block leaves.
+    """Drains the rest of a client's stream before an error of the block propagates.
 
-    A status that overtakes what the client still sends can arrive as a reset, its reason lost. A
-    client that sends nothing has nothing to drain.
+    If the status overtakes messages that the client is still sending, it can arrive as a stream
+    reset without its reason. A client that sends nothing needs no draining.
     """
     try:
         yield
@@ -121,7 +122,7 @@ async def drained_on_refusal(requests: AsyncIterator[Any]) -> AsyncIterator[None
 
 
 async def _more(requests: AsyncIterator[Any]) -> bool:
-    """Takes another request of a stream; says whether there was one, refused or not."""
+    """Reads one more request of a stream; returns whether there was one, refused or not."""
     with contextlib.suppress(RollmeshError):
         return await anext(requests, None) is not None
     return True

@@ -1,4 +1,4 @@
-"""The server interceptor: request ids, metrics, and typed errors as gRPC status."""
+"""The server interceptor: request ids, metrics, and typed errors as gRPC statuses."""
 
 import inspect
 import logging
@@ -39,7 +39,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         request_id = _request_id(handler_call_details)
         if handler.response_streaming:
             inner_stream: Any = handler.stream_stream or handler.unary_stream
-            # A streaming handler yields its responses, or writes them to the context.
+            # A streaming handler either yields its responses or writes them to the context.
             writes = inspect.iscoroutinefunction(inner_stream)
             wrap = _wrap_unary if writes else _wrap_stream
             stream = wrap(_reading(inner_stream, handler), method, request_id)
@@ -60,7 +60,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _reading(inner: Callable[[Any, Context], Any], handler: "Handler") -> Callable[..., Any]:
-    """Returns a handler that raises the error of a refused request where it reads the request."""
+    """Returns a handler that raises the error of a refused request when it reads the request."""
     if handler.request_streaming:
         return lambda requests, context: inner(AcceptedRequests(requests), context)
     return lambda request, context: inner(accepted(request), context)

@@ -1,4 +1,4 @@
-"""Where something listens: the settings every service has, and the address to bind."""
+"""Settings that every listening process shares, and the address to bind."""
 
 import socket
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rollmesh.runtime.rpc.options import KEEPALIVE_MS
 from rollmesh.runtime.telemetry.logs import LEVELS
 
 GRACE_MS = 10_000
-"""Time that running calls get to finish on a stop by default, milliseconds."""
+"""Default time for running calls to finish on shutdown, milliseconds."""
 _MOST_PORT = 65_535
 Port = Annotated[int, Bounds(0, _MOST_PORT)]
 RequestBytes = Annotated[int, Bounds(1, 2**31 - 1)]
@@ -20,42 +20,42 @@ class ListeningConfig(Config):
     """Settings of every process that listens."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Plain text is for loopback and private networks only."""
+    """Address to listen on. Use plain text on loopback and private networks only."""
     port: Port = 0
     """Port to listen on; 0 takes a free one."""
     metrics_port: Annotated[int, Bounds(-1, _MOST_PORT)] = -1
-    """Port of the Prometheus endpoint; 0 takes a free one, -1 turns it off."""
+    """Port of the Prometheus endpoint; 0 takes a free one, -1 disables it."""
     grace_ms: Annotated[int, Bounds(0)] = GRACE_MS
-    """Time that running calls get to finish on a stop, milliseconds."""
+    """Time for running calls to finish on shutdown, milliseconds."""
     log_level: Annotated[str, OneOf(LEVELS)] = "info"
-    """Lowest level that is logged."""
+    """Lowest log level that is written."""
     supervised: bool = False
-    """Stop when standard input ends, which a supervisor holds open while it lives."""
+    """Stop when standard input closes; a supervisor holds it open as long as it runs."""
     fault: str = ""
     """Fault points to arm, for tests: NAME or NAME:COUNT, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(ListeningConfig):
-    """Settings of every gRPC service; the config of a service adds its own."""
+    """Settings of every gRPC service; each service adds its own."""
 
     advertise: str = ""
-    """host:port that others use to reach this service; empty means host and the bound port."""
+    """host:port at which others reach this service; empty means host and the bound port."""
     keepalive_ms: Annotated[int, Bounds(2)] = KEEPALIVE_MS
-    """Silence after which a client is pinged, milliseconds. A client that does not answer within
-    half of it is gone, and its calls end."""
+    """Idle time after which a client is pinged, milliseconds. A client that does not answer within
+    half that time is disconnected, and its calls end."""
     max_request_bytes: RequestBytes = 64 * 1024 * 1024
     """Largest request message, bytes; a larger one is refused with RESOURCE_EXHAUSTED."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A server that is ready."""
+    """The ports of a server that is ready."""
 
     port: int
-    """Port it listens on."""
+    """Port that the server listens on."""
     metrics_port: int | None
-    """Port of its Prometheus endpoint; None where that is off."""
+    """Port of its Prometheus endpoint; None if it is disabled."""
 
 
 class PortInUseError(Exception):
@@ -63,7 +63,7 @@ class PortInUseError(Exception):
 
 
 def bind_host(config: ListeningConfig) -> str:
-    """Returns the one address to bind: gRPC is content with some of a name's addresses.
+    """Returns the single address to bind; gRPC would settle for some of a name's addresses.
 
     Raises:
         ConfigError: The host is unknown.

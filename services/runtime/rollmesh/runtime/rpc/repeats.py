@@ -1,7 +1,7 @@
-"""Repeated writes: a call that is sent again under its request id is done once.
+"""Idempotent writes: a call that is retried with the same request id is executed once.
 
-A client whose call failed on the way cannot know whether it was done, and sends it again. Answers
-are remembered in memory for a bounded number of calls. Writes that must be done once even where the
+A client whose call failed in transit cannot know whether it was executed, so it retries. Answers
+are kept in memory for a bounded number of calls. Writes that must be executed once even if the
 process dies keep their request id in a store instead.
 """
 
@@ -14,14 +14,14 @@ from typing import Any, Protocol, TypeVar
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError
 
 REMEMBERED = 4096
-"""Calls whose answers are kept; the contract names the number."""
+"""Number of calls whose answers are kept; the contract states it."""
 _MAX_ID_CHARS = 128
 _DIGEST_BYTES = 16
 _Answer = TypeVar("_Answer")
 
 
 class Serialisable(Protocol):
-    """A message."""
+    """A message that can be serialized."""
 
     def SerializeToString(self, *, deterministic: bool = ...) -> bytes:  # noqa: N802 - protobuf's
         """Returns the message as bytes."""
@@ -33,7 +33,7 @@ class Write(Serialisable, Protocol):
 
     @property
     def request_id(self) -> str:
-        """Makes the call repeatable; empty makes each call its own."""
+        """Identifies retries of the call; empty makes every call distinct."""
         ...
 
 
@@ -41,25 +41,25 @@ class Write(Serialisable, Protocol):
 class _Call:
     digest: bytes
     answer: asyncio.Future[Any]
-    """Cancelled where the call failed: the next one with its id is a call of its own."""
+    """Cancelled if the call failed: the next call with its id is executed anew."""
 
 
 class Repeats:
-    """The calls of one service that may be repeated."""
+    """The idempotent calls of one service."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
-        """Begins without calls; at most `remembered` answers are kept."""
+        """Starts without calls; keeps at most `remembered` answers."""
         self._remembered = remembered
         self._calls: dict[tuple[type, str], _Call] = {}
 
     async def once(self, request: Write, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """Returns the answer of the first call with the request's id, or that of `work`.
+        """Returns the answer of the first call with the request's id, or runs `work`.
 
-        A repeat of a call that is running waits for its answer. A call that failed is forgotten.
+        A retry of a running call waits for its answer. A failed call is forgotten.
 
         Raises:
             InvalidFieldError: The request id is too long.
-            RepeatConflictError: The request id belongs to a call with another body.
+            RepeatConflictError: The request id belongs to a call with a different body.
         """
         if not request.request_id:
             return await work()
@@ -96,6 +96,6 @@ class Repeats:
 
 
 def digest_of(request: Serialisable) -> bytes:
-    """Returns what tells a repeat from a request with another body."""
+    """Returns a digest that tells a retry from a request with a different body."""
     data = request.SerializeToString(deterministic=True)
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -19,7 +19,7 @@ Deserializer: TypeAlias = Callable[[bytes], Any]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Takes the place of a malformed request."""
+    """Stands in for a malformed request."""
 
     error: RollmeshError
 
@@ -47,7 +47,7 @@ def refusing(deserializer: Deserializer | None) -> Deserializer | None:
 
 
 def accepted(request: Any) -> Any:
-    """Returns a request unless it was refused.
+    """Returns the request unless it was refused.
 
     Raises:
         RollmeshError: The request was refused.
@@ -58,10 +58,10 @@ def accepted(request: Any) -> Any:
 
 
 class AcceptedRequests:
-    """The requests of a stream; a malformed one raises its error, and reading may go on."""
+    """The requests of a stream; a malformed one raises its error, and reading may continue."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
-        """Takes grpc's stream of requests."""
+        """Wraps grpc's stream of requests."""
         self._requests = requests
 
     def __aiter__(self) -> "AcceptedRequests":

@@ -1,10 +1,11 @@
-"""One way to build, serve, drain and stop a service.
+"""Builds, serves, drains and stops a service.
 
-Order of a start: bind, health NOT_SERVING, the service's own start, the router's answer, health
-SERVING, announce. Health stays SERVING where the router goes away later: what runs goes on, the
-router comes back to all at once, and a supervisor that stopped what it fences would only do harm.
-Order of a stop: health NOT_SERVING, drain (leave the router, refuse new work), finish running calls
-within the grace, flush and close the store, stop.
+Startup: bind, health NOT_SERVING, start the service, wait for the router's answer, health SERVING,
+announce. Health stays SERVING if the router is lost later: running calls continue, and all
+services reconnect when the router returns. A supervisor that restarted them would only do harm.
+
+Shutdown: health NOT_SERVING, drain (leave the router, refuse new work), finish running calls within
+the grace period, flush and close the store, stop.
 """
 
 import asyncio
@@ -30,22 +31,22 @@ _log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.2
 _OPTIONS: list[tuple[str, int]] = [
     *WINDOW_OPTIONS,
-    ("grpc.so_reuseport", 0),  # else a second server binds the same port without an error
-    ("grpc.max_send_message_length", -1),  # a group may have any size
+    ("grpc.so_reuseport", 0),  # otherwise a second server could bind the same port
+    ("grpc.max_send_message_length", -1),  # a group may be of any size
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
 
 
 class Service(Protocol):
-    """What a service gives to be served."""
+    """The interface that a service implements."""
 
     name: str
     """Full name of its gRPC service, such as `rollmesh.v1.RouterService`."""
 
     @property
     def capabilities(self) -> Collection[server_pb2.Capability.ValueType]:
-        """What the service can do as it is set up; clients read it before they rely on it."""
+        """Capabilities of the service as configured; clients check them before they rely on one."""
         ...
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -53,28 +54,28 @@ class Service(Protocol):
         ...
 
     def running(self, address: str) -> AbstractAsyncContextManager[None]:
-        """Starts on entry, flushes and closes on exit. `address` is how others reach it."""
+        """Starts on entry, flushes and closes on exit. Others reach it at `address`."""
         ...
 
     async def ready(self) -> None:
-        """Returns when it can be used: it is registered with its router.
+        """Returns once the service is usable: it is registered with its router.
 
         Raises:
-            RollmeshError: It never will be.
+            RollmeshError: It can never become usable.
         """
         ...
 
     async def drain(self) -> None:
-        """Leaves the router and refuses new work; running calls go on."""
+        """Leaves the router and refuses new work; running calls continue."""
         ...
 
     async def failed(self) -> str:
-        """Returns why the service cannot go on, as soon as that is so; else waits for ever."""
+        """Waits until the service cannot continue, then returns the reason."""
         ...
 
 
 class _Health(health.aio.HealthServicer):
-    """Ends its watches on a stop: they would hold the server for the whole grace."""
+    """Ends its watches on shutdown; they would keep the server for the full grace period."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ async def _drain(service: Service, grace_s: float) -> None:
 async def _until_over(
     service: Service, stop: asyncio.Event, begin: Callable[[], Awaitable[None]]
 ) -> str | None:
-    """Calls `begin` when a service is ready; returns why it cannot go on, None after a stop."""
+    """Calls `begin` once a service is ready; returns why it failed, or None after a stop."""
     async with asyncio.TaskGroup() as group:
         stopped = group.create_task(stop.wait())
         failed = group.create_task(service.failed())
@@ -182,7 +183,7 @@ async def _until_over(
 
 
 async def _readiness(service: Service) -> str | None:
-    """Returns when a service is ready, with the reason where it never will be."""
+    """Waits until a service is ready; returns the reason if it can never be."""
     try:
         await service.ready()
     except RollmeshError as error:

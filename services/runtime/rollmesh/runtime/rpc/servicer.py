@@ -1,4 +1,4 @@
-"""ServerService: which release a server is, and what it can do."""
+"""ServerService: the release and the capabilities of a server."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -8,17 +8,17 @@ from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 
 API_REVISION = 1
-"""Counted up with every addition to the contract."""
+"""Incremented with every addition to the contract."""
 NAME = "rollmesh.v1.ServerService"
 
 
 class ServerServicer(server_pb2_grpc.ServerServiceServicer):
-    """Answers for one server; it does not wait for the server's start."""
+    """Describes one server; it answers even while the server is starting."""
 
     def __init__(
         self, service: str, capabilities: Iterable[server_pb2.Capability.ValueType]
     ) -> None:
-        """Takes the full name of the gRPC service, and what the server can do as it is set up."""
+        """Takes the full name of the gRPC service and the capabilities of the server."""
         self._info = server_pb2.GetServerInfoResponse(
             service=service,
             release=release(),
@@ -34,7 +34,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
 
 @cache
 def release() -> str:
-    """Returns the release of rollmesh; empty where it runs from a tree that is not installed."""
+    """Returns the release of rollmesh; empty if it runs from a source tree."""
     try:
         return version("rollmesh")
     except PackageNotFoundError:

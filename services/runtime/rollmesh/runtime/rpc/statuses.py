@@ -1,8 +1,8 @@
-"""The one table each way between typed errors and gRPC status.
+"""Converts typed errors to gRPC statuses and back.
 
 On the wire an error is a status with one `google.rpc.ErrorInfo` (domain `rollmesh`), one
-`rollmesh.v1.ErrorDetails` with the same facts as typed fields, and, where a delay is known, one
-`google.rpc.RetryInfo`.
+`rollmesh.v1.ErrorDetails` with the same facts as typed fields, and one `google.rpc.RetryInfo` if
+a retry delay is known.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _PREFIX = "ERROR_REASON_"
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 _DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 1500
-"""Of a message, and of the metadata together: peers drop trailers above 8 KiB."""
+"""Limit for a message, and for all metadata together: peers drop trailers above 8 KiB."""
 
 
 def _all_classes(root: type[RollmeshError]) -> dict[str, type[RollmeshError]]:
@@ -40,7 +40,7 @@ def status_code_of(error: RollmeshError) -> grpc.StatusCode:
 
 
 def cut_text(text: str, most_bytes: int) -> str:
-    """Returns the beginning of a text: at most so many bytes of UTF-8; surrogates become `?`."""
+    """Truncates a text to at most `most_bytes` of UTF-8; surrogates become `?`."""
     return text[:most_bytes].encode(errors="replace")[:most_bytes].decode(errors="ignore")
 
 
@@ -65,7 +65,7 @@ def to_status(error: RollmeshError) -> status_pb2.Status:
 
 
 def reason_of(name: str) -> errors_pb2.ErrorReason.ValueType:
-    """Returns the number of a reason; UNSPECIFIED for one that the contract does not have."""
+    """Returns the number of a reason; UNSPECIFIED if the contract does not define it."""
     value = errors_pb2.ErrorReason.DESCRIPTOR.values_by_name.get(f"{_PREFIX}{name}")
     return errors_pb2.ErrorReason.ValueType(value.number if value is not None else 0)
 
@@ -89,14 +89,14 @@ _Detail = TypeVar("_Detail", error_details_pb2.ErrorInfo, error_details_pb2.Retr
 
 def _detail(status: status_pb2.Status, empty: _Detail) -> _Detail | None:
     for packed in status.details:
-        with contextlib.suppress(protobuf_message.DecodeError):  # a detail that is none
+        with contextlib.suppress(protobuf_message.DecodeError):  # a malformed detail
             if packed.Unpack(empty):
                 return empty
     return None
 
 
 def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
-    """Returns the typed error behind a failed call; `RemoteError` where the peer gave no reason."""
+    """Returns the typed error of a failed call; `RemoteError` if the peer gave no reason."""
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
         return RemoteError(str(error), "UNKNOWN")
     code = _code_of(error)
@@ -108,11 +108,11 @@ def from_rpc_error(error: grpc.RpcError) -> RollmeshError:
 
 
 def from_status(status: status_pb2.Status, code: str = "") -> RollmeshError:
-    """Returns the typed error behind a status; `RemoteError` where it has no reason of rollmesh.
+    """Returns the typed error of a status; `RemoteError` if it has no rollmesh reason.
 
     Args:
-        status: An error: its code is not OK.
-        code: Name of the code of the call, where the status is that of one. Default: its own.
+        status: An error status; its code is not OK.
+        code: Name of the code that the call ended with; empty means the status's own code.
     """
     code = code or _CODES.get(status.code, "UNKNOWN")
     info = _detail(status, error_details_pb2.ErrorInfo())

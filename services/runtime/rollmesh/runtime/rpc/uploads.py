@@ -1,4 +1,4 @@
-"""Weights that arrive as a stream: one header, then chunks of a safetensors file."""
+"""Weights received as a stream: one header, then the chunks of a safetensors file."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,11 +28,11 @@ async def write_chunks(
     """Writes the chunks to a file.
 
     Args:
-        file: Open for writing; written in threads.
+        file: File opened for writing; writes run in threads.
         size: Announced size of the file, bytes.
-        chunks: Its parts in order.
+        chunks: Parts of the file, in order.
         silence_ms: Longest wait for a chunk, milliseconds.
-        limit: Names that limit in errors.
+        limit: Name of that limit in errors.
 
     Raises:
         InvalidWeightsError: The chunks are shorter or longer than announced.
