@@ -1,7 +1,7 @@
-"""Chat templates and answers, exact to the token: messages to ids, sampled ids to messages.
+"""Token-exact chat templates and answer parsing: messages to ids, sampled ids to messages.
 
-A library of its own: it loads no grpc and needs only `rollmesh[chat]`. It imports `runtime` for
-arrays, errors and bounded caches; vLLM runs only in the worker process of `parsing.vllm`.
+A standalone library: it does not load grpc and needs only `rollmesh[chat]`. It imports `runtime`
+for arrays, errors and bounded caches; vLLM runs only in the worker process of `parsing.vllm`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what is exported when it is asked for: services import parts of the package."""
+    """Loads exports on first access, because services import only parts of the package."""
     from importlib import import_module  # noqa: PLC0415
 
     if name not in __all__:

@@ -1,9 +1,9 @@
-"""When two messages are the same: what the template would see, and how agents echo.
+"""Compares messages: as the template would see them, and as agents echo them.
 
-The rules are those that real clients need: arguments compare as JSON values and their numbers as
-doubles, ids of calls count only where the template prints them, absent fields equal empty ones. An
-echo of a sampled message may also be stripped, may lack its reasoning, may have got the agent's
-name, and may carry mended arguments.
+The rules are those that real clients need. Arguments compare as JSON values and their numbers as
+doubles; call ids count only if the template prints them; absent fields equal empty ones. An echo
+of a sampled message may also be stripped of whitespace, lack its reasoning, carry the agent's name,
+and contain repaired arguments.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _DIGEST_BYTES = 16
 
 
 def exact_key(group: MessageGroup, *, call_ids: bool) -> bytes:
-    """Returns the digest under which equal groups are found; `call_ids` says whether ids count."""
+    """Returns the digest by which equal groups are found; ids count only with `call_ids`."""
     return _digest([field for message in group for field in _plain(message, call_ids=call_ids)])
 
 
@@ -32,13 +32,13 @@ def spelling_key(group: MessageGroup) -> bytes:
 
 
 def lenient_key(group: MessageGroup, *, call_ids: bool) -> bytes:
-    """Returns the digest that also agrees for an echo that was stripped or given a name."""
+    """Returns a digest that is also equal for an echo that was stripped or given a name."""
     fields = [_plain(message, call_ids=call_ids, lenient=True) for message in group]
     return _digest([field for one in fields for field in one])
 
 
 def is_mended_echo(sampled: Message, echo: Message) -> bool:
-    """Says whether `echo` is `sampled` with broken arguments repaired by the agent's framework.
+    """Returns whether `echo` is `sampled` with broken arguments repaired by the agent's framework.
 
     Holds when calls agree in number, order, id and name, and each pair of arguments is equal as
     JSON, or nearly (15 digits of a number), or was not JSON when it was sampled.
@@ -66,15 +66,16 @@ def _is_mended(sampled: str, echo: str) -> bool:
 
 
 def contradicts_reasoning(sampled: Message, echo: Message) -> bool:
-    """Says whether the echo carries another reasoning; none is no contradiction."""
+    """Returns whether the echo carries different reasoning; missing reasoning is accepted."""
     return bool(echo.reasoning) and echo.reasoning.strip() != sampled.reasoning.strip()
 
 
 def argument_value(text: str) -> tuple[str, str]:
-    """Returns arguments as ("json", canonical text), or ("raw", text) where they are not JSON.
+    """Returns arguments as ("json", canonical text), or ("raw", text) if they are not JSON.
 
-    The last of equal keys wins, `1E2` equals `100` and `100.0`, the empty string equals `{}`. What
-    holds a number that is no double is not JSON here: languages print it each in another way.
+    The last of duplicate keys wins, `1E2` equals `100` and `100.0`, and the empty string equals
+    `{}`. Text with a number outside the range of doubles is not treated as JSON, because each
+    language prints such numbers differently.
     """
     if not text.strip():
         return "json", "{}"
@@ -88,7 +89,7 @@ def make_context(tools_json: bytes, options_json: bytes) -> RenderContext:
     """Returns the render context of a request.
 
     Raises:
-        ValueError: One of the two is not JSON, or not an array and an object.
+        ValueError: The tools are not a JSON array, or the options are not a JSON object.
     """
     tools = json.loads(tools_json) if tools_json else []
     options = json.loads(options_json) if options_json else {}
@@ -101,19 +102,19 @@ def make_context(tools_json: bytes, options_json: bytes) -> RenderContext:
 
 
 def fingerprint(context: RenderContext, messages_digest: bytes, settings: object) -> bytes:
-    """Returns the digest by which a retry is told from a new request.
+    """Returns the digest that distinguishes a retry from a new request.
 
     Args:
         context: Tools and template options.
-        messages_digest: Of all messages, reasoning and call ids included.
-        settings: Whatever else changes the answer, as JSON values.
+        messages_digest: Digest of all messages, including reasoning and call ids.
+        settings: Everything else that changes the answer, as JSON values.
     """
     begin = _digest([context.key.hex(), _dump(settings)])
     return hashlib.blake2b(begin + messages_digest, digest_size=_DIGEST_BYTES).digest()
 
 
 def _plain(message: Message, *, call_ids: bool, lenient: bool = False) -> list[str]:
-    """Returns what makes a message equal to another; every message's fields are self-delimiting."""
+    """Returns the fields of a message that are compared; each message is self-delimiting."""
     content = message.content.strip() if lenient else message.content
     name = "" if lenient else message.name
     fields = [message.role, content, name, str(len(message.tool_calls))]
@@ -125,7 +126,7 @@ def _plain(message: Message, *, call_ids: bool, lenient: bool = False) -> list[s
 
 
 def _digest(fields: list[str]) -> bytes:
-    """Returns the digest of texts in order; with their lengths, so that no two lists are joined."""
+    """Returns the digest of a list of texts and their lengths, so that lists cannot collide."""
     lengths = ",".join([str(len(field)) for field in fields])
     data = f"{lengths}|{''.join(fields)}".encode(errors="surrogatepass")
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -15,7 +15,7 @@ from rollmesh.chat.tokenizer import ModelFilesError
 
 
 def report(profile: TemplateProfile, format_: AnswerFormat) -> str:
-    """Returns what was found, for people."""
+    """Returns the findings in human-readable form."""
     ends = " or ".join(profile.stops)
     lines = [f"{profile}", "", f"an answer ends with   {ends}"]
     lines.append(f"tool calls            {format_.tools}")
@@ -41,7 +41,7 @@ def report(profile: TemplateProfile, format_: AnswerFormat) -> str:
 
 
 def main() -> int:
-    """Returns the exit code: 0 where the template can be continued, 1 where not."""
+    """Returns the exit code: 0 if the template can be continued, 1 where not."""
     parser = argparse.ArgumentParser(prog="rollmesh template check", description=__doc__)
     parser.add_argument("model", type=Path, help="folder with tokenizer.json and chat template")
     model: Path = parser.parse_args().model

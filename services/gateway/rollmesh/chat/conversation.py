@@ -31,7 +31,7 @@ from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """What a model directory says about conversations. Load it once and share it."""
+    """The conversation format of a model directory. Load it once and share it."""
 
     tokenizer: ModelTokenizer
     continuation: Continuation
@@ -127,14 +127,14 @@ class Conversation:
         return write_message(self._answer)
 
     def prompt(self, messages: Iterable[Mapping[str, Any]]) -> TokenIds:
-        """Begins a turn; called again before `finish`, it begins the turn anew.
+        """Begins a turn; calling it again before `finish` restarts the turn.
 
         Args:
-            messages: The messages after the last answer, in their OpenAI form: tool results, or
-                what the user says next.
+            messages: The messages after the last answer, in their OpenAI form: tool results or the
+                next user message.
 
         Returns:
-            Ids of the whole prompt, uint32 [N].
+            Ids of the complete prompt, uint32 [N].
 
         Raises:
             InvalidFieldError: A message has another form.
@@ -159,14 +159,14 @@ class Conversation:
         return _joined((self.token_ids, *added, opening))
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
-        """Takes sampled ids, end tokens included; returns what became certain of the answer."""
+        """Takes sampled ids, end tokens included; returns what is now certain of the answer."""
         turn = self._begun()
         ids = [int(id_) for id_ in token_ids]
         turn.sampled += ids
         return turn.answer.feed(ids)
 
     def finish(self) -> list[ParserEvent]:
-        """Ends the turn, whose ids the conversation holds from now on; returns the last events."""
+        """Ends the turn and adds its ids to the conversation; returns the last events."""
         turn = self._begun()
         events = [*turn.answer.end_text(), *turn.answer.finish()]
         self._answer, self.malformed = turn.answer.message(), turn.answer.malformed
@@ -209,7 +209,7 @@ class _HeldGroup:
 @dataclass(slots=True)
 class _Turn:
     held: list[_HeldGroup]
-    """What the turn's messages add."""
+    """The groups that the turn's messages add."""
     opening: TokenIds
     """The generation prompt."""
     answer: Answer

@@ -1,14 +1,14 @@
-r"""JSON that a model or an agent wrote: read within bounds, compared as other languages would.
+r"""JSON written by models and agents: read within bounds, compared as other languages would.
 
-Readers and writers of JSON disagree about four things, and Python's raise errors of several kinds
-for them. Here each has one answer:
+JSON libraries disagree about four cases, for which Python raises different kinds of errors. This
+module defines one behavior for each:
 
-* Nesting beyond `MOST_DEPTH` is no JSON: Python's reader, writer and templates recurse.
-* A number is the double that a JSON reader makes of it: `7.0`, `7` and `7e0` are equal, `-0.0` is
-  `0`, integers above 2^53 are rounded. JavaScript prints them so.
-* A number beyond the doubles (`1e400`, `NaN`, a thousand digits) has no spelling that all share.
-* A lone surrogate (`"\ud800"`) is no character: it is written as its escape, and compares as
-  U+FFFD, which some readers put in its place.
+* Nesting beyond `MOST_DEPTH` is invalid: Python's reader, its writer and templates recurse.
+* A number is read as a double: `7.0`, `7` and `7e0` are equal, `-0.0` is `0`, and integers above
+  2^53 are rounded, as in JavaScript.
+* A number outside the range of doubles (`1e400`, `NaN`, a thousand digits) has no portable form.
+* A lone surrogate (`"\ud800"`) is not a character: it is written as its escape and compares as
+  U+FFFD, with which some readers replace it.
 """
 
 import json
@@ -18,18 +18,18 @@ from collections.abc import Callable
 from typing import Any
 
 MOST_DEPTH = 128
-"""Most objects and arrays within each other."""
+"""Maximum nesting depth of objects and arrays."""
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 _LARGE = re.compile(r'(?<=[:,\[])"(-?\d{16,39})"')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NotFiniteError(ValueError):
-    """A number is beyond the doubles; the value has no spelling that all readers share."""
+    """A number is outside the range of doubles, so the value has no portable form."""
 
 
 def is_deeper(text: str, most: int) -> bool:
-    """Says whether objects and arrays of a JSON text are nested deeper than `most`."""
+    """Returns whether objects and arrays of a JSON text are nested deeper than `most`."""
     if text.count("[") + text.count("{") <= most:
         return False
     depth = 0
@@ -45,17 +45,17 @@ def is_deeper(text: str, most: int) -> bool:
 
 
 def read_json(text: str) -> Any:
-    """Returns the value of a JSON text; integers stay whole, other numbers are doubles.
+    """Returns the value of a JSON text; integers stay exact, other numbers are doubles.
 
     Raises:
-        ValueError: It is no JSON, nested too deep, or holds a number beyond the doubles.
+        ValueError: It is invalid JSON, nested too deeply, or has a number beyond doubles.
     """
     _check_depth(text)
     return json.loads(text, parse_float=_finite, parse_constant=_finite)
 
 
 def is_object(text: str) -> bool:
-    """Says whether a text is a JSON object; numbers may be as large as they are written."""
+    """Returns whether a text is a JSON object; its numbers may have any size."""
     try:
         _check_depth(text)
         return isinstance(json.loads(text, parse_constant=_finite), dict)
@@ -64,46 +64,46 @@ def is_object(text: str) -> bool:
 
 
 def write_json(value: Any) -> str:
-    """Returns a value as JSON text that UTF-8 can carry: lone surrogates stand as escapes."""
+    """Returns a value as JSON that UTF-8 can encode: lone surrogates are escaped."""
     return escape_surrogates(json.dumps(value, ensure_ascii=False))
 
 
 def escape_surrogates(text: str) -> str:
-    """Returns a JSON text with its lone surrogates as escapes."""
+    """Returns a JSON text with its lone surrogates escaped."""
     return text if text.isascii() else _SURROGATE.sub(lambda one: f"\\u{ord(one[0]):04x}", text)
 
 
 def replace_surrogates(text: str) -> str:
-    """Returns a text with U+FFFD in the place of lone surrogates."""
+    """Returns a text with lone surrogates replaced by U+FFFD."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def comparable(text: str) -> str:
-    """Returns the text that is equal for all spellings of a JSON value.
+    """Returns the canonical text of a JSON value.
 
     Raises:
-        NotFiniteError: It holds a number beyond the doubles.
-        ValueError: It is no JSON, or nested too deep.
+        NotFiniteError: It has a number outside the range of doubles.
+        ValueError: It is invalid JSON or nested too deeply.
     """
     return _ordered(text, _double)
 
 
 def rounded(text: str) -> str:
-    """Returns the text that is also equal for numbers of 15 digits, and large ones as strings.
+    """Returns a canonical text with numbers rounded to 15 digits and large ones as strings.
 
     Perl prints `0.1234567890123456789` as `0.123456789012346`, and large integers as strings.
 
     Raises:
-        ValueError: It is no JSON, nested too deep, or holds a number beyond the doubles.
+        ValueError: It is invalid JSON, nested too deeply, or has a number beyond doubles.
     """
     return _LARGE.sub(lambda one: repr(_fifteen(one[1])), _ordered(text, _fifteen))
 
 
 def _ordered(text: str, number: Callable[[str], object]) -> str:
-    """Returns a value as text with its keys in order, each number as `number` gives it."""
+    """Returns a value as text with sorted keys; `number` formats each number."""
     _check_depth(text)
     value = json.loads(text, parse_int=number, parse_float=number, parse_constant=number)
-    # A pair of escapes is one character by now: what is left is alone.
+    # Escaped pairs are single characters by now, so the remaining surrogates are alone.
     written = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     return replace_surrogates(written)
 

@@ -40,14 +40,14 @@ class SpecialTextError(Exception):
 
 
 class TextStream(Protocol):
-    """Decodes ids one by one; a character that spans several ids waits for the last of them."""
+    """Decodes ids one by one; a character that spans several ids is held until complete."""
 
     def feed(self, token_id: int) -> str:
-        """Takes one id; returns the text that became certain, often empty."""
+        """Takes one id; returns the text that is now certain, often empty."""
         ...
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
-        """Takes ids; returns the text that became certain."""
+        """Takes ids; returns the text that is now certain."""
         ...
 
     def finish(self) -> str:
@@ -75,7 +75,7 @@ class ModelTokenizer(Protocol):
         ...
 
     def spells(self, text: str) -> bool:
-        """Says whether a text contains the text of a special token."""
+        """Returns whether a text contains the text of a special token."""
         ...
 
     def hide(self, text: str) -> str:
@@ -137,20 +137,20 @@ class Tokenizer:
         self.special_texts = tuple(one.content for one in added if one.special and one.content)
         self.added_texts = tuple(one.content for one in added if one.content)
         """Text that is one token wherever it stands."""
-        # One of a single character could not be hidden; no model is known that has any.
+        # A single-character special token could not be hidden; no known model has one.
         spelled = (re.escape(text) for text in self.special_texts if len(text) > 1)
         longest_first = sorted(spelled, key=len, reverse=True)
         self._special = re.compile("|".join(longest_first) or "(?!)")
         self._plain = _PlainTokenizer(self.rust, self._special)
 
     def spells(self, text: str) -> bool:
-        """Says whether a text contains the text of a special token."""
+        """Returns whether a text contains the text of a special token."""
         return self._special.search(text) is not None
 
     def hide(self, text: str) -> str:
         """Returns a text for the template to print; special tokens in it are encoded as text."""
         text = self.escape(text)
-        while self.spells(text):  # again: what is left may spell a shorter one
+        while self.spells(text):  # again: the rest may spell a shorter token
             text = self._special.sub(lambda one: f"{one[0][0]}{_HIDDEN}{one[0][1:]}", text)
         return text
 

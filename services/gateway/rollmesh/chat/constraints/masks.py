@@ -29,5 +29,5 @@ def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[
 
 
 def is_masked(sampling: types_pb2.SamplingParams) -> bool:
-    """Says whether the request masks tokens or changes their likelihood."""
+    """Returns whether the request masks tokens or changes their likelihood."""
     return bool(sampling.allowed_token_ids or sampling.logit_bias or sampling.bad_sequences)

@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def certain(self) -> int | None:
-        """Number of ids that are certainly part of it, before its end; None where all fed are.
+        """Number of ids that are certainly part of it, before its end; None if all fed are.
 
         A second call may show where the first ended only after that.
         """
@@ -65,7 +65,7 @@ class Answer:
         return self._parser is not None and self._parser.malformed
 
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
-        """Takes sampled ids; returns what became certain. Ids after a stop are ignored."""
+        """Takes sampled ids; returns what is now certain. Ids after a stop are ignored."""
         if not (self._stops.wanted or self._one_call):
             self._fed += len(token_ids)
             text = self._decoder.feed_all(token_ids)
@@ -92,7 +92,7 @@ class Answer:
         return self._parser if isinstance(self._parser, WholeCallParser) else None
 
     def end_text(self) -> list[ParserEvent]:
-        """Ends the ids; returns what became certain."""
+        """Ends the ids; returns what is now certain."""
         events: list[ParserEvent] = []
         if self.stopped_at is None:
             text, stopped = self._stops.feed(self._decoder.finish())

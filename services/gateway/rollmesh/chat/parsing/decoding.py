@@ -6,7 +6,7 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 
 
 class IncrementalDecoder:
-    """Decodes ids one by one; a character that spans several ids waits for the last of them.
+    """Decodes ids one by one; a character that spans several ids is held until complete.
 
     Invariant: the texts returned so far, joined, are a prefix of the text of all ids.
     """
@@ -32,11 +32,11 @@ class IncrementalDecoder:
         self._stream = tokenizer.stream()
 
     def feed(self, token_id: int) -> str:
-        """Takes one id; returns the text that became certain, often empty."""
+        """Takes one id; returns the text that is now certain, often empty."""
         return "" if token_id in self._hidden else self._stream.feed(token_id)
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
-        """Takes ids; returns the text that became certain."""
+        """Takes ids; returns the text that is now certain."""
         return self._stream.feed_all([id_ for id_ in token_ids if id_ not in self._hidden])
 
     def finish(self) -> str:

@@ -25,7 +25,7 @@ class ToolCallEvent:
     index: int
     """Place of the call among the calls of the answer, from 0."""
     id: str = ""
-    """Set in the first event of a call; parsers leave it empty where the format has no ids."""
+    """Set in the first event of a call; parsers leave it empty if the format has no ids."""
     name: str = ""
     """Set in the first event of a call."""
     arguments: str = ""

@@ -100,9 +100,9 @@ class AnswerFormat:
         """Returns a parser for one answer; None if there is nothing to look for.
 
         Args:
-            context: The tools that there are.
+            context: The tools.
             calls: Look for calls; else they are text.
-            inside_reasoning: The generation prompt has opened the reasoning.
+            inside_reasoning: Whether the generation prompt has opened the reasoning.
         """
         schemas = tool_schemas(context.tools_json) if context.tools_json and calls else {}
         if self.in_channels:
@@ -120,7 +120,7 @@ class AnswerFormat:
 
     @property
     def in_channels(self) -> str:
-        """The name of `CHANNELS` in whose channels the model writes; empty where it has none."""
+        """The name of `CHANNELS` in whose channels the model writes; empty if it has none."""
         return self.tools if self.tools in CHANNELS else self.channels
 
     def _channel_parser(self, schemas: Schemas, inside_reasoning: bool) -> ToolParser:  # noqa: FBT001

@@ -1,4 +1,4 @@
-"""What the parsers of tool calls have in common."""
+"""Common parts of the tool-call parsers."""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -25,7 +25,7 @@ class ToolParser(Protocol):
         ...
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Takes text; returns the events that became certain."""
+        """Takes text; returns the events that are now certain."""
         ...
 
     def finish(self) -> list[ParserEvent]:
@@ -56,14 +56,14 @@ class BaseParser:
         self.calls.append((name, ""))
 
     def emit_arguments(self, text: str, events: list[ParserEvent]) -> None:
-        """Passes on text of the last call's arguments."""
+        """Emits text of the last call's arguments."""
         if text:
             name, before = self.calls[-1]
             self.calls[-1] = (name, before + text)
             events.append(ToolCallEvent(len(self.calls) - 1, arguments=text))
 
     def emit_text(self, text: str, events: list[ParserEvent]) -> None:
-        """Passes text on; whitespace waits until other text shows that it counts."""
+        """Emits text; whitespace is held until other text follows."""
         text = self._whitespace + text
         kept = text if not text.strip() else text[len(text.rstrip()) :]
         self._whitespace = kept
@@ -89,7 +89,7 @@ class StepParser(BaseParser, ABC):
         self._held = ""  # text not yet passed on
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Takes text; returns the events that became certain."""
+        """Takes text; returns the events that are now certain."""
         self._held += text
         events: list[ParserEvent] = []
         while self._step(events):
@@ -98,7 +98,7 @@ class StepParser(BaseParser, ABC):
 
     @abstractmethod
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; says whether another one is possible."""
+        """Makes one transition; returns whether another one is possible."""
 
 
 def possible_start(text: str, tags: tuple[str, ...]) -> int:

@@ -39,7 +39,7 @@ class ReasoningSplitter:
         """The reasoning so far."""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Takes text; returns what became certain: reasoning, and rest."""
+        """Takes text; returns what is now certain: reasoning, and rest."""
         self._held += text
         thought = ""
         if self._state == "start":
@@ -56,7 +56,7 @@ class ReasoningSplitter:
         return thought, rest
 
     def finish(self) -> tuple[str, str]:
-        """Says that no more text comes; returns what is left: reasoning, and rest."""
+        """Ends the text; returns what is left: reasoning, and rest."""
         held, self._held = self._held, ""
         if self._state == "inside":
             thought = held if self.reasoning else held.lstrip()

@@ -36,7 +36,7 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.codec.arrays import TokenIds
 
 Show: TypeAlias = Callable[[Sequence[MessageGroup]], list[MessageGroup]]
-"""Gives groups as a template is to see them."""
+"""Returns groups as a template will see them."""
 _CACHED = 64
 
 
@@ -124,7 +124,7 @@ class Continuation:
     def opens_reasoning(
         self, groups: Sequence[MessageGroup], context: RenderContext, tag: str
     ) -> bool:
-        """Says whether the generation prompt after `groups` has opened the reasoning with `tag`."""
+        """Returns whether the generation prompt after `groups` opens the reasoning with `tag`."""
         printed = self._of(context).cutter.generation_prompt(place(groups, len(groups)))
         return printed.rstrip().endswith(tag)
 
@@ -146,7 +146,7 @@ class Continuation:
             fresh: The groups that a request adds to it.
             context: What is rendered beside them.
             added: The ids that those add, and those that open the model's turn; uint32 [N] each.
-            show: Gives groups as the template is to see them.
+            show: Returns groups as the template will see them.
         """
         probed = self._of(context)
         groups = [*(node.messages for node in path), *fresh]
@@ -170,17 +170,17 @@ class Continuation:
         context: RenderContext,
         show: Show,
     ) -> tuple[list[TokenIds], TokenIds] | None:
-        """Returns what the template prints after a path that it reproduces exactly.
+        """Returns the ids that the template prints after a path that it reproduces exactly.
 
         Args:
             path: Nodes that hold the beginning of a conversation.
             groups: The whole conversation.
             context: What is rendered beside it.
-            show: Gives groups as the template is to see them.
+            show: Returns groups as the template will see them.
 
         Returns:
             The ids of each group after the path and of what opens the model's turn, uint32 [N]
-            each; None where the template's render does not fall into these parts.
+            each; None if the template's render does not fall into these parts.
         """
         cutter, begun = self._of(context).cutter, len(path)
         try:
@@ -226,7 +226,7 @@ class Continuation:
         groups: Sequence[MessageGroup],
         context: RenderContext,
     ) -> bool:
-        """Says whether an append-only template prints the last of `groups` as its node has it."""
+        """Returns whether an append-only template prints the last of `groups` as in its node."""
         (text,) = cutter.texts(groups, len(groups) - 1, context)
         ids = node.token_ids
         if not self._headers:
@@ -264,7 +264,7 @@ class Continuation:
         return np.array([] if node.ends_turn else [self._id_of(end)], np.uint32)
 
     def _ends_otherwise(self, node: HeldGroup, role: RoleName) -> bool:
-        """Says whether the sampled end differs from the header of the next turn."""
+        """Returns whether the sampled end differs from the header of the next turn."""
         ended = bool(self._headers) and node.ends_turn and len(node.token_ids) > 0
         return ended and int(node.token_ids[-1]) != self._headers.get(role)
 

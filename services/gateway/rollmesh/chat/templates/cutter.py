@@ -1,4 +1,4 @@
-"""Cuts a template's renders into what each message adds, as text; see `continuation`."""
+"""Splits a template's renders into the text that each message adds; see `continuation`."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ _CACHED = 64
 
 
 class Cutter:
-    """Cuts the renders of one template, under one set of options, into what each message adds."""
+    """Splits the renders of one template, with one set of options, into each message's text."""
 
     def __init__(
         self, template: ModelTemplate, tokenizer: ModelTokenizer, options: RenderContext
@@ -49,7 +49,7 @@ class Cutter:
         self.refused: dict[tuple[Place, RoleName], str] = {}
         """Roles that cannot be continued after others, and why."""
         self.refused_with_tools: dict[tuple[Place, RoleName], str] = {}
-        """Those that cannot be continued if there are tools."""
+        """Roles that cannot be continued after others if there are tools, and why."""
         self.refused_prompts: dict[Place, str] = {}
         """Places after which no answer can be sampled, and why."""
         self.says_after_results = False
@@ -67,7 +67,7 @@ class Cutter:
     def texts(
         self, groups: Sequence[MessageGroup], start: int, context: RenderContext
     ) -> list[str]:
-        """Returns what each of `groups[start:]` adds.
+        """Returns the text that each of `groups[start:]` adds.
 
         Raises:
             TemplateRenderError: The template refuses a group, or cannot be continued there.
@@ -99,9 +99,9 @@ class Cutter:
         return texts
 
     def is_joined(self, first: MessageGroup, context: RenderContext) -> bool:
-        """Says whether a first message is a system message that is printed with the user turn.
+        """Returns whether a first message is a system message that is printed with the user turn.
 
-        Some templates print one apart, but for an empty one.
+        Some templates print it separately unless it is empty.
         """
         if first[0].role != "system":
             return False
@@ -114,7 +114,7 @@ class Cutter:
         return False
 
     def generation_prompt(self, last: Place) -> str:
-        """Returns what stands between a group and what the model samples.
+        """Returns the text between a group and the sampled answer.
 
         Raises:
             TemplateRenderError: The template has no answer after such a group.
@@ -130,7 +130,7 @@ class Cutter:
         return self._generation_prompts[last]
 
     def find_joined_system(self, context: RenderContext) -> bool:
-        """Says whether a first system message is printed only with the user turn after it."""
+        """Returns whether a first system message is printed only with the user turn after it."""
         groups: list[MessageGroup] = [(Message("system", "s"),), (Message("user", "u"),)]
         try:
             both = self._template.render((*groups[0], *groups[1]), context)
@@ -144,11 +144,11 @@ class Cutter:
 
     @property
     def last_end(self) -> str:
-        """What stands between the last answer and the user turn after it."""
+        """The text between the last answer and the user turn after it."""
         return self.ends.text or self.ends.headers["user"]
 
     def _find_beside_calls(self) -> str:
-        """Returns a text that the template prints before calls; some print none there."""
+        """Returns a text that the template prints before calls; some templates print none there."""
         said = Message("assistant", MARKER, (CALL,))
         try:
             text = self._template.render((ASKED, said, result(FOLLOWED)), self._options)
@@ -161,7 +161,7 @@ class Cutter:
         return self.ends.call if answer.tool_calls else self.ends.text
 
     def _learn(self, where: Place) -> None:
-        """Finds the lead and the closing of a place, unless the template refuses it."""
+        """Finds the lead and the closing of a position, unless the template refuses it."""
         try:
             alone = self._template.render(WINDOWS[where], self._options)
         except TemplateRenderError as error:
@@ -185,7 +185,7 @@ class Cutter:
             except TemplateRenderError:
                 continue
             common = _common_prefix(shared, longer.partition(MARKER)[2])
-            # One that is printed into the message itself cannot follow: it is refused later.
+            # A role that is printed into the message itself cannot follow; it is refused later.
             shared = (
                 common if self._first_special(common) or not self._first_special(tail) else shared
             )
@@ -252,7 +252,7 @@ class Cutter:
         if text is None:
             text = self._template.render(window, options)
             if len(self._renders) >= _CACHED:
-                self._renders.clear()  # one step: several threads tokenize
+                self._renders.clear()  # a single step: several threads tokenize
             self._renders[key] = text
         return text
 
@@ -271,7 +271,7 @@ class Cutter:
         return text[: len(text) - len(closing)]
 
     def _first_special(self, text: str) -> str:
-        """Returns the unmergeable token that ends first in a text, or nothing."""
+        """Returns the unmergeable token that ends first in a text; empty if there is none."""
         ends = [
             (at + len(name), name)
             for name in self._tokenizer.added_texts

@@ -27,14 +27,14 @@ _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "c
 
 
 class TemplateRenderError(Exception):
-    """The template refuses these messages; the message says why in the template's own words."""
+    """The template refuses the messages; the error message is the template's own."""
 
 
 class ModelTemplate(Protocol):
-    """Prints conversations as a model has learned them."""
+    """Renders conversations in the format that a model was trained on."""
 
     source: str
-    """What tells how answers are written."""
+    """Text from which the answer format is detected."""
     sha256: str
     """SHA-256 of the source, hexadecimal."""
 
@@ -103,7 +103,7 @@ class ChatTemplate:
             raise TemplateRenderError("a value is nested too deep for it") from error
 
     def _prints_strings(self) -> bool:
-        """Says whether content is printed as a string; templates for images want it in parts."""
+        """Returns whether content is rendered as a string; multimodal templates expect parts."""
         try:
             return _PROBE in self.render((Message("user", _PROBE),), RenderContext())
         except TemplateRenderError as error:
@@ -111,10 +111,10 @@ class ChatTemplate:
 
 
 def load_template(model_path: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Loads the template of a model's directory: `chat_template.jinja`, else its config's.
+    """Loads a model directory's template: `chat_template.jinja`, else the one in its config.
 
     Raises:
-        ModelFilesError: There is none.
+        ModelFilesError: There is no template.
         TemplateRenderError: It does not compile.
     """
     path = model_path / "chat_template.jinja"
@@ -138,11 +138,11 @@ def _configured(tokenizer: Tokenizer) -> str | None:
 
 
 def as_template_message(message: Message, *, parts: bool = False) -> dict[str, Any]:
-    """Returns a message as templates expect it: keys only where there is something to say.
+    """Returns a message as templates expect it; keys without a value are omitted.
 
     Args:
         message: The message.
-        parts: Give its content as a list of one text part.
+        parts: Whether to pass its content as a list of one text part.
     """
     result = write_message(message)
     if parts:
@@ -154,7 +154,7 @@ def as_template_message(message: Message, *, parts: bool = False) -> dict[str, A
 
 
 def _arguments(text: str) -> Any:
-    """Parses arguments: templates print objects with their own `tojson`; broken ones stay text."""
+    """Parses arguments, because templates call `tojson` themselves; invalid ones stay text."""
     try:
         return read_json(text) if text.strip() else {}
     except ValueError:
@@ -162,9 +162,9 @@ def _arguments(text: str) -> Any:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Lets `{% generation %}...{% endgeneration %}` stand for its body."""
+    """Makes `{% generation %}...{% endgeneration %}` render its body."""
 
-    tags = {"generation"}  # noqa: RUF012 - the name and kind that jinja2 reads
+    tags = {"generation"}  # noqa: RUF012 - the name and type that jinja2 reads
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """Returns the block's body."""

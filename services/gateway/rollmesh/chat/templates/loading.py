@@ -34,7 +34,7 @@ def load_model(model_path: Path) -> tuple[ModelTemplate, ModelTokenizer]:
 
 
 def vocabulary_of(model_path: Path) -> int:
-    """Returns the number of ids of the model as its `config.json` has it; 0 where it has none."""
+    """Returns the number of ids of the model as its `config.json` has it; 0 if it has none."""
     path = model_path / "config.json"
     config = read_json(path) if path.exists() else {}
     text = config.get("text_config")

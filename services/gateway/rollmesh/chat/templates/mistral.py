@@ -1,8 +1,8 @@
-r"""Models that bring no chat template: their conversations are encoded by `mistral_common`.
+r"""Models without a chat template: `mistral_common` encodes their conversations.
 
-That package builds ids, not text: what a message says is tokenized alone and stands between control
-tokens, which no text can spell. To continue such a conversation as any other, it is written as text
-in which control tokens stand between two characters that are no characters in Unicode:
+That package builds ids, not text: each message is tokenized separately and placed between control
+tokens, which no text can spell. So that such conversations can be continued like any other, they
+are written as text in which two Unicode noncharacters enclose each control token:
 
     <NC0>[INST]<NC1>Where?<NC0>[/INST]<NC1>
 
@@ -39,7 +39,7 @@ _OPEN, _CLOSE, _LITERAL = "\ufdd0", "\ufdd1", "\ufdd2"
 _SEAM = _OPEN + _CLOSE
 _CONTROL = re.compile(f"{_OPEN}([^{_OPEN}-{_LITERAL}]*){_CLOSE}")
 _TEXT_IDS = 1 << 32
-"""Ids from here on stand for texts that are yet to be tokenized."""
+"""Ids from here on represent texts that have not been tokenized yet."""
 _REFUSALS = (
     MistralCommonException,
     AssertionError,
@@ -219,11 +219,11 @@ class _Stream:
         self._begun = is_tekken
 
     def feed(self, token_id: int) -> str:
-        """Takes one id; returns the text that became certain, often empty."""
+        """Takes one id; returns the text that is now certain, often empty."""
         return self._utf8.decode(self._bytes(token_id))
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
-        """Takes ids; returns the text that became certain."""
+        """Takes ids; returns the text that is now certain."""
         return "".join(map(self.feed, token_ids))
 
     def finish(self) -> str:

@@ -18,7 +18,7 @@ class Seen:
 
 
 class HeldGroup(Protocol):
-    """One group of a conversation, with the ids that stand for it."""
+    """One group of a conversation, with its ids."""
 
     as_printed: bool | None
     """Whether the template prints an answer as it was sampled; None before the comparison."""

@@ -1,9 +1,9 @@
 """Compares what a template would print with the ids that a session holds.
 
-A session keeps what was sampled. Where the template would print that otherwise by now (it drops
-reasoning, strips whitespace, writes a call's arguments in another way, or the text tokenizes
-otherwise than it was sampled), the turn after it says so. That is not guessed from what the
-template does to probes: the ids of the template's render are compared with the session's ids.
+A session keeps the tokens that were sampled. If the template would now print them differently (it
+drops reasoning, strips whitespace, formats a call's arguments differently, or the text tokenizes
+differently), the next turn reports it. This is not inferred from probing: the ids of the template's
+render are compared with the session's ids.
 
 A prefix of a render that was compared before is known by its digest and is not tokenized again.
 At the first difference, tokenizing stops.
@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
 
     at: int | None
     """Index of the first node of the path that is printed otherwise, its length where only what the
-    request adds is; None where all ids are equal."""
+    request adds is; None if all ids are equal."""
     seen: Seen | None = None
     """The text of the prompt up to the model's turn, where it was compared and is equal."""
 
@@ -82,7 +82,7 @@ def divide(
         generation_prompt: What opens the model's turn; uint32 [N].
 
     Returns:
-        The ids of each group, which joined with `generation_prompt` are `ids`; None where they are
+        The ids of each group, which joined with `generation_prompt` are `ids`; None if they are
         not found.
     """
     if not _ends_with(ids, generation_prompt):

@@ -1,9 +1,9 @@
-"""Finds out what a chat template does to a conversation that grows.
+"""Probes how a chat template renders a growing conversation.
 
-Every probe conversation is cut and compared with the template's own render: whole, or,
-where the template prints earlier turns otherwise, after the last answer. What agrees in neither
-way is not continued: the pair of roles where it begins is refused, and the template itself where
-that pair is one that no agent does without.
+Every probe conversation is split and compared with the template's own render: completely or, if the
+template prints earlier turns differently, after the last answer. If neither matches, the pair of
+roles at which the difference begins is refused. The template itself is refused if agents cannot do
+without that pair.
 """
 
 import re
@@ -44,7 +44,7 @@ _ESSENTIAL: set[tuple[Place, RoleName]] = {
 }
 _DATE = re.compile(r"strftime_now|date_string")
 _GREETS: set[tuple[Place, RoleName]] = {("start", "assistant"), ("first system", "assistant")}
-"""The orders of roles in which an agent begins: what fails after one is laid on it."""
+"""Role orders in which an agent begins; a failure after one of them is attributed to it."""
 
 
 class _Outcome(Enum):
@@ -56,7 +56,7 @@ class _Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A template under one set of options, ready to be continued."""
+    """A template with one set of options, ready to be continued."""
 
     profile: TemplateProfile
     cutter: Cutter
@@ -71,7 +71,7 @@ def probe(template: ModelTemplate, tokenizer: ModelTokenizer, options_json: byte
         options_json: Extra variables of the template: a JSON object, or empty.
 
     Raises:
-        TemplateRefusedError: It cannot be continued exactly; the message says what was seen.
+        TemplateRefusedError: It cannot be continued exactly; the message describes the difference.
     """
     options = make_context(b"", options_json)
     try:
@@ -137,7 +137,7 @@ class _Probe:
         )
 
     def _find_system_and_tools(self) -> set[Finding]:
-        """Looks at the head of a conversation, and lets the cutter know."""
+        """Examines the head of a conversation and configures the cutter."""
         findings: set[Finding] = set()
         if self._ignores_tools():
             findings.add(Finding.IGNORES_TOOLS)
@@ -170,10 +170,10 @@ class _Probe:
         return findings
 
     def _all(self, conversations: tuple[tuple[Message, ...], ...]) -> bool:
-        """Tries conversations; says whether the texts of all are the whole render.
+        """Tries conversations; returns whether each one's texts equal the complete render.
 
         Raises:
-            TemplateRefusedError: One that agents cannot do without is not continued.
+            TemplateRefusedError: A conversation that agents need cannot be continued.
         """
         exact = True
         for messages in conversations:
@@ -186,9 +186,9 @@ class _Probe:
         return exact
 
     def _find_greetings(self) -> None:
-        """Tries conversations that an agent begins; refuses those that are not the render.
+        """Tries conversations that an agent begins; refuses those that differ from the render.
 
-        Nobody sampled a greeting: that a session keeps what was sampled does not explain one.
+        A greeting was not sampled, so keeping sampled tokens does not explain a difference.
         """
         refused = self._cutter.refused
         for context in self._contexts:
@@ -213,7 +213,7 @@ class _Probe:
                 self._cutter.refused[order] = why
 
     def _refusal(self, messages: tuple[Message, ...], context: RenderContext) -> str:
-        """Returns why the template itself refuses a conversation; nothing where it takes it."""
+        """Returns why the template itself refuses a conversation; empty if it accepts it."""
         try:
             self._template.render(messages, context, generation_prompt=True)
         except TemplateRenderError as error:
@@ -221,15 +221,15 @@ class _Probe:
         return ""
 
     def _is_explained(self, messages: tuple[Message, ...], context: RenderContext) -> bool:
-        """Says whether what is printed otherwise stands in a finding: tools or system message."""
+        """Returns whether a finding on tools or the system message explains the difference."""
         moved = self._cutter.moves_system and messages[0].role == "system"
         return moved or (self._cutter.repeats_tools and bool(context.tools_json))
 
     def _try(self, groups: list[MessageGroup], context: RenderContext) -> _Outcome:
-        """Compares ever longer beginnings, so that what fails is known by its last role.
+        """Compares ever longer prefixes, so that the last role identifies a failure.
 
         Raises:
-            TemplateRefusedError: What fails is what agents cannot do without.
+            TemplateRefusedError: The failing conversation is one that agents need.
         """
         outcome = _Outcome.REFUSED
         for size in range(1, len(groups) + 1):
@@ -239,7 +239,7 @@ class _Probe:
             whole = size == len(groups)
             outcome, why = self._judge(groups[:size], context, whole=whole)
             if why and role == "assistant":
-                # Templates end the last answer otherwise: what stands after it decides.
+                # Templates end the last answer differently; the text after it decides.
                 if whole:
                     self._cutter.refused_prompts["assistant"] = why
             elif why:
@@ -253,9 +253,9 @@ class _Probe:
     def _culprit(
         self, groups: list[MessageGroup], context: RenderContext
     ) -> tuple[Place, RoleName]:
-        """Returns the first pair of roles that cannot be cut and may be missing, else the last.
+        """Returns the first pair of roles that cannot be split and is optional, else the last pair.
 
-        An agent's greeting comes before all: without it the others have been seen to hold.
+        An agent's greeting takes precedence: the other pairs have been verified without it.
         """
         pairs: list[tuple[Place, RoleName]] = [
             (place(groups, at), groups[at][0].role) for at in range(len(groups))
@@ -273,10 +273,10 @@ class _Probe:
     def _judge(
         self, groups: list[MessageGroup], context: RenderContext, *, whole: bool
     ) -> tuple[_Outcome, str]:
-        """Returns what came of a comparison, and why it failed.
+        """Returns the outcome of a comparison, and why it failed.
 
-        No reason is given where the template itself refuses the conversation, as it would at any
-        time, or where what may not end here may go on.
+        No reason is given if the template itself always refuses the conversation, or if a
+        conversation that cannot end here can be continued.
         """
         messages = tuple(message for group in groups for message in group)
         joined = self._cutter.joins_system[bool(context.tools_json)]
@@ -312,14 +312,14 @@ class _Probe:
         return self._render((probes.USER,), self._bare) == self._render((probes.USER,), self._tools)
 
     def _repeats_tools(self) -> bool:
-        """Says whether a later turn shows the tools again."""
+        """Returns whether a later turn prints the tools again."""
         first = self._render((probes.USER,), self._tools).count('"look_up"')
         later = (probes.USER, probes.PLAIN, probes.USER, probes.PLAIN, probes.USER)
         whole = self._render(later, self._tools)
         return first > 0 and '"look_up"' in whole.rpartition(self._cutter.last_end)[2]
 
     def _moves_system(self) -> bool:
-        """Says whether a later user turn shows the first system message."""
+        """Returns whether a later user turn prints the first system message."""
         try:
             whole = self._render(
                 (probes.SYSTEM, probes.USER, probes.PLAIN, probes.USER), self._bare
@@ -334,7 +334,7 @@ class _Probe:
         return answered.startswith(f"{asked}{probes.PLAIN.content}{self._cutter.ends.text}")
 
     def _drops_reasoning(self) -> bool:
-        """Says whether reasoning that is part of an answer is not printed once another follows."""
+        """Returns whether an answer's reasoning is dropped once another answer follows."""
         kept, thinks = set[bool](), OPEN in self._template.source
         for answer in (probes.THOUGHT, probes.INLINE):
             last = self._render((probes.USER, answer), self._bare)

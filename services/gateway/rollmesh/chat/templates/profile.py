@@ -1,22 +1,22 @@
-"""What a chat template does to a conversation that grows: the result of probing it."""
+"""The result of probing how a chat template renders a growing conversation."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """How the template treats what stood before."""
+    """How the template treats earlier turns."""
 
     APPEND_ONLY = "append-only"
     """A longer conversation begins with the shorter one, in every order that was probed."""
     EXCEPT = "append-only except"
-    """The same, but for what the findings name."""
+    """The same, with the exceptions that the findings name."""
     REWRITES = "rewrites"
-    """Plain answers of earlier turns are printed otherwise than they were sampled."""
+    """Plain answers of earlier turns are printed differently than they were sampled."""
 
 
 class Finding(StrEnum):
-    """What was seen; the tokens of a session stay as sampled all the same."""
+    """A finding of the probe; the tokens of a session stay as sampled in any case."""
 
     DROPS_REASONING = "drops earlier reasoning"
     ANSWERS_OTHERWISE = "prints earlier answers otherwise than behind the generation prompt"
@@ -43,20 +43,20 @@ REWRITING = frozenset(
         Finding.REPEATS_TOOLS,
     }
 )
-"""What prints earlier turns otherwise than a session keeps them."""
+"""Findings that print earlier turns differently than a session keeps them."""
 MOVING = frozenset({Finding.MOVES_SYSTEM, Finding.REPEATS_TOOLS})
-"""What prints more than answers otherwise: going on from it would need the whole conversation."""
+"""Findings that change more than answers; continuing would need the full conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stripped:
-    """The whitespace that a template takes off the ends of earlier answers."""
+    """The whitespace that a template strips from the ends of earlier answers."""
 
     leading: str = ""
     trailing: str = ""
 
     def changes(self, answer: str) -> bool:
-        """Says whether an answer is printed without some of its whitespace."""
+        """Returns whether an answer is printed without some of its whitespace."""
         ends = _class_of(answer[:1]), _class_of(answer[-1:])
         return bool(answer) and (ends[0] in self.leading or ends[1] in self.trailing)
 
@@ -75,10 +75,10 @@ class TemplateProfile:
 
     kind: Kind
     end_text: str
-    """The special token that ends an answer in the history; empty where it has none of its own."""
+    """The special token that ends an answer in the history; empty if it has none of its own."""
     findings: frozenset[Finding] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
-    """Role orders the template does not take, and why: "assistant, system"."""
+    """Role orders that the template does not accept, such as "assistant, system", and why."""
     verified: int = 0
     """Number of probe conversations whose parts equal the template's own render."""
     kept: int = 0
@@ -93,6 +93,6 @@ class TemplateProfile:
     """The special tokens at which a model of this template must stop."""
 
     def __str__(self) -> str:
-        """Says it in one line."""
+        """Returns a one-line summary."""
         named = "; ".join(sorted(self.findings & REWRITING))
         return f"{self.kind} {named}" if self.kind is Kind.EXCEPT else str(self.kind)

@@ -46,7 +46,7 @@ class SpecialText:
         """Returns what is rendered of a request that adds `groups[start:]`.
 
         Returns:
-            The groups and the context as the template is to see them, and whether text in them
+            The groups and the context as the template will see them, and whether text in them
             becomes special tokens.
 
         Raises:
@@ -68,7 +68,7 @@ class SpecialText:
         return shown, shown_context, found and not self._hides
 
     def show(self, groups: Sequence[MessageGroup]) -> list[MessageGroup]:
-        """Returns groups as the template is to see them."""
+        """Returns groups as the template will see them."""
         return [tuple(map(self._shown, group)) for group in groups]
 
     def _field(self, groups: Sequence[MessageGroup], spelled: list[int]) -> str:

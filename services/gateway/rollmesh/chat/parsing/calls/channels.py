@@ -1,4 +1,4 @@
-"""Answers that are several messages, each after a header that says what it is.
+"""Answers made of several messages, each preceded by a header that states its kind.
 
     HEADER<|message|>BODY<end>HEADER<|message|>BODY<end>
 
@@ -16,7 +16,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class ChannelParser(StepParser):
-    """One answer's text, cut into events. `_held` is text not yet passed on."""
+    """Turns one answer's text into events. `_held` is text not yet emitted."""
 
     def __init__(self, ends: tuple[str, ...]) -> None:
         """Begins an empty answer.
@@ -30,11 +30,11 @@ class ChannelParser(StepParser):
 
     @property
     def idle(self) -> bool:
-        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        """Whether all text was passed on and no call or possible start of one is held."""
         return self._kind is None and not self._held
 
     def finish(self) -> list[ParserEvent]:
-        """Says that no more text comes; returns the last events."""
+        """Ends the text; returns the last events."""
         events: list[ParserEvent] = []
         if self._kind is None:
             if self._held.strip() and not self._is_header(self._held):
@@ -49,15 +49,15 @@ class ChannelParser(StepParser):
 
     @abstractmethod
     def _is_header(self, text: str) -> bool:
-        """Says whether what is left of an answer is a header that broke off."""
+        """Returns whether the rest of an answer is a truncated header."""
 
     @abstractmethod
     def _begin_body(self, header: str, events: list[ParserEvent]) -> Kind:
-        """Reads a header; returns what the message is, and begins it."""
+        """Reads a header and begins its message; returns the kind of message."""
 
     @abstractmethod
     def _emit_call(self, text: str, events: list[ParserEvent]) -> None:
-        """Takes an event of a call's message."""
+        """Handles text of a call's message."""
 
     @abstractmethod
     def _end_call(self, events: list[ParserEvent]) -> None:

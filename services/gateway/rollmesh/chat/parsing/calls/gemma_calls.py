@@ -3,7 +3,7 @@
     <|channel>thought
     ...<channel|>Let me see.<|tool_call>call:f{city:<|"|>Paris<|"|>,n:3,tags:[true]}<tool_call|>
 
-A call is passed on once it is complete; an incomplete call is text, and the answer is flagged.
+A call is emitted once it is complete; an incomplete call is text, and the answer is flagged.
 Delimiters inside a string are part of the string. A value without string delimiters is a JSON
 number or word (or Python's spelling of it); other bare text is a string, and so is every value that
 the tool's schema declares as one.
@@ -21,7 +21,7 @@ from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _CALL, _CALL_END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 THOUGHT = f"{_CHANNEL}thought"
-"""What opens the reasoning; a line break follows."""
+"""Opens the reasoning; a line break follows."""
 SPECIAL_TOKENS = (_CHANNEL, _CHANNEL_END, _CALL, _CALL_END, _QUOTE)
 _LABEL = "thought\n"
 _OUTSIDE = (_CHANNEL, _CHANNEL_END, _CALL)
@@ -34,14 +34,14 @@ _MOST_DEPTH = 64
 
 
 class GemmaParser(StepParser):
-    """One answer's text, cut into events. `_held` is text not yet passed on."""
+    """Turns one answer's text into events. `_held` is text not yet emitted."""
 
     def __init__(self, schemas: Schemas, *, inside_reasoning: bool = False) -> None:
         """Begins an empty answer.
 
         Args:
-            schemas: The tools that there are.
-            inside_reasoning: The generation prompt has opened the channel.
+            schemas: Parameter schemas of the tools, by tool name.
+            inside_reasoning: Whether the generation prompt has opened the channel.
         """
         super().__init__()
         self._schemas = schemas
@@ -50,11 +50,11 @@ class GemmaParser(StepParser):
 
     @property
     def idle(self) -> bool:
-        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        """Whether all text was passed on and no call or possible start of one is held."""
         return self._state == "text" and not self._held
 
     def finish(self) -> list[ParserEvent]:
-        """Says that no more text comes; returns the last events."""
+        """Ends the text; returns the last events."""
         events: list[ParserEvent] = []
         if self._state == "call":
             self._end_call(len(self._held), "", events)
@@ -70,7 +70,7 @@ class GemmaParser(StepParser):
         return events
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; says whether another may follow."""
+        """Makes one transition; returns whether another may follow."""
         if self._state == "call":
             return self._step_call(events)
         if self._state == "label":
@@ -85,7 +85,7 @@ class GemmaParser(StepParser):
         return True
 
     def _step_open(self, events: list[ParserEvent]) -> bool:
-        """Passes on text or reasoning up to the next delimiter."""
+        """Emits text or reasoning up to the next delimiter."""
         at, delimiter = first_of(self._held, _OUTSIDE)
         thinks = self._state == "reasoning"
         size = at if at >= 0 else len(self._held) - possible_start(self._held, _OUTSIDE)
@@ -125,7 +125,7 @@ class GemmaParser(StepParser):
         return False
 
     def _end_call(self, size: int, delimiter: str, events: list[ParserEvent]) -> None:
-        """Passes on the call in the first `size` characters; `delimiter` ends it, "" is the end."""
+        """Emits the call in the first `size` characters; `delimiter` ends it, "" means the end."""
         body, self._held = self._held[:size], self._held[size + len(delimiter) :]
         call = _read(body, self._schemas)
         if call is None:
@@ -140,11 +140,11 @@ class GemmaParser(StepParser):
 
 
 class _NoCallError(Exception):
-    """The text is no such call."""
+    """The text is not such a call."""
 
 
 def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
-    """Returns name and arguments; None where the body is no whole call of a tool that there is."""
+    """Returns name and arguments; None if the body is not a complete call of a known tool."""
     call = _NAME.match(body)
     if call is None or call["name"] not in schemas:
         return None
@@ -158,7 +158,7 @@ def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
 
 
 class _Reader:
-    """Reads from the front; `_at` is where it stands."""
+    """Reads from the front; `_at` is the current index."""
 
     def __init__(self, source: str, at: int) -> None:
         self._source = source
@@ -235,7 +235,7 @@ class _Reader:
         self._skip()
 
     def _closes(self, delimiter: str, *, first: bool) -> bool:
-        """Takes `delimiter` if it is here and says so; else takes the comma before an entry."""
+        """Consumes `delimiter` and returns True if it is next; else consumes an entry's comma."""
         self._skip()
         if not first and not self._stands(delimiter):
             self._take(",")
@@ -246,7 +246,7 @@ class _Reader:
 
 
 def _scalar(text: str, schema: object) -> Any:
-    """Returns the value of bare text: a string where the schema or the text says so."""
+    """Returns the value of bare text: a string if the schema or the text says so."""
     if kinds(schema) == {"string"}:
         return text
     if text in _WORDS:

@@ -4,7 +4,7 @@
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 4}<|call|>
     <|channel|>final<|message|> ... <|return|>
 
-The analysis channel is the reasoning, a recipient `functions.f` makes a call, all else is text.
+The analysis channel is the reasoning, a recipient `functions.f` means a call, and the rest is text.
 """
 
 import re
@@ -21,13 +21,13 @@ SPECIAL_TOKENS = (MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
 
 
 class HarmonyParser(ChannelParser):
-    """One answer's text, cut into events."""
+    """Turns one answer's text into events."""
 
     def __init__(self, names: Set[str] | None = None) -> None:
         """Begins an empty answer.
 
         Args:
-            names: The tools that there are; None takes any name.
+            names: Names of the known tools; None accepts any name.
         """
         super().__init__(_ENDS)
         self._names = names

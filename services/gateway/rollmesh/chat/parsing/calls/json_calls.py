@@ -35,16 +35,16 @@ class ObjectCallParser(StepParser):
     """Parses one answer.
 
     States: TEXT outside of calls; HEADER between the opening delimiter and the arguments; ARGUMENTS
-    inside the object; TAIL between its last brace and the closing delimiter. `_held` is text that
-    was not passed on yet.
+    inside the object; TAIL between its last brace and the closing delimiter. `_held` is text not
+    yet emitted.
     """
 
     def __init__(self, format_: ObjectFormat, names: Set[str] | None = None) -> None:
         """Begins an empty answer.
 
         Args:
-            format_: How calls are written.
-            names: The tools that there are; None takes any name.
+            format_: The format of calls.
+            names: Names of the known tools; None accepts any name.
         """
         super().__init__()
         self._format = format_
@@ -54,10 +54,10 @@ class ObjectCallParser(StepParser):
         self._opened = ""  # the delimiter or the whitespace in front of a call
         self._scanner = _ObjectScanner(format_.open)
         self._scanned = 0
-        self._between = False  # nothing but separators stands after the last call
+        self._between = False  # only separators follow the last call
 
     def finish(self) -> list[ParserEvent]:
-        """Says that no more text comes; returns the last events."""
+        """Ends the text; returns the last events."""
         events: list[ParserEvent] = []
         if self._state is _State.TEXT:
             self._end_outside(events)
@@ -74,7 +74,7 @@ class ObjectCallParser(StepParser):
 
     @property
     def idle(self) -> bool:
-        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        """Whether all text was passed on and no call or possible start of one is held."""
         return self._state is _State.TEXT and not self._held
 
     @property
@@ -82,7 +82,7 @@ class ObjectCallParser(StepParser):
         return self.calls[-1][1]
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; says whether another may follow."""
+        """Makes one transition; returns whether another may follow."""
         match self._state:
             case _State.TEXT:
                 return self._step_bare() or self._step_text(events)
@@ -98,7 +98,7 @@ class ObjectCallParser(StepParser):
         self._scanner, self._scanned = _ObjectScanner(self._format.open), 0
 
     def _step_bare(self) -> bool:
-        """Begins a call that nothing opens: at the start, or after another and a semicolon."""
+        """Begins a call without a delimiter: at the start, or after a call and a semicolon."""
         if not self._format.bare or self.content:
             return False
         lead = self._held.lstrip(_SEPARATORS if self.calls else " \t\r\n")
@@ -126,7 +126,7 @@ class ObjectCallParser(StepParser):
         return False
 
     def _skip_separators(self) -> bool:
-        """Drops what parts two calls; says whether it is certain what follows."""
+        """Drops the separators between two calls; returns whether what follows is certain."""
         rest = self._held.lstrip(_SEPARATORS)
         if self._format.open.startswith(rest) and rest != self._format.open:
             return False
@@ -141,7 +141,9 @@ class ObjectCallParser(StepParser):
             self.emit_text(self._held, events)
 
     def _step_header(self, events: list[ParserEvent]) -> bool:
-        at = self._end_of_body()  # first, so that the result does not hang on the cut
+        at = (
+            self._end_of_body()
+        )  # first, so that the result does not depend on the cuts
         header = self._format.header.match(self._held if at < 0 else self._held[:at])
         if header:
             return self._begin(header, events)
@@ -158,13 +160,13 @@ class ObjectCallParser(StepParser):
         return True
 
     def _may_begin_call(self, text: str) -> bool:
-        """Says whether text may be the beginning of `{"name": "...` or `{"parameters": {...`."""
+        """Returns whether text may be the beginning of `{"name": "...` or `{"parameters": {...`."""
         plain = re.sub(r"\s", "", text[:64])
         starts = ('{"name":"', *(f'{{"{key}":{{' for key in self._format.keys))
         return bool(plain) and any(plain.startswith(s) or s.startswith(plain) for s in starts)
 
     def _end_of_body(self) -> int:
-        """Returns where a body ends that did not begin as usual; -1 while that is open."""
+        """Returns the end of a body that did not begin as usual; -1 while it is undecided."""
         body = self._held.lstrip()
         if body.startswith(self._format.open):
             return len(self._held) - len(body)  # opened twice
@@ -218,7 +220,7 @@ class ObjectCallParser(StepParser):
         closed = delimiter == self._format.close
         whole = closed and self._format.tail.fullmatch(self._held[:at])
         self.malformed |= not whole or not is_object(self._arguments)
-        # What stands between an unclosed call and the next one is text.
+        # Anything between an unclosed call and the next one is text.
         self._held = self._held[at + len(delimiter) if closed else self._size_of_tail() :]
         self._state, self._between = _State.TEXT, self._format.bare
         return True
@@ -294,7 +296,7 @@ def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str
 class _ObjectScanner:
     """Finds the end of a JSON object by its braces, strings and escapes.
 
-    A delimiter outside of strings ends it too: it broke off.
+    A delimiter outside of strings also ends it: the object was truncated.
     """
 
     def __init__(self, delimiter: str = "") -> None:
@@ -335,7 +337,7 @@ class _ObjectScanner:
 
 
 def json_string(source: str) -> str:
-    """Returns the value of a JSON string; its bare text where an escape is broken."""
+    """Returns the value of a JSON string; its raw text if an escape is malformed."""
     try:
         return str(json.loads(source, strict=False))
     except ValueError:
@@ -343,7 +345,7 @@ def json_string(source: str) -> str:
 
 
 def _source_of(body: str, key: str) -> str:
-    """Returns the text of a key's object as it stands in valid JSON; `{}` where it is absent."""
+    """Returns the source text of a key's object in valid JSON; `{}` if it is absent."""
     depth, at = 0, 0
     decoder = json.JSONDecoder()
     while at < len(body):

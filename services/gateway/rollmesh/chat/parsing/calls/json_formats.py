@@ -21,7 +21,7 @@ class ObjectFormat:
     tail: re.Pattern[str]
     """What may stand between the arguments and `close`."""
     close: str
-    """Ends a call; empty where the arguments' last brace does."""
+    """Ends a call; empty if the arguments' last brace does."""
     around: tuple[str, ...] = ()
     """Delimiters around the calls; no part of the text."""
     inside: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class ObjectFormat:
     keys: tuple[str, ...] = ()
     """Keys of the arguments, where a call may also be a JSON object with keys in any order."""
     id_key: str = ""
-    """Key of a call's id where the calls are JSON; empty where the format has none there."""
+    """Key of a call's id where the calls are JSON; empty if the format has none there."""
     bare: bool = False
     """Whether an answer may begin with a call that nothing opens."""
 

@@ -6,9 +6,9 @@
     </atem:invoke>
     </atem:function_calls><|eom|><|start|>assistant to=user<|message|> ... <|eot|>
 
-What is said to `self` is the reasoning, to `user` or nobody the text, to anybody else calls, which
-are passed on when their message is whole. Values are read as the tool's schema says. The model
-sometimes opens the next message without having ended the one before.
+A message to `self` is reasoning; one to `user` or to nobody is text. A message to anybody else
+contains calls, which are emitted once the message is complete. Values are converted as the tool's
+schema says. The model sometimes opens the next message without ending the previous one.
 """
 
 import re
@@ -38,10 +38,10 @@ SPECIAL_TOKENS = (MESSAGE, *_ENDS, _START)
 
 
 class MuseParser(ChannelParser):
-    """One answer's text, cut into events. `_body` is what was read of a message with calls."""
+    """Turns one answer's text into events. `_body` is the text so far of a message with calls."""
 
     def __init__(self, schemas: Schemas) -> None:
-        """Begins an empty answer; `schemas` are the tools that there are."""
+        """Begins an empty answer; `schemas` are those of the tools."""
         super().__init__(_BREAKS)
         self._schemas = schemas
         self._body = ""
@@ -65,7 +65,7 @@ class MuseParser(ChannelParser):
         if delimiter in _ENDS:
             super()._close(at, delimiter, events)
             return
-        # Nothing ended this message: the header of the next one stands at its end.
+        # Nothing ended this message, so the header of the next one is at its end.
         header = _UNENDED.search(self._held[:at]) if delimiter == MESSAGE else None
         begin = header.start() if header else at
         if delimiter == MESSAGE and header is None:
@@ -96,13 +96,13 @@ class MuseParser(ChannelParser):
         self._body = ""
 
     def _say(self, text: str, events: list[ParserEvent]) -> None:
-        """Passes on what stands beside calls in their message: it should be nothing."""
+        """Emits text beside the calls of a message; there should be none."""
         if _AROUND.sub("", text).strip():
             self.malformed = True
             self.emit_text(text, events)
 
     def _arguments(self, name: str, body: str) -> dict[str, Any] | None:
-        """Returns a call's arguments; None where it is not whole, or no tool has the name."""
+        """Returns a call's arguments; None if it is incomplete or no tool has the name."""
         if name not in self._schemas:
             return None
         properties = self._schemas[name].get("properties", {})

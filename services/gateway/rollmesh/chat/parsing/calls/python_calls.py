@@ -68,7 +68,7 @@ class PythonicCallParser(StepParser):
     """
 
     def __init__(self, format_: PythonicFormat, names: Set[str]) -> None:
-        """Begins an empty answer; `names` are the tools that there are."""
+        """Begins an empty answer; `names` are the known tools."""
         super().__init__()
         self._delimiters = format_.delimiters
         self._delimiter = format_.open
@@ -80,11 +80,11 @@ class PythonicCallParser(StepParser):
 
     @property
     def idle(self) -> bool:
-        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        """Whether all text was passed on and no call or possible start of one is held."""
         return self._state in {_State.START, _State.TEXT} and not self._held + self._opened
 
     def finish(self) -> list[ParserEvent]:
-        """Says that no more text comes; returns the last events."""
+        """Ends the text; returns the last events."""
         events: list[ParserEvent] = []
         if self._state in {_State.HEAD, _State.CALL, _State.COMMA}:
             self.malformed = True  # a list without its end
@@ -94,7 +94,7 @@ class PythonicCallParser(StepParser):
         return events
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; says whether another may follow."""
+        """Makes one transition; returns whether another may follow."""
         match self._state:
             case _State.START:
                 return self._step_start()

@@ -1,7 +1,7 @@
 """Reads a call that is written as Python, `f(a=1, b=["x"])`; nothing is ever evaluated.
 
 Values are those that JSON has: strings with Python's escapes, numbers, True, False and None (or as
-JSON spells them), lists and tuples, dicts with strings as keys. All else is no call.
+JSON spells them), lists and tuples, dicts with strings as keys. Anything else is not a call.
 """
 
 import math
@@ -27,11 +27,11 @@ _ESCAPED: dict[str, str] = dict(zip("\n\\'\"abfnrtv", ("", *"\\'\"\a\b\f\n\r\t\v
 
 
 class _NoLiteralError(Exception):
-    """The text is no such call."""
+    """The text is not such a call."""
 
 
 def read_call(source: str) -> tuple[str, dict[str, Any]] | None:
-    """Returns name and arguments of a whole call; None where it is none."""
+    """Returns name and arguments of a complete call; None if the text is not one."""
     reader = _Reader(source)
     try:
         name = reader.take(_NAME)
@@ -43,7 +43,7 @@ def read_call(source: str) -> tuple[str, dict[str, Any]] | None:
 
 
 class _Reader:
-    """Reads from the front; `_at` is where it stands."""
+    """Reads from the front; `_at` is the current index."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -132,7 +132,7 @@ class _Reader:
         self.take(_WHITESPACE)
 
     def _closes(self, delimiter: str, *, first: bool) -> bool:
-        """Takes `delimiter` if it is here and says so; else takes the comma before an entry."""
+        """Consumes `delimiter` and returns True if it is next; else consumes an entry's comma."""
         self.take(_WHITESPACE)
         if not first and not self._source.startswith(delimiter, self._at):
             self._open(",")
@@ -143,7 +143,7 @@ class _Reader:
 
 
 def _string_value(source: str) -> str:
-    """Returns what a string stands for; line breaks inside it are part of it."""
+    """Returns the value of a string literal; it may contain line breaks."""
     text = _ESCAPE.sub(_unescaped, source[1:-1])
     try:
         # Models write JSON's escapes of characters beyond 16 bits, two of them each.

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are written as tags, one for each: Qwen-coder and GLM.
+"""Tool calls with one tag per argument: Qwen-coder and GLM.
 
     <tool_call>                                  <tool_call>f
     <function=f>                                 <arg_key>n</arg_key>
@@ -8,9 +8,9 @@
     </function>
     </tool_call>
 
-Such text carries no types: a value is read as the tool's JSON schema says, and stays text where it
-does not fit. A call is passed on when it is whole; one that is not is text, and flagged. Tags
-inside a value that is still open are part of it.
+The text carries no types: a value is converted as the tool's JSON schema says, and stays text if it
+does not fit. A call is emitted once it is complete; an incomplete call is text, and the answer is
+flagged. Tags inside an open value are part of the value.
 """
 
 import re
@@ -41,19 +41,19 @@ class TaggedFormat:
     """How one family of models writes a call."""
 
     body: re.Pattern[str]
-    """A whole call between its tags; groups `name` and `arguments`."""
+    """A complete call between its tags; groups `name` and `arguments`."""
     argument: re.Pattern[str]
     """One argument; groups `key` and `value`."""
     value: tuple[str, str]
     """Tags around a value."""
     shows_end: bool
-    """Whether a body shows that it is whole, so that the closing tag may be missing."""
+    """Whether a body shows its own end, so that the closing tag may be missing."""
     opens: tuple[str, ...] = (_OPEN,)
-    """What begins a call: the tag, or the beginning of a body where models forget the tag."""
+    """Text that begins a call: the tag, or the start of a body if models omit the tag."""
 
     @property
     def delimiters(self) -> tuple[str, ...]:
-        """What must be visible in the text, special tokens included."""
+        """Delimiters that must stay in the decoded text, including special tokens."""
         return (_OPEN, _CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
@@ -80,9 +80,9 @@ GLM = TaggedFormat(
 
 
 class TaggedCallParser(StepParser):
-    """One answer's text, cut into events.
+    """Turns one answer's text into events.
 
-    `_held` is text not yet passed on; tags in its first `_looked` characters are part of a value.
+    `_held` is text not yet emitted; tags in its first `_looked` characters are part of a value.
     """
 
     def __init__(self, format_: TaggedFormat, schemas: Schemas, *, any_name: bool = False) -> None:
@@ -90,24 +90,24 @@ class TaggedCallParser(StepParser):
 
         Args:
             format_: How calls are written.
-            schemas: The tools that there are.
-            any_name: Take calls of other names too, their values as text.
+            schemas: Parameter schemas of the tools, by tool name.
+            any_name: Whether to accept calls of unknown tools, with their values as text.
         """
         super().__init__()
         self._format = format_
         self._schemas = schemas
         self._any_name = any_name
         self._inside = False
-        self._opened = ""  # the opening tag, where there was one
+        self._opened = ""  # the opening tag, if there was one
         self._looked = 0
 
     @property
     def idle(self) -> bool:
-        """Whether all text was passed on: no call, nor what may begin one, is being read."""
+        """Whether all text was passed on and no call or possible start of one is held."""
         return not (self._inside or self._held)
 
     def finish(self) -> list[ParserEvent]:
-        """Says that no more text comes; returns the last events."""
+        """Ends the text; returns the last events."""
         events: list[ParserEvent] = []
         while self._inside:
             if not (self._format.shows_end and self._take_call(self._held, events)):
@@ -122,7 +122,7 @@ class TaggedCallParser(StepParser):
         return events
 
     def _step(self, events: list[ParserEvent]) -> bool:
-        """Makes one transition; says whether another may follow."""
+        """Makes one transition; returns whether another may follow."""
         return self._step_inside(events) if self._inside else self._step_text(events)
 
     def _step_text(self, events: list[ParserEvent]) -> bool:
@@ -160,7 +160,7 @@ class TaggedCallParser(StepParser):
         self._held, self._looked, self._inside = self._held[at:], 0, inside
 
     def _take_call(self, body: str, events: list[ParserEvent]) -> bool:
-        """Passes a call on; says whether there was a whole one."""
+        """Emits a call; returns whether it was complete."""
         call = self._read(body)
         if call is not None:
             self.malformed |= not self._opened
@@ -169,7 +169,7 @@ class TaggedCallParser(StepParser):
         return call is not None
 
     def _refuse(self, events: list[ParserEvent]) -> None:
-        """Makes text of what is held, up to its first tag."""
+        """Emits the held text, up to its first tag, as text."""
         self.malformed = True
         tag = _TAG.search(self._held)
         inside = tag is not None and tag.group() == _OPEN
@@ -179,7 +179,7 @@ class TaggedCallParser(StepParser):
         self._go_behind(size + len(_OPEN) * inside, inside=inside)
 
     def _read(self, body: str) -> tuple[str, str] | None:
-        """Returns name and arguments; None where the body is no whole call of a known tool."""
+        """Returns name and arguments; None if the body is not a complete call of a known tool."""
         call = self._format.body.fullmatch(body)
         if call is None:
             return None
@@ -201,7 +201,7 @@ class TaggedCallParser(StepParser):
 
 
 def typed(text: str, schema: object) -> Any:
-    """Returns a value's text as its JSON schema wants it; the text itself where it does not fit."""
+    """Converts a value's text as its JSON schema says; returns the text if it does not fit."""
     allowed = kinds(schema)
     if not allowed or allowed == {"string"}:
         return text
@@ -217,7 +217,7 @@ def typed(text: str, schema: object) -> Any:
 
 
 def kinds(schema: object) -> set[str]:
-    """Returns the types that a JSON schema allows; nothing where it does not say."""
+    """Returns the types that a JSON schema allows; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
@@ -232,7 +232,7 @@ def kinds(schema: object) -> set[str]:
 
 
 def _kind_of(value: object) -> set[str]:
-    """Returns the names that a JSON value's kind has in a schema."""
+    """Returns the JSON schema type names of a value."""
     if isinstance(value, float) and not value.is_integer():
         return {"number"}
     return next((names for kind, names in _NAMES if isinstance(value, kind)), {"null"})

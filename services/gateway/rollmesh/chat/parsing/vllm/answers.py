@@ -26,7 +26,7 @@ class WholeCallParser(BaseParser):
     """One answer's text. Order of use: `feed`, `take` once, `finish`."""
 
     def __init__(self, names: Set[str]) -> None:
-        """Begins an empty answer; `names` are the tools that there are."""
+        """Begins an empty answer; `names` are the known tools."""
         super().__init__()
         self._names = names
         self._reading: Reading | None = None
@@ -44,7 +44,7 @@ class WholeCallParser(BaseParser):
         return []
 
     def take(self, reading: Reading | None) -> None:
-        """Takes what was found; None where the parser failed."""
+        """Takes what was found; None if the parser failed."""
         self._reading = reading
 
     def finish(self) -> list[ParserEvent]:

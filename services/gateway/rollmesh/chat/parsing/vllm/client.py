@@ -1,4 +1,4 @@
-"""Asks one of vLLM's tool parsers, in a worker process, what an answer contains.
+"""Parses answers with one of vLLM's tool parsers in a worker process.
 
 The worker starts with the first question and restarts after it died. Questions are asked one at a
 time, each with a deadline that includes waiting and starting. A failure is logged and reported to
@@ -73,11 +73,11 @@ class VllmParser:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker; None where there is none."""
+        """Process id of the worker; None if there is none."""
         return self._process.pid if self._process is not None else None
 
     async def read(self, text: str, tools_json: bytes) -> Reading | None:
-        """Returns what an answer contains; None where that cannot be known."""
+        """Returns what an answer contains; None if that cannot be known."""
         if self._waiting >= self._max_waiting:
             self._report("busy", f"{self._waiting} answers wait")
             return None

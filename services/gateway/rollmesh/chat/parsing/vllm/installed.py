@@ -25,12 +25,12 @@ def check(name: str) -> None:
 
 
 def installed() -> bool:
-    """Says whether the vllm package is there, without importing it."""
+    """Returns whether the vllm package is there, without importing it."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def names() -> set[str]:
-    """Returns the names of vLLM's parsers, without importing it; nothing where they are unknown."""
+    """Returns the names of vLLM's parsers, without importing it; nothing if they are unknown."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return set()
