@@ -141,9 +141,7 @@ class ObjectCallParser(StepParser):
             self.emit_text(self._held, events)
 
     def _step_header(self, events: list[ParserEvent]) -> bool:
-        at = (
-            self._end_of_body()
-        )  # first, so that the result does not depend on the cuts
+        at = self._end_of_body()  # first, so that the result does not depend on the cuts
         header = self._format.header.match(self._held if at < 0 else self._held[:at])
         if header:
             return self._begin(header, events)
