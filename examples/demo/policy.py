@@ -1,8 +1,8 @@
 """Makes the demo's policy: 0.9 M parameters that know the right answer but rarely give it.
 
 Demonstrations are of mixed quality. Each of three faults (no tool, wrong operator, no number in the
-answer) occurs with probability 0.34, so a policy that imitates them is right 0.66 ** 3 = 0.29 of the
-time. What remains to be learned is preference, which reinforcement learning can teach.
+answer) occurs with probability 0.34, so a policy that imitates them is right 0.66 ** 3 = 0.29 of
+the time. What remains to be learned is preference, which reinforcement learning can teach.
 """
 
 import json
