@@ -60,7 +60,7 @@ def group_messages(messages: tuple[Message, ...]) -> list[MessageGroup]:
 
 @dataclass(frozen=True, slots=True)
 class RenderContext:
-    """Tools and template options: what a template renders beside the messages."""
+    """Tools and template options, which a template renders in addition to the messages."""
 
     tools_json: bytes = b""
     """The tools: a JSON array as the agent sent it; empty means none."""

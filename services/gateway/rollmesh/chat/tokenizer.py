@@ -136,7 +136,7 @@ class Tokenizer:
         )
         self.special_texts = tuple(one.content for one in added if one.special and one.content)
         self.added_texts = tuple(one.content for one in added if one.content)
-        """Text that is one token wherever it stands."""
+        """Text that is a single token wherever it occurs."""
         # A single-character special token could not be hidden; no known model has one.
         spelled = (re.escape(text) for text in self.special_texts if len(text) > 1)
         longest_first = sorted(spelled, key=len, reverse=True)

@@ -48,7 +48,7 @@ def find_ends(template: ModelTemplate, tokenizer: ModelTokenizer, options: Rende
 
     Raises:
         TemplateRefusedError: An answer does not end with a special token, or the model stops at one
-            that stands inside of answers.
+            that occurs inside answers.
     """
     return _Finder(template, tokenizer, options).find()
 

@@ -209,7 +209,7 @@ class _Recorder:
 
 
 class _Stream:
-    """Turns ids into text one by one; a character split over ids waits until it is whole."""
+    """Decodes ids one by one; a character that spans several ids is held until complete."""
 
     def __init__(self, tokenizer: Any, names: dict[int, str], *, is_tekken: bool) -> None:
         self._tokenizer = tokenizer

@@ -152,7 +152,7 @@ def _ends_with(ids: TokenIds, end: TokenIds) -> bool:
 
 
 def _last_place(ids: TokenIds, part: TokenIds) -> int:
-    """Returns where `part` stands last in `ids`; less than minus its length where it does not."""
+    """Returns the last index of `part` in `ids`; less than minus its length if absent."""
     data, wanted = ids.tobytes(), part.tobytes()
     at = data.rfind(wanted)
     while at >= 0 and at % _ID_BYTES:

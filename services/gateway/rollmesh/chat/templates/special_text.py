@@ -83,7 +83,7 @@ class SpecialText:
         return any(self._spells(text) for one in group for text in _texts(one))
 
     def _shown(self, message: Message) -> Message:
-        """Returns a message as the template is to see it; the same one where nothing is changed."""
+        """Returns a message as the template will see it; the same object if unchanged."""
         change = self._changed
         if all(change(text) == text for text in _texts(message)):
             return message
@@ -100,7 +100,7 @@ class SpecialText:
         )
 
     def _shown_context(self, context: RenderContext) -> tuple[RenderContext, bool]:
-        """Returns a context as the template is to see it, and whether it spells a special token."""
+        """Returns a context as the template will see it, and whether it spells a special token."""
         change = self._changed
         sources = context.tools_json.decode(), context.options_json.decode()
         texts = [text for source in sources for text in _strings_of(source)]
@@ -146,7 +146,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _mapped(source: str, change: Callable[[str], str]) -> str:
-    """Returns JSON text with all its strings changed; what is no JSON is changed as a text."""
+    """Applies a change to all strings of a JSON text; invalid JSON is changed as plain text."""
     try:
         value = read_json(source) if source.strip() else None
     except ValueError:

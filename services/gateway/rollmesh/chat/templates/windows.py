@@ -45,7 +45,7 @@ def result(content: str, call: ToolCall = CALL) -> Message:
 
 
 def followers(group: MessageGroup) -> tuple[Message, ...]:
-    """Returns what an answer is rendered before: templates print the last one otherwise."""
+    """Returns messages to follow an answer: templates print the last answer differently."""
     message = group[0]
     if message.role != "assistant":
         return ()
@@ -57,10 +57,10 @@ def followers(group: MessageGroup) -> tuple[Message, ...]:
 
 
 def readable(calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
-    """Returns calls that any template prints: what stands after them hangs on no arguments.
+    """Returns calls that any template prints; the text after them does not depend on arguments.
 
-    What was sampled may be no object, or nested so deep that a template fails on it; the tokens of
-    the session stay as sampled.
+    Sampled arguments may not be an object, or may be nested so deeply that a template fails on
+    them; the tokens of the session stay as sampled.
     """
     return tuple(
         call if _is_plain(call.arguments) else replace(call, arguments="{}") for call in calls

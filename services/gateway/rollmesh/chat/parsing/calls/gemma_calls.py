@@ -235,7 +235,7 @@ class _Reader:
         self._skip()
 
     def _closes(self, delimiter: str, *, first: bool) -> bool:
-        """Consumes `delimiter` and returns True if it is next; else consumes an entry's comma."""
+        """Returns whether `delimiter` closes; consumes it, and the comma between entries."""
         self._skip()
         if not first and not self._stands(delimiter):
             self._take(",")

@@ -132,7 +132,7 @@ class _Reader:
         self.take(_WHITESPACE)
 
     def _closes(self, delimiter: str, *, first: bool) -> bool:
-        """Consumes `delimiter` and returns True if it is next; else consumes an entry's comma."""
+        """Returns whether `delimiter` closes; consumes it, and the comma between entries."""
         self.take(_WHITESPACE)
         if not first and not self._source.startswith(delimiter, self._at):
             self._open(",")
