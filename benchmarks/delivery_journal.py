@@ -4,7 +4,7 @@ import sqlite3
 
 import numpy as np
 
-from rollmesh.chat.canonical import make_frame
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message
 from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
@@ -15,7 +15,7 @@ from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs
 from rollmesh.v1 import gateway_pb2, types_pb2
 
 _END = 0
-_FRAME = make_frame(b"", b"")
+_CONTEXT = make_context(b"", b"")
 _NOTHING = np.empty(0, np.uint32)
 
 
@@ -29,11 +29,11 @@ def tree_of(trajectory: types_pb2.Trajectory) -> Tree:
     tree = new_tree()
     ids = unpack_ids(trajectory.token_ids_u32le, "token_ids").astype(np.uint32)
     logprobs = unpack_logprobs(trajectory.logprobs_f32le, "logprobs").astype(np.float32)
-    node = tree.root(_FRAME)
+    node = tree.root(_CONTEXT)
     for segment in trajectory.segments:
         added = ids[segment.start : segment.end].copy()
         if not segment.sampled:
-            node = tree.add_unit(node, (Message("user", str(segment.node_id)),), added)
+            node = tree.add_messages(node, (Message("user", str(segment.node_id)),), added)
             continue
         sample = Sample(
             added,
@@ -73,6 +73,7 @@ def write_closed(db: sqlite3.Connection, record: types_pb2.SessionRecord) -> Non
     close = closed.Close(
         record.session_id,
         request.SerializeToString(),
+        b"",
         record.closed_unix_ms,
         record_bytes(session),
         trajectory_ends(session),

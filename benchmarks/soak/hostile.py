@@ -146,7 +146,7 @@ class Hostile:
         (service,) = _SERVICES[name].services_by_name.values()
         method = self._random.choice(list(service.methods))
         async with open_channel(getattr(self._addresses, name)) as channel:
-            call = channel.stream_stream(f"/{service.full_name}/{method.name}")
+            call: Any = channel.stream_stream(f"/{service.full_name}/{method.name}")
             sent = [self._random.randbytes(self._random.choice([0, 1, 30, 4_000]))]
             async for _ in call(iter(sent), timeout=2):
                 return
