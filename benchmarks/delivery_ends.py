@@ -26,13 +26,13 @@ from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.process.memory import keep_freed_memory
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 
 _PRELOADED, _CHUNK = 2048, 256
 _LOOK_S = 0.02
 _MAX_UNDELIVERED = 100_000
 Figures = dict[str, Any]
-Records = Iterator[types_pb2.SessionRecord]
+Records = Iterator[session_pb2.SessionRecord]
 
 
 async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
@@ -71,7 +71,7 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
     return {"began": began, "ended": ended, "stamps": stamps, "peak_mb": peak_mb("self")}
 
 
-async def _close(database: Database, records: list[types_pb2.SessionRecord]) -> None:
+async def _close(database: Database, records: list[session_pb2.SessionRecord]) -> None:
     def write(db: sqlite3.Connection) -> None:
         for record in records:
             write_closed(db, record)

@@ -12,7 +12,7 @@ from rollmesh.gateway.conversation.tree import Sample, Tree, VersionSpan
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 _END = 0
 _CONTEXT = make_context(b"", b"")
@@ -24,7 +24,7 @@ def new_tree() -> Tree:
     return Tree(frozenset({_END}))
 
 
-def tree_of(trajectory: types_pb2.Trajectory) -> Tree:
+def tree_of(trajectory: trajectory_pb2.Trajectory) -> Tree:
     """Returns the tree with a single path, built from the segments of a trajectory."""
     tree = new_tree()
     ids = unpack_ids(trajectory.token_ids_u32le, "token_ids").astype(np.uint32)
@@ -39,7 +39,7 @@ def tree_of(trajectory: types_pb2.Trajectory) -> Tree:
             added,
             logprobs[segment.start : segment.end].copy(),
             (VersionSpan(3, 0, len(added)),),
-            types_pb2.FINISH_REASON_STOP,
+            sampling_pb2.FINISH_REASON_STOP,
             "engine-0",
             prompt_tokens=segment.start,
             cached_tokens=0,
@@ -50,7 +50,7 @@ def tree_of(trajectory: types_pb2.Trajectory) -> Tree:
     return tree
 
 
-def write_closed(db: sqlite3.Connection, record: types_pb2.SessionRecord) -> None:
+def write_closed(db: sqlite3.Connection, record: session_pb2.SessionRecord) -> None:
     """Writes a session with one trajectory, and its close."""
     spec = SessionSpec(
         record.session_id,
@@ -67,7 +67,7 @@ def write_closed(db: sqlite3.Connection, record: types_pb2.SessionRecord) -> Non
     request = gateway_pb2.CloseSessionRequest(
         session_id=record.session_id,
         outcome=record.outcome,
-        rewards=types_pb2.SessionRewards(reward=record.reward),
+        rewards=session_pb2.SessionRewards(reward=record.reward),
     )
     session = Session(spec, tree)
     close = closed.Close(

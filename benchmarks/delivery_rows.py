@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 _TURN_TOKENS = 600
 _VOCABULARY = 150_000
@@ -27,7 +27,7 @@ class Shape(NamedTuple):
         return self.rows * self.tokens * 9 / 1e6
 
 
-def sessions(shape: Shape, prefix: str) -> Iterator[types_pb2.SessionRecord]:
+def sessions(shape: Shape, prefix: str) -> Iterator[session_pb2.SessionRecord]:
     """Yields one-trajectory sessions; a prompt is half a turn, and half of each turn is sampled.
 
     Args:
@@ -46,12 +46,12 @@ def sessions(shape: Shape, prefix: str) -> Iterator[types_pb2.SessionRecord]:
         trajectory.token_ids_u32le = ids.tobytes()
         trajectory.logprobs_f32le = logprobs.tobytes()
         trajectory.loss_mask_u8 = mask.tobytes()
-        yield types_pb2.SessionRecord(
+        yield session_pb2.SessionRecord(
             session_id=f"{prefix}-{at}",
             group_id=f"{prefix}-g{at // shape.group}" if shape.group > 1 else "",
             sample_index=at % shape.group,
             group_size=shape.group,
-            outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+            outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
             reward=float(at % 2),
             trajectories=[trajectory],
             turns=trajectory.turns,
@@ -65,28 +65,28 @@ def _bounds(tokens: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _trajectory(session_id: str, bounds: list[tuple[int, int]]) -> types_pb2.Trajectory:
-    return types_pb2.Trajectory(
+def _trajectory(session_id: str, bounds: list[tuple[int, int]]) -> trajectory_pb2.Trajectory:
+    return trajectory_pb2.Trajectory(
         trajectory_id=f"{session_id}-1",
         session_id=session_id,
         leaf_node_id=len(bounds),
-        lineage=types_pb2.LINEAGE_MAIN,
+        lineage=trajectory_pb2.LINEAGE_MAIN,
         prompt_tokens=bounds[0][1],
         version_spans=[
-            types_pb2.VersionSpan(policy_version=3, start=start, end=end)
+            sampling_pb2.VersionSpan(policy_version=3, start=start, end=end)
             for start, end in bounds[1::2]
         ],
         segments=[
-            types_pb2.TrajectorySegment(
+            trajectory_pb2.TrajectorySegment(
                 start=start,
                 end=end,
                 node_id=at + 1,
-                role=types_pb2.ROLE_ASSISTANT if at % 2 else types_pb2.ROLE_USER,
+                role=chat_pb2.ROLE_ASSISTANT if at % 2 else chat_pb2.ROLE_USER,
                 sampled=bool(at % 2),
                 trained=bool(at % 2),
             )
             for at, (start, end) in enumerate(bounds)
         ],
-        reasons=[types_pb2.FIDELITY_REASON_EXACT],
+        reasons=[trajectory_pb2.FIDELITY_REASON_EXACT],
         turns=len(bounds) // 2,
     )

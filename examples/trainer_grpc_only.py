@@ -14,12 +14,12 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 
 _TIMEOUT_S = 120
 
 
-def read_groups(address: str, consumer: str, count: int) -> list[list[types_pb2.SessionRecord]]:
+def read_groups(address: str, consumer: str, count: int) -> list[list[session_pb2.SessionRecord]]:
     """Returns `count` groups, each durably acknowledged by the collector."""
     outgoing: queue.Queue[collector_pb2.SubscribeRequest | None] = queue.Queue()
     hello = collector_pb2.SubscribeHello(consumer=consumer, unit=collector_pb2.DELIVERY_UNIT_GROUP)
@@ -31,7 +31,7 @@ def read_groups(address: str, consumer: str, count: int) -> list[list[types_pb2.
         while (request := outgoing.get()) is not None:
             yield request
 
-    groups: dict[str, list[types_pb2.SessionRecord]] = {}
+    groups: dict[str, list[session_pb2.SessionRecord]] = {}
     acknowledged = 0
     options = [("grpc.max_receive_message_length", -1)]  # a group may have any size
     with grpc.insecure_channel(address, options=options) as channel:
@@ -52,7 +52,7 @@ def read_groups(address: str, consumer: str, count: int) -> list[list[types_pb2.
     return list(groups.values())
 
 
-def summarise(groups: list[list[types_pb2.SessionRecord]]) -> dict[str, object]:
+def summarise(groups: list[list[session_pb2.SessionRecord]]) -> dict[str, object]:
     """Returns the figures that a trainer would look at first."""
     tokens = trained = 0
     for sessions in groups:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import chat_pb2, trajectory_pb2
 
 
 def trajectory(
@@ -19,22 +19,22 @@ def trajectory(
     version: int = 3,
 ) -> Trajectory:
     """Makes a trajectory of parts: number of tokens, whether sampled, whether trained."""
-    segments: list[types_pb2.TrajectorySegment] = []
+    segments: list[trajectory_pb2.TrajectorySegment] = []
     at = 0
     of_turns = iter(turn_rewards)
     for node, (tokens, sampled, trained) in enumerate(parts, 1):
-        segment = types_pb2.TrajectorySegment(
+        segment = trajectory_pb2.TrajectorySegment(
             start=at,
             end=at + tokens,
             node_id=node,
-            role=types_pb2.ROLE_ASSISTANT if sampled else types_pb2.ROLE_USER,
+            role=chat_pb2.ROLE_ASSISTANT if sampled else chat_pb2.ROLE_USER,
             sampled=sampled,
             trained=trained,
         )
         if sampled and (earned := next(of_turns, None)) is not None:
             segment.reward = earned
         if sampled and missing_logprobs:
-            segment.reasons.append(types_pb2.FIDELITY_REASON_MISSING_LOGPROBS)
+            segment.reasons.append(trajectory_pb2.FIDELITY_REASON_MISSING_LOGPROBS)
         segments.append(segment)
         at += tokens
     sampled_at = np.repeat([part[1] for part in parts], [part[0] for part in parts])
@@ -51,7 +51,7 @@ def trajectory(
         turns=sum(part[1] for part in parts),
         lineage=lineage,
         reasons=("MISSING_LOGPROBS",) if missing_logprobs else ("EXACT",),
-        path=types_pb2.Trajectory(segments=segments),
+        path=trajectory_pb2.Trajectory(segments=segments),
         reward=reward,
     )
 
@@ -76,15 +76,15 @@ def linear(name: str, prompt: int, answer: int, **settings: object) -> Trajector
 def tree_session(name: str, *, reward: float | None = 1.0) -> SessionResult:
     """A session that is a tree: a prompt of 2 tokens, and two answers to it, of 3 and 1."""
     nodes = [
-        types_pb2.TrajectoryNode(node_id=1, end=2),
-        types_pb2.TrajectoryNode(
+        trajectory_pb2.TrajectoryNode(node_id=1, end=2),
+        trajectory_pb2.TrajectoryNode(
             node_id=2, start=2, end=5, parent_index=0, sampled=True, trained=True
         ),
-        types_pb2.TrajectoryNode(
+        trajectory_pb2.TrajectoryNode(
             node_id=3, start=5, end=6, parent_index=0, sampled=True, trained=True
         ),
     ]
-    proto = types_pb2.TrajectoryTree(
+    proto = trajectory_pb2.TrajectoryTree(
         nodes=nodes,
         token_ids_u32le=np.arange(6, dtype="<u4").tobytes(),
         logprobs_f32le=np.zeros(6, "<f4").tobytes(),

@@ -21,7 +21,7 @@ from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.export.record import write_record
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.batches.records import linear, session
 from tests.gateway.worlds import TOOLS, World, random_world, said, user
 
@@ -34,9 +34,9 @@ def exported(
     reward: float | None = None,
     turn_rewards: dict[int, float] | None = None,
 ) -> SessionResult:
-    rewards = types_pb2.SessionRewards(reward=reward, turn_rewards=turn_rewards or {})
+    rewards = session_pb2.SessionRewards(reward=reward, turn_rewards=turn_rewards or {})
     close = gateway_pb2.CloseSessionRequest(
-        outcome=types_pb2.SESSION_OUTCOME_COMPLETED, rewards=rewards
+        outcome=session_pb2.SESSION_OUTCOME_COMPLETED, rewards=rewards
     )
     spec = SessionSpec(name, 0, group_id="g", export_mode=mode)
     return SessionResult.from_proto(write_record(Session(spec, world.tree), close, 1))
@@ -153,9 +153,11 @@ def test_what_has_no_place_is_refused_by_name_or_left_out_and_counted() -> None:
         pack_trees([unrewarded])
     silent = one_tree("silent")
     assert silent.tree is not None
-    nodes = [types_pb2.TrajectoryNode.FromString(n.SerializeToString()) for n in silent.tree.nodes]
+    nodes = [
+        trajectory_pb2.TrajectoryNode.FromString(n.SerializeToString()) for n in silent.tree.nodes
+    ]
     next(node for node in nodes if node.trained).reasons.append(
-        types_pb2.FIDELITY_REASON_MISSING_LOGPROBS
+        trajectory_pb2.FIDELITY_REASON_MISSING_LOGPROBS
     )
     silent = replace(silent, tree=replace(silent.tree, nodes=tuple(nodes)))
     with pytest.raises(MissingLogprobsError, match="tree of session silent: trained tokens"):

@@ -10,7 +10,7 @@ from rollmesh.chat.canonical import argument_value, exact_key, make_context
 from rollmesh.chat.json_values import MOST_DEPTH, comparable, is_object, read_json, write_json
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.tree import Match, Sample, Tree, VersionSpan
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.chat.echoes import PAGE, SOURCES
 
 CONTEXT = make_context(b"", b"")
@@ -28,7 +28,7 @@ def met(sampled: list[Message], echo: Message) -> tuple[Match, list[int]]:
     parent = tree.add_messages(tree.root(CONTEXT), ASK, np.array([1], np.uint32))
     ids, opening = np.array([3, 7], np.uint32), np.array([2], np.uint32)
     logprobs, spans = np.zeros(2, np.float32), (VersionSpan(0, 0, 2),)
-    sample = Sample(ids, logprobs, spans, types_pb2.FINISH_REASON_STOP, "e", 2, 0, 0)
+    sample = Sample(ids, logprobs, spans, sampling_pb2.FINISH_REASON_STOP, "e", 2, 0, 0)
     nodes = [tree.add_sample(parent, one, opening, sample, frozenset()).node_id for one in sampled]
     return tree.match(CONTEXT, [ASK, (echo,)]), nodes
 
@@ -45,7 +45,7 @@ def test_an_echo_of_any_language_goes_on_from_what_was_sampled(record: dict[str,
     for source, echo in record["echoes"].items():
         match, (node_id,) = met([called(source)], called(echo))
         assert (match.depth, match.node.node_id) == (2, node_id), source
-        assert match.reasons <= {types_pb2.FIDELITY_REASON_LENIENT_ECHO}
+        assert match.reasons <= {trajectory_pb2.FIDELITY_REASON_LENIENT_ECHO}
         plain = "e400" not in source and "NaN" not in source and "[[[" not in source
         if "perl" not in record["serialiser"] and plain:
             assert not match.reasons, source

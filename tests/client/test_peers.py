@@ -12,7 +12,7 @@ from rollmesh.client import Client, MeshAddresses
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.runtime.errors import RemoteError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2, types_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2, session_pb2
 from tests.collector.records import record
 
 Script: TypeAlias = Sequence[Callable[[bytes], bytes]]
@@ -84,7 +84,7 @@ async def test_an_answer_that_is_no_message_is_a_typed_error(
     assert tracebacks(caplog) == []
 
 
-def delivery(session: types_pb2.SessionRecord) -> Callable[[bytes], bytes]:
+def delivery(session: session_pb2.SessionRecord) -> Callable[[bytes], bytes]:
     made = collector_pb2.Delivery(delivery_id=session.session_id, attempt=1, sessions=[session])
     data = collector_pb2.SubscribeResponse(delivery=made).SerializeToString()
     return lambda request: data

@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.client import Client, MeshAddresses, sync
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ async def test_the_sync_client_reads_a_group_and_acknowledges_it(collector: str)
     async with open_channel(collector) as channel:
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
         for index in range(2):
-            record = types_pb2.SessionRecord(
+            record = session_pb2.SessionRecord(
                 session_id=f"5e55{index}",
                 group_id="g",
                 sample_index=index,
                 group_size=2,
-                outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+                outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
                 reward=float(index),
             )
             await stub.Ingest(collector_pb2.IngestRequest(sessions=[record]))

@@ -11,7 +11,7 @@ from rollmesh.collector.service import CollectorService
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.listening import Bound
 from rollmesh.runtime.rpc.server import serve
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
 
 TIMEOUT_S = 60
@@ -19,7 +19,7 @@ SESSION = collector_pb2.DELIVERY_UNIT_SESSION
 GROUP = collector_pb2.DELIVERY_UNIT_GROUP
 
 
-async def ingest(stub: Any, session: types_pb2.SessionRecord) -> bool:
+async def ingest(stub: Any, session: session_pb2.SessionRecord) -> bool:
     """Returns whether it was known."""
     request = collector_pb2.IngestRequest(sessions=[session])
     (duplicate,) = (await stub.Ingest(request, timeout=TIMEOUT_S)).duplicates

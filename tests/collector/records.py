@@ -2,59 +2,59 @@
 
 import numpy as np
 
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 
-def trajectory(session_id: str, tokens: int = 6) -> types_pb2.Trajectory:
+def trajectory(session_id: str, tokens: int = 6) -> trajectory_pb2.Trajectory:
     ids = np.arange(tokens, dtype="<u4")
     mask = np.arange(tokens) >= 2
-    return types_pb2.Trajectory(
+    return trajectory_pb2.Trajectory(
         trajectory_id=f"{session_id}-1",
         session_id=session_id,
         leaf_node_id=1,
-        lineage=types_pb2.LINEAGE_MAIN,
+        lineage=trajectory_pb2.LINEAGE_MAIN,
         token_ids_u32le=ids.tobytes(),
         logprobs_f32le=np.zeros(tokens, "<f4").tobytes(),
         loss_mask_u8=mask.tobytes(),
         prompt_tokens=2,
-        version_spans=[types_pb2.VersionSpan(policy_version=0, start=2, end=tokens)],
+        version_spans=[sampling_pb2.VersionSpan(policy_version=0, start=2, end=tokens)],
         segments=[
-            types_pb2.TrajectorySegment(start=0, end=2, node_id=1, role=types_pb2.ROLE_USER),
-            types_pb2.TrajectorySegment(
+            trajectory_pb2.TrajectorySegment(start=0, end=2, node_id=1, role=chat_pb2.ROLE_USER),
+            trajectory_pb2.TrajectorySegment(
                 start=2,
                 end=tokens,
                 node_id=2,
-                role=types_pb2.ROLE_ASSISTANT,
+                role=chat_pb2.ROLE_ASSISTANT,
                 sampled=True,
                 trained=True,
             ),
         ],
-        reasons=[types_pb2.FIDELITY_REASON_EXACT],
+        reasons=[trajectory_pb2.FIDELITY_REASON_EXACT],
         turns=1,
     )
 
 
 def record(
     session_id: str, group: str = "", index: int = 0, size: int = 1
-) -> types_pb2.SessionRecord:
-    return types_pb2.SessionRecord(
+) -> session_pb2.SessionRecord:
+    return session_pb2.SessionRecord(
         session_id=session_id,
         group_id=group,
         sample_index=index,
         group_size=size,
-        outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+        outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
         reward=float(index),
         trajectories=[trajectory(session_id)],
         turns=1,
     )
 
 
-def tree() -> types_pb2.TrajectoryTree:
+def tree() -> trajectory_pb2.TrajectoryTree:
     """A question and two answers to it."""
-    return types_pb2.TrajectoryTree(
+    return trajectory_pb2.TrajectoryTree(
         nodes=[
-            types_pb2.TrajectoryNode(node_id=1, start=0, end=2, glue_tokens=2),
-            types_pb2.TrajectoryNode(
+            trajectory_pb2.TrajectoryNode(node_id=1, start=0, end=2, glue_tokens=2),
+            trajectory_pb2.TrajectoryNode(
                 node_id=2,
                 parent_index=0,
                 start=2,
@@ -64,7 +64,7 @@ def tree() -> types_pb2.TrajectoryTree:
                 trained=True,
                 reward=0.5,
             ),
-            types_pb2.TrajectoryNode(
+            trajectory_pb2.TrajectoryNode(
                 node_id=3, parent_index=0, start=4, end=6, glue_tokens=1, sampled=True, trained=True
             ),
         ],
@@ -72,12 +72,12 @@ def tree() -> types_pb2.TrajectoryTree:
         logprobs_f32le=np.zeros(6, "<f4").tobytes(),
         loss_mask_u8=np.array([0, 0, 0, 1, 0, 1], "u1").tobytes(),
         version_spans=[
-            types_pb2.VersionSpan(policy_version=0, start=at, end=at + 1) for at in (3, 5)
+            sampling_pb2.VersionSpan(policy_version=0, start=at, end=at + 1) for at in (3, 5)
         ],
     )
 
 
-def tree_record(session_id: str) -> types_pb2.SessionRecord:
+def tree_record(session_id: str) -> session_pb2.SessionRecord:
     """A session that is exported as its tree."""
     result = record(session_id)
     del result.trajectories[:]

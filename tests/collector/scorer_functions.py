@@ -3,10 +3,10 @@
 import os
 import time
 
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 
 
-def behaves(record: types_pb2.SessionRecord) -> types_pb2.SessionRewards:
+def behaves(record: session_pb2.SessionRecord) -> session_pb2.SessionRewards:
     """As the session's metadata says."""
     print("a scorer may print")  # noqa: T201
     match record.metadata["behave"]:
@@ -17,5 +17,5 @@ def behaves(record: types_pb2.SessionRecord) -> types_pb2.SessionRewards:
         case "raise":
             raise ValueError("no")
         case "wrong":
-            return types_pb2.SessionRewards(trajectory_rewards={"x": 1.0})
-    return types_pb2.SessionRewards(reward=float(len(record.trajectories[0].loss_mask_u8)))
+            return session_pb2.SessionRewards(trajectory_rewards={"x": 1.0})
+    return session_pb2.SessionRewards(reward=float(len(record.trajectories[0].loss_mask_u8)))

@@ -14,11 +14,11 @@ from rollmesh.collector.storage.redis.client import connected
 from rollmesh.collector.storage.redis.store import RedisStore
 from rollmesh.collector.storage.sqlite.store import open_store
 from rollmesh.collector.storage.store import Store
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 from tests.collector.records import record
 
 KEEP = Retention(settled_ms=10**12, max_bytes=2**30)
-MAIN_ONLY = pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN])
+MAIN_ONLY = pb.DeliveryFilter(lineages=[trajectory_pb2.LINEAGE_MAIN])
 
 
 @asynccontextmanager
@@ -99,29 +99,31 @@ class Reader:
         await self.store.release(self.name)
 
 
-def sessions_of(loaded: Loaded | None) -> list[types_pb2.SessionRecord]:
+def sessions_of(loaded: Loaded | None) -> list[session_pb2.SessionRecord]:
     """The sessions of a unit as its consumer gets them."""
     return list(loaded.response().delivery.sessions) if loaded else []
 
 
 async def ingest(
-    store: Store, session: types_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
+    store: Store, session: session_pb2.SessionRecord, now_ms: int, hold_ms: int | None = None
 ) -> bool:
     (duplicate,) = await store.ingest([Arrival(session, hold_ms)], now_ms)
     return duplicate
 
 
-async def fill(store: Store, sessions: Sequence[types_pb2.SessionRecord], now_ms: int = 0) -> None:
+async def fill(
+    store: Store, sessions: Sequence[session_pb2.SessionRecord], now_ms: int = 0
+) -> None:
     for session in sessions:
         assert not await ingest(store, session, now_ms)
 
 
-def group(name: str, *samples: int, size: int = 3) -> list[types_pb2.SessionRecord]:
+def group(name: str, *samples: int, size: int = 3) -> list[session_pb2.SessionRecord]:
     return [record(f"{name}{at}", name, at, size) for at in samples]
 
 
-def auxiliary(session_id: str, **options: Any) -> types_pb2.SessionRecord:
+def auxiliary(session_id: str, **options: Any) -> session_pb2.SessionRecord:
     """A session whose only trajectory is not of the main lineage."""
     made = record(session_id, **options)
-    made.trajectories[0].lineage = types_pb2.LINEAGE_AUXILIARY
+    made.trajectories[0].lineage = trajectory_pb2.LINEAGE_AUXILIARY
     return made

@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import collector_pb2, types_pb2
+from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import TIMEOUT_S, ingest, ingest_all, stub_at, subscribing
 from tests.collector.damage import damaged_store
 from tests.collector.records import record
@@ -38,7 +38,7 @@ async def test_more_acknowledgements_than_a_message_may_have_end_their_stream_al
 
 
 async def test_more_sessions_than_a_message_may_have_are_refused(stub: Any) -> None:
-    request = collector_pb2.IngestRequest(sessions=[types_pb2.SessionRecord()] * 4097)
+    request = collector_pb2.IngestRequest(sessions=[session_pb2.SessionRecord()] * 4097)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.Ingest(request, timeout=TIMEOUT_S)
     error = from_rpc_error(refused.value)

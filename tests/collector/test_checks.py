@@ -11,7 +11,7 @@ import pytest
 from rollmesh.runtime.codec.arrays import pack_logprobs
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import collector_pb2, types_pb2
+from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import (
     GROUP,
     SESSION,
@@ -143,7 +143,7 @@ async def test_a_negative_policy_version_is_refused(stub: Any) -> None:
 
 
 async def refused_by_field(
-    stub: Any, session: types_pb2.SessionRecord, field: str, change: dict[str, Any]
+    stub: Any, session: session_pb2.SessionRecord, field: str, change: dict[str, Any]
 ) -> None:
     """Changes a session by paths and sees it refused with the field's name."""
     for path, value in change.items():

@@ -11,12 +11,12 @@ import pytest
 from rollmesh.client.deliveries.subscription import Subscription
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, StoreFullError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import collector_pb2, collector_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 from tests.collector.records import record
 from tests.processes import ServiceProcess, running
 
 
-async def ingest(collector: ServiceProcess, session: types_pb2.SessionRecord) -> bool:
+async def ingest(collector: ServiceProcess, session: session_pb2.SessionRecord) -> bool:
     """Returns whether it was known."""
     async with open_channel(collector.address) as channel:
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
@@ -51,7 +51,7 @@ async def collector(tmp_path: Path) -> AsyncIterator[ServiceProcess]:
         yield process
 
 
-def broken(change: Callable[[types_pb2.SessionRecord], object]) -> types_pb2.SessionRecord:
+def broken(change: Callable[[session_pb2.SessionRecord], object]) -> session_pb2.SessionRecord:
     session = record("s")
     change(session)
     return session
@@ -78,7 +78,7 @@ def broken(change: Callable[[types_pb2.SessionRecord], object]) -> types_pb2.Ses
     ids=str,
 )
 async def test_a_bad_session_names_its_field_and_stores_nothing(
-    collector: ServiceProcess, session: types_pb2.SessionRecord, field: str
+    collector: ServiceProcess, session: session_pb2.SessionRecord, field: str
 ) -> None:
     with pytest.raises(InvalidFieldError) as caught:
         await ingest(collector, session)

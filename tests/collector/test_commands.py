@@ -13,7 +13,7 @@ from rollmesh.collector.commands import read_position
 from rollmesh.collector.export import export, rows_of
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, subscribing
 from tests.collector.records import record
 from tests.processes import ServiceProcess, running
@@ -119,7 +119,7 @@ def test_a_position_that_is_none_is_refused(text: str) -> None:
         read_position(text)
 
 
-async def sessions() -> AsyncIterator[types_pb2.SessionRecord]:
+async def sessions() -> AsyncIterator[session_pb2.SessionRecord]:
     rewarded = record("a")
     rewarded.trajectories[0].segments[1].reward = 0.5
     rewarded.metadata["task"] = "7"

@@ -19,7 +19,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2, trajectory_pb2
 from tests.collector.collectors import (
     GROUP,
     SESSION,
@@ -35,12 +35,12 @@ from tests.waiting import until
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
 
 
-async def ingest(stub: Any, *sessions: types_pb2.SessionRecord) -> None:
+async def ingest(stub: Any, *sessions: session_pb2.SessionRecord) -> None:
     for session in sessions:
         await stub.Ingest(pb.IngestRequest(sessions=[session]), timeout=TIMEOUT_S)
 
 
-def sampled_by(session_id: str, version: int) -> types_pb2.SessionRecord:
+def sampled_by(session_id: str, version: int) -> session_pb2.SessionRecord:
     made = record(session_id)
     made.trajectories[0].version_spans[0].policy_version = version
     return made
@@ -298,12 +298,16 @@ async def test_an_unknown_consumer_is_a_typed_error(stub: Any, method: str, requ
         ),
         pytest.param({"policy_version": -1}, "policy_version", id="negative version"),
         pytest.param(
-            {"filter": pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_UNSPECIFIED])},
+            {"filter": pb.DeliveryFilter(lineages=[trajectory_pb2.LINEAGE_UNSPECIFIED])},
             "filter.lineages",
             id="no lineage",
         ),
         pytest.param(
-            {"filter": pb.DeliveryFilter(allowed_reasons=[types_pb2.FIDELITY_REASON_UNSPECIFIED])},
+            {
+                "filter": pb.DeliveryFilter(
+                    allowed_reasons=[trajectory_pb2.FIDELITY_REASON_UNSPECIFIED]
+                )
+            },
             "filter.allowed_reasons",
             id="no reason",
         ),

@@ -10,12 +10,12 @@ from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import StartingError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 from tests.collector.collectors import SESSION, TIMEOUT_S
 from tests.collector.records import record
 
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
-REWARDS = types_pb2.SessionRewards(reward=1.0)
+REWARDS = session_pb2.SessionRewards(reward=1.0)
 
 
 @pytest.mark.parametrize(

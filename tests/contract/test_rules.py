@@ -1,14 +1,14 @@
+import importlib
 from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor, message as protobuf_message, message_factory
 from hypothesis import given, strategies as st
 
-from rollmesh.v1 import collector_pb2, engine_pb2, gateway_pb2, router_pb2, types_pb2
 from tests.contract.rules import problems
 
 FILES = sorted(Path("protos/rollmesh/v1").glob("*.proto"))
-MODULES = [types_pb2, engine_pb2, router_pb2, gateway_pb2, collector_pb2]
+MODULES = [importlib.import_module(f"rollmesh.v1.{path.stem}_pb2") for path in FILES]
 
 GOOD = """\
 // Serves.

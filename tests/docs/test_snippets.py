@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 
 from rollmesh.client import MeshAddresses, Retries, Session, SubscribeOptions, register_runner
 from rollmesh.integrations.trl import MeshRollouts
-from rollmesh.v1 import collector_pb2, types_pb2
+from rollmesh.v1 import collector_pb2, trajectory_pb2
 from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import Block, blocks
 from tests.meshes import Mesh
@@ -100,7 +100,7 @@ async def delivery(block: Block, mesh: Mesh) -> None:
         names = {
             "SubscribeOptions": SubscribeOptions,
             "pb": collector_pb2,
-            "types_pb2": types_pb2,
+            "trajectory_pb2": trajectory_pb2,
             "client": client,
             "steps": 1,
         }

@@ -23,7 +23,7 @@ from rollmesh.runtime.errors import (
     StaleVersionError,
 )
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.processes import ServiceProcess, running
 from tests.waiting import until
 
@@ -79,7 +79,7 @@ class Engine:
             "token_ids_u32le": PROMPT.tobytes(),
             **fields,
         }
-        limits = types_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
+        limits = sampling_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
         return engine_pb2.StreamGenerateRequest(
             generate=engine_pb2.GenerateRequest(**given, sampling=limits), max_chunk_tokens=chunk
         )
@@ -165,7 +165,7 @@ async def test_whole_and_streamed_answers_are_the_same(engine: Engine) -> None:
     assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
     for result in (whole, streamed):
         assert len(result.logprobs) == 24
-        assert result.finish.reason == types_pb2.FINISH_REASON_LENGTH
+        assert result.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
         assert result.spans[0][1] == 0
         assert result.spans[-1][2] == 24
         assert result.finish.prompt_tokens == len(PROMPT)
@@ -197,13 +197,13 @@ async def test_what_is_masked_is_not_sampled_and_log_probs_stay_the_models(engin
     for masks in (
         {"allowed_token_ids": [second]},
         {"logit_bias": {second: 100.0}},
-        {"bad_sequences": [types_pb2.TokenSequence(token_ids=plain.ids[:1])]},
+        {"bad_sequences": [sampling_pb2.TokenSequence(token_ids=plain.ids[:1])]},
     ):
         result = await engine.generate(engine.request(1, 0, sampling=greedy | masks))
         assert result.ids == [second], masks
         assert result.logprobs == pytest.approx([plain.top_logprobs[0][1]], abs=1e-4), masks
     # Of a longer sequence the last id is masked, and only behind the others.
-    long = types_pb2.TokenSequence(token_ids=plain.ids[:3])
+    long = sampling_pb2.TokenSequence(token_ids=plain.ids[:3])
     sampling = greedy | {"bad_sequences": [long]}
     result = await engine.generate(engine.request(3, 0, sampling=sampling))
     assert result.ids[:2] == plain.ids[:2]
@@ -216,7 +216,7 @@ async def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None
     sampling = {"temperature": 0.0, "stop_token_ids": [stop]}
     result = await engine.generate(engine.request(24, 0, sampling=sampling))
     assert result.ids == greedy.ids[: greedy.ids.index(stop) + 1]
-    assert result.finish.reason == types_pb2.FINISH_REASON_STOP
+    assert result.finish.reason == sampling_pb2.FINISH_REASON_STOP
     assert result.finish.stop_token_id == stop
 
 
@@ -254,7 +254,7 @@ async def test_abort_gives_what_there_is(engine: Engine) -> None:
                 )
                 aborted = await engine.stub.Abort(abort)
                 assert list(aborted.request_ids) == [request.generate.request_id]
-    assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
+    assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
     assert 3 <= len(result.ids) == len(result.logprobs) < LONG
     assert result.spans[-1][2] == len(result.ids)
 
@@ -308,12 +308,12 @@ async def test_a_running_id_is_refused(engine: Engine) -> None:
             "sampling.allowed_token_ids",
         ),
         (
-            {"sampling": {"bad_sequences": [types_pb2.TokenSequence()]}},
+            {"sampling": {"bad_sequences": [sampling_pb2.TokenSequence()]}},
             "INVALID_SAMPLING",
             "sampling.bad_sequences",
         ),
         (
-            {"sampling": {"bad_sequences": [types_pb2.TokenSequence(token_ids=[9999])]}},
+            {"sampling": {"bad_sequences": [sampling_pb2.TokenSequence(token_ids=[9999])]}},
             "INVALID_SAMPLING",
             "sampling.bad_sequences",
         ),
@@ -321,7 +321,7 @@ async def test_a_running_id_is_refused(engine: Engine) -> None:
             {
                 "sampling": {
                     "allowed_token_ids": [5],
-                    "bad_sequences": [types_pb2.TokenSequence(token_ids=[7, 5])],
+                    "bad_sequences": [sampling_pb2.TokenSequence(token_ids=[7, 5])],
                 }
             },
             "INVALID_SAMPLING",
@@ -342,7 +342,7 @@ async def test_the_context_limit_is_a_length(engine: Engine) -> None:
     prompt = np.full(2044, 5, "<u4").tobytes()
     result = await engine.generate(engine.request(100, 0, token_ids_u32le=prompt))
     assert len(result.ids) == 4
-    assert result.finish.reason == types_pb2.FINISH_REASON_LENGTH
+    assert result.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
 
 
 async def test_a_pause_that_is_repeated_after_a_resume_pauses_nothing(engine: Engine) -> None:
@@ -385,7 +385,7 @@ async def test_a_pause_that_aborts_ends_requests_with_what_they_have(engine: Eng
             if result.messages == 2:
                 await engine.stub.Pause(engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_ABORT))
     await engine.stub.Resume(engine_pb2.ResumeRequest())
-    assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
+    assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
 
 
 async def test_a_pause_that_waits_lets_requests_end_and_holds_new_ones(engine: Engine) -> None:
@@ -395,7 +395,7 @@ async def test_a_pause_that_waits_lets_requests_end_and_holds_new_ones(engine: E
         wait = engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_WAIT)
         paused = group.create_task(_call(engine.stub.Pause(wait)))
         rest = [response async for response in stream]
-        assert rest[-1].finish.reason == types_pb2.FINISH_REASON_LENGTH
+        assert rest[-1].finish.reason == sampling_pb2.FINISH_REASON_LENGTH
         await paused
         late = group.create_task(engine.generate(engine.request(5, 0)))
         await engine.until(lambda info: info.running + info.waiting == 1)

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.collector.storage.store import Store
 from rollmesh.runtime import clock
-from rollmesh.v1 import collector_pb2, types_pb2
+from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import GROUP, SESSION, TIMEOUT_S, Stream, stub_at, subscribing
 from tests.collector.records import record
 from tests.collector.redis_server import redis_server
@@ -55,7 +55,7 @@ async def stub(settings: dict[str, Any], tmp_path: Path) -> AsyncIterator[Any]:
         yield stub
 
 
-async def ingest(stub: Any, *sessions: types_pb2.SessionRecord) -> None:
+async def ingest(stub: Any, *sessions: session_pb2.SessionRecord) -> None:
     await stub.Ingest(collector_pb2.IngestRequest(sessions=sessions), timeout=TIMEOUT_S)
 
 
@@ -98,7 +98,7 @@ async def test_a_jump_back_holds_no_group_beyond_its_time(stub: Any, jump: Jump)
         assert await taken(stream) == ("b", ["b0"], True)
 
 
-def rewarded_within(session_id: str, timeout_ms: int) -> types_pb2.SessionRecord:
+def rewarded_within(session_id: str, timeout_ms: int) -> session_pb2.SessionRecord:
     session = record(session_id)
     session.reward_timeout_ms = timeout_ms
     return session
@@ -111,7 +111,7 @@ async def test_a_jump_ahead_ends_no_wait_for_rewards(stub: Any, jump: Jump) -> N
         await ingest(stub, rewarded_within("hasty", SOON_MS))
         assert (await taken(stream))[0] == "hasty"
         rewards = collector_pb2.SetRewardsRequest(
-            session_id="patient", request_id="r", rewards=types_pb2.SessionRewards(reward=1.0)
+            session_id="patient", request_id="r", rewards=session_pb2.SessionRewards(reward=1.0)
         )
         await stub.SetRewards(rewards, timeout=TIMEOUT_S)
         assert (await taken(stream))[0] == "patient"

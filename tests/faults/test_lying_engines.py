@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
-from rollmesh.v1 import engine_pb2, router_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 from tests.meshes import Mesh, scripted_mesh
 from tests.router.engines import Answers, NotingEngine, noting_engine
 from tests.waiting import until
@@ -24,7 +24,7 @@ def answer(request: engine_pb2.GenerateRequest, logprob: float) -> engine_pb2.Ge
         token_ids_u32le=pack_ids(np.array([7], np.uint32)),
         logprobs_f32le=pack_logprobs(np.array([logprob], np.float32)),
     )
-    response.finish.reason = types_pb2.FINISH_REASON_STOP
+    response.finish.reason = sampling_pb2.FINISH_REASON_STOP
     response.finish.prompt_crc32 = zlib.crc32(request.token_ids_u32le)
     response.finish.version_spans.add(start=0, end=1)
     return response

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollmesh.collector.streams import subscriptions
-from rollmesh.v1 import collector_pb2, types_pb2
+from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import TIMEOUT_S, Stream, stub_at, subscribing
 from tests.collector.records import record, trajectory
 from tests.collector.redis_server import redis_server
@@ -29,7 +29,7 @@ async def stub(tmp_path: Path) -> AsyncIterator[Any]:
         yield stub
 
 
-def large(name: str) -> types_pb2.SessionRecord:
+def large(name: str) -> session_pb2.SessionRecord:
     session = record(name)
     session.trajectories[0].CopyFrom(trajectory(name, UNIT_BYTES // 9))
     return session

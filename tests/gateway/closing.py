@@ -9,10 +9,10 @@ from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.closed import Close
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.gateway.worlds import END, World, said, user
 
-COMPLETED = gateway_pb2.CloseSessionRequest(outcome=types_pb2.SESSION_OUTCOME_COMPLETED)
+COMPLETED = gateway_pb2.CloseSessionRequest(outcome=session_pb2.SESSION_OUTCOME_COMPLETED)
 
 
 def new_tree() -> Tree:

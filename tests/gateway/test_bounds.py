@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 
@@ -38,7 +38,7 @@ async def test_a_request_id_of_a_closed_session_opens_nothing_and_names_it(mesh:
     close = gateway_pb2.CloseSessionRequest(
         session_id=opened.session_id,
         session_key=opened.session_key,
-        outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+        outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
     )
     await mesh.stub.CloseSession(close)
     for _ in range(2):
@@ -63,7 +63,7 @@ async def test_long_keys_and_large_metadata_are_refused_by_name(mesh: LiveMesh) 
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
     close = gateway_pb2.CloseSessionRequest(
-        **who, outcome=types_pb2.SESSION_OUTCOME_COMPLETED, metadata={"m": "\u00e9" * 40_000}
+        **who, outcome=session_pb2.SESSION_OUTCOME_COMPLETED, metadata={"m": "\u00e9" * 40_000}
     )
     error = await refusal(mesh.stub.CloseSession(close))
     assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "metadata")
@@ -82,9 +82,9 @@ async def test_what_a_request_says_that_it_is_survives_a_restart_and_is_checked(
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
     lineages = (
-        types_pb2.LINEAGE_AUXILIARY,
-        types_pb2.LINEAGE_UNSPECIFIED,
-        types_pb2.LINEAGE_SUB_AGENT,
+        trajectory_pb2.LINEAGE_AUXILIARY,
+        trajectory_pb2.LINEAGE_UNSPECIFIED,
+        trajectory_pb2.LINEAGE_SUB_AGENT,
     )
     for at, lineage in enumerate(lineages):
         ask = said(f"question {at}")
@@ -93,11 +93,11 @@ async def test_what_a_request_says_that_it_is_survives_a_restart_and_is_checked(
         await mesh.start_gateway()
     shown = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(**who), wait_for_ready=True)
     assert [node.lineage for node in shown.nodes if node.sampled] == [
-        types_pb2.LINEAGE_AUXILIARY,
-        types_pb2.LINEAGE_MAIN,
-        types_pb2.LINEAGE_SUB_AGENT,
+        trajectory_pb2.LINEAGE_AUXILIARY,
+        trajectory_pb2.LINEAGE_MAIN,
+        trajectory_pb2.LINEAGE_SUB_AGENT,
     ]
-    wrong = gateway_pb2.ChatRequest(**who, messages=[ASK], lineage=types_pb2.LINEAGE_SIBLING)
+    wrong = gateway_pb2.ChatRequest(**who, messages=[ASK], lineage=trajectory_pb2.LINEAGE_SIBLING)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await mesh.stub.Chat(wrong)
     assert from_rpc_error(refused.value).metadata["field"] == "lineage"

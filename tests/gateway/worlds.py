@@ -10,7 +10,7 @@ from rollmesh.chat.messages import Message, ToolCall, group_messages
 from rollmesh.gateway.conversation.reasons import Finish, Lineage
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.gateway.export.trajectories import Trajectory, export_tree
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 END = 1
 BARE = make_context(b"", b"")
@@ -37,7 +37,7 @@ class World:
         reply: Message,
         *,
         context: object = BARE,
-        finish: Finish = types_pb2.FINISH_REASON_STOP,
+        finish: Finish = sampling_pb2.FINISH_REASON_STOP,
         version: int = 0,
         tokens: int = 3,
         said: Lineage | None = None,
@@ -51,7 +51,7 @@ class World:
             parent, closing = self.tree.add_messages(parent, group, ids), []
         opening = np.array([*closing, *self.ids(1).tolist()], np.uint32)
         sampled = self.ids(tokens)
-        if finish == types_pb2.FINISH_REASON_STOP:
+        if finish == sampling_pb2.FINISH_REASON_STOP:
             sampled = np.append(sampled, np.uint32(END)).astype(np.uint32)
         prompt = np.concatenate([*parent.context(), opening])
         sample = Sample(
@@ -91,7 +91,7 @@ class World:
                     trained[segment.node_id] = trained.get(segment.node_id, 0) + segment.trained
                     assert (
                         segment.trained
-                        or types_pb2.FIDELITY_REASON_SHARED_PREFIX in segment.reasons
+                        or trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX in segment.reasons
                     )
                 else:
                     assert not segment.trained
@@ -122,7 +122,9 @@ def random_world(seed: int, turns: int) -> World:
             request,
             reply,
             context=dice.choice([BARE, BARE, TOOLS]),
-            finish=dice.choice([types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH]),
+            finish=dice.choice(
+                [sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_LENGTH]
+            ),
             version=dice.randrange(3),
         )
         echo = reply if dice.random() < 0.7 else said(reply.content.strip())

@@ -10,7 +10,7 @@ import pytest
 from rollmesh.client import Session
 from rollmesh.runtime.errors import RollmeshError, SessionKeyWrongError, SessionUnknownError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 from tests.meshes import Mesh, scripted_mesh
 from tests.messages import said
 
@@ -30,7 +30,7 @@ async def chat(stub: "Stub", session_id: str, key: str) -> None:
 
 async def close(stub: "Stub", session_id: str, key: str) -> None:
     request = gateway_pb2.CloseSessionRequest(
-        session_id=session_id, session_key=key, outcome=types_pb2.SESSION_OUTCOME_COMPLETED
+        session_id=session_id, session_key=key, outcome=session_pb2.SESSION_OUTCOME_COMPLETED
     )
     with typed_errors():
         await stub.CloseSession(request, timeout=30)

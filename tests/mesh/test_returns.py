@@ -11,7 +11,7 @@ import pytest_asyncio
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Session
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, trajectory_pb2
 from tests.meshes import Mesh, scripted_mesh
 
 REPLY = "The answer is 42 ✓, naïve."
@@ -259,7 +259,7 @@ async def test_a_turn_of_another_distribution_says_so(
 ) -> None:
     await ask(shared.openai(session), extra_body=mask)
     (turn,) = await turns(shared, session)
-    assert list(turn.reasons) == [types_pb2.FIDELITY_REASON_CONSTRAINED]
+    assert list(turn.reasons) == [trajectory_pb2.FIDELITY_REASON_CONSTRAINED]
 
 
 async def test_what_the_engine_refuses_is_named_as_it_was_asked_for(

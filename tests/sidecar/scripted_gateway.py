@@ -14,7 +14,7 @@ from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
 from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.server import HttpServer
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 Events: TypeAlias = AsyncIterator[gateway_pb2.StreamChatResponse]
 Script: TypeAlias = Callable[[gateway_pb2.ChatRequest], Events]
@@ -23,21 +23,21 @@ SESSION = "5e551011"
 KEY = f"rmk-{SESSION}-secret"
 
 
-def call(call_id: str, name: str, arguments: str) -> types_pb2.ToolCall:
-    return types_pb2.ToolCall(id=call_id, name=name, arguments_json=arguments)
+def call(call_id: str, name: str, arguments: str) -> chat_pb2.ToolCall:
+    return chat_pb2.ToolCall(id=call_id, name=name, arguments_json=arguments)
 
 
 def done(
     content: str | None = None,
     *,
-    calls: Sequence[types_pb2.ToolCall] = (),
+    calls: Sequence[chat_pb2.ToolCall] = (),
     reasoning: str | None = None,
-    finish: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_STOP,
+    finish: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_STOP,
     answer_id: str = "chatcmpl-answer-1",
 ) -> gateway_pb2.StreamChatResponse:
-    message = types_pb2.ChatMessage(
-        role=types_pb2.ROLE_ASSISTANT,
-        content=[types_pb2.ContentPart(text=content)] if content else [],
+    message = chat_pb2.ChatMessage(
+        role=chat_pb2.ROLE_ASSISTANT,
+        content=[chat_pb2.ContentPart(text=content)] if content else [],
         tool_calls=calls,
         reasoning_content=reasoning,
     )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollmesh.batches.errors import MissingLogprobsError, MissingRewardError
 from rollmesh.client import Delivery, SessionResult, Trajectory
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 Handling: TypeAlias = Literal["refuse", "leave_out"]
 """Handling of an unsuitable trajectory: raise an error, or leave it out and count it."""
@@ -145,7 +145,7 @@ def sessions_of(sources: Iterable[SessionResult | Delivery]) -> Iterator[Session
 def _lacks_logprobs(trajectory: Trajectory) -> bool:
     if "MISSING_LOGPROBS" not in trajectory.reasons:
         return False
-    missing = types_pb2.FIDELITY_REASON_MISSING_LOGPROBS
+    missing = trajectory_pb2.FIDELITY_REASON_MISSING_LOGPROBS
     return any(segment.trained and missing in segment.reasons for segment in trajectory.segments)
 
 

@@ -13,7 +13,7 @@ from rollmesh.batches.rows import Handling, LeftOut, sessions_of
 from rollmesh.client import Delivery, SessionResult, TrajectoryTree
 from rollmesh.client.sessions.trees import path_mask
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def _token_rewards(tree: TrajectoryTree) -> NDArray[np.float32]:
 
 
 def _lacks_logprobs(tree: TrajectoryTree) -> bool:
-    missing = types_pb2.FIDELITY_REASON_MISSING_LOGPROBS
+    missing = trajectory_pb2.FIDELITY_REASON_MISSING_LOGPROBS
     return any(node.trained and missing in node.reasons for node in tree.nodes)
 
 

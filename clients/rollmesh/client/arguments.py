@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from google.protobuf.message import Message
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2
 
 ExportForm: TypeAlias = Literal["leaves", "turns", "tree"]
 """The form in which a session's conversation tree is delivered."""
@@ -16,9 +16,9 @@ _EXPORT_FORMS = {
     "tree": gateway_pb2.EXPORT_MODE_TREE,
 }
 _OUTCOMES = {
-    "COMPLETED": types_pb2.SESSION_OUTCOME_COMPLETED,
-    "FAILED": types_pb2.SESSION_OUTCOME_FAILED,
-    "ABORTED": types_pb2.SESSION_OUTCOME_ABORTED,
+    "COMPLETED": session_pb2.SESSION_OUTCOME_COMPLETED,
+    "FAILED": session_pb2.SESSION_OUTCOME_FAILED,
+    "ABORTED": session_pb2.SESSION_OUTCOME_ABORTED,
 }
 _Message = TypeVar("_Message", bound=Message)
 _Value = TypeVar("_Value")
@@ -44,7 +44,7 @@ def export_mode(form: object) -> gateway_pb2.ExportMode.ValueType:
     return chosen("export", form, _EXPORT_FORMS)
 
 
-def outcome_of(name: object) -> types_pb2.SessionOutcome.ValueType:
+def outcome_of(name: object) -> session_pb2.SessionOutcome.ValueType:
     """Returns the outcome of a name.
 
     Raises:
@@ -67,14 +67,14 @@ def filled(kind: type[_Message], /, **values: Any) -> _Message:
         raise InvalidFieldError(kind.__name__, str(error)) from error
 
 
-def read_sampling(sampling: Mapping[str, Any] | None) -> types_pb2.SamplingParams:
+def read_sampling(sampling: Mapping[str, Any] | None) -> sampling_pb2.SamplingParams:
     """Returns sampling parameters.
 
     Raises:
         InvalidFieldError: A parameter does not exist or has the wrong type.
     """
     try:
-        return filled(types_pb2.SamplingParams, **(sampling or {}))
+        return filled(sampling_pb2.SamplingParams, **(sampling or {}))
     except InvalidFieldError as error:
         raise InvalidFieldError("sampling", error.message) from error
 

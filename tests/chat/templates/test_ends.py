@@ -16,7 +16,7 @@ from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway.conversation.reasons import Finish
 from rollmesh.gateway.conversation.tree import Node, Sample, VersionSpan
 from rollmesh.gateway.turns.prompt import new_tree
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2
 from tests.chat import families
 
 TOOLS = make_context(
@@ -47,7 +47,7 @@ def sampled(
     tokenizer: ModelTokenizer,
     answer: Message,
     text: str,
-    finish: Finish = types_pb2.FINISH_REASON_STOP,
+    finish: Finish = sampling_pb2.FINISH_REASON_STOP,
 ) -> Node:
     """A conversation whose first answer was sampled as `text`."""
     tree, groups = new_tree(continuation), group_messages((ASK,))
@@ -115,7 +115,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
         pytest.param(
             Message("assistant", "So.", reasoning="Hm."),
             f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>So.<|return|>",
-            types_pb2.FINISH_REASON_STOP,
+            sampling_pb2.FINISH_REASON_STOP,
             ASK,
             "<|start|>user<|message|>q<|end|><|start|>assistant",
             id="answered",
@@ -124,7 +124,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
             Message("assistant", "", (CALL,), reasoning="Hm."),
             f"{ANALYSIS}<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json"
             '<|message|>{"n": 41}<|call|>',
-            types_pb2.FINISH_REASON_STOP,
+            sampling_pb2.FINISH_REASON_STOP,
             GOT,
             '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"42"<|end|>'
             "<|start|>assistant",
@@ -133,7 +133,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
         pytest.param(
             Message("assistant", "", reasoning="Hm"),
             "<|channel|>analysis<|message|>Hm",
-            types_pb2.FINISH_REASON_LENGTH,
+            sampling_pb2.FINISH_REASON_LENGTH,
             ASK,
             "<|end|><|start|>user<|message|>q<|end|><|start|>assistant",
             id="cut-inside-a-message",
@@ -141,7 +141,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
         pytest.param(
             Message("assistant", "", reasoning="Hm."),
             ANALYSIS,
-            types_pb2.FINISH_REASON_LENGTH,
+            sampling_pb2.FINISH_REASON_LENGTH,
             ASK,
             "<|start|>user<|message|>q<|end|><|start|>assistant",
             id="cut-between-two-messages",
@@ -174,7 +174,9 @@ def test_a_result_stands_behind_gemmas_call_without_a_header(
     stops = {tokenizer.special_id(stop) for stop in ("<turn|>", "<|tool_response>")}
     assert set(continuation.stop_ids) == stops
     finish = (
-        types_pb2.FINISH_REASON_LENGTH if text == CALLED_BY_GEMMA else types_pb2.FINISH_REASON_STOP
+        sampling_pb2.FINISH_REASON_LENGTH
+        if text == CALLED_BY_GEMMA
+        else sampling_pb2.FINISH_REASON_STOP
     )
     node = sampled(continuation, tokenizer, Message("assistant", "", (CALL,)), text, finish)
     behind = text_behind(continuation, tokenizer, node, GOT)

@@ -10,7 +10,7 @@ from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.gateway.conversation.reasons import Finish
 from rollmesh.gateway.conversation.tree import Match, Node, Sample, Tree, VersionSpan
 from rollmesh.gateway.turns.prompt import build_prompt
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2
 from tests.chat import families
 from tests.chat.templates.test_probe import rendered
 
@@ -70,11 +70,15 @@ def test_a_model_stops_at_the_header_of_every_other_role(
     ("answer", "text", "then", "finish"),
     [
         pytest.param(
-            SAID, SAID_TEXT + USER, MORE, types_pb2.FINISH_REASON_STOP, id="header-sampled"
+            SAID, SAID_TEXT + USER, MORE, sampling_pb2.FINISH_REASON_STOP, id="header-sampled"
         ),
-        pytest.param(SAID, SAID_TEXT, MORE, types_pb2.FINISH_REASON_LENGTH, id="cut-before-it"),
+        pytest.param(SAID, SAID_TEXT, MORE, sampling_pb2.FINISH_REASON_LENGTH, id="cut-before-it"),
         pytest.param(
-            CALLED, CALLED_TEXT + OBSERVATION, GOT, types_pb2.FINISH_REASON_STOP, id="tool-result"
+            CALLED,
+            CALLED_TEXT + OBSERVATION,
+            GOT,
+            sampling_pb2.FINISH_REASON_STOP,
+            id="tool-result",
         ),
     ],
 )
@@ -90,13 +94,13 @@ def test_what_was_sampled_and_what_follows_are_the_templates_own_render(
     full = rendered("glm4moe", (ASK, answer, then), b"")
     assert full is not None
     assert following(continuation, node, answer, then) == glm.tokenizer.encode(full).tolist()
-    assert node.ends_turn == (finish == types_pb2.FINISH_REASON_STOP)
+    assert node.ends_turn == (finish == sampling_pb2.FINISH_REASON_STOP)
 
 
 def test_another_header_than_was_sampled_stands_behind_it(
     glm: families.Family, continuation: Continuation
 ) -> None:
-    node = sampled(glm, continuation, CALLED, CALLED_TEXT + USER, types_pb2.FINISH_REASON_STOP)
+    node = sampled(glm, continuation, CALLED, CALLED_TEXT + USER, sampling_pb2.FINISH_REASON_STOP)
     text = glm.tokenizer.rust.decode(
         following(continuation, node, CALLED, GOT), skip_special_tokens=False
     )
@@ -122,7 +126,7 @@ def test_two_headers_in_a_row_are_a_reason(
     )
     template = type(glm.template)(source, glm.variables)
     continuation = Continuation(template, glm.tokenizer)
-    finish = types_pb2.FINISH_REASON_STOP if end else types_pb2.FINISH_REASON_LENGTH
+    finish = sampling_pb2.FINISH_REASON_STOP if end else sampling_pb2.FINISH_REASON_LENGTH
     node = sampled(glm, continuation, SAID, "Hello." + end, finish)
     match = Match(node, 2, frozenset())
     groups = group_messages((ASK, SAID, then))

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from rollmesh.client import Client, Limits, Retries, Session, rollout_groups
 from rollmesh.client.rollouts.rollout import rollout
 from rollmesh.runtime.errors import SessionUnknownError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 from tests.client.conftest import addresses_of, length, one_sample
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
@@ -28,7 +28,7 @@ async def test_cancelling_a_rollout_closes_what_is_open_as_aborted(
         running = group.create_task(rollout(client, [None], runner=run, n=1))
         await started.wait()
         running.cancel()
-    assert gateway.closed[0].outcome == types_pb2.SESSION_OUTCOME_ABORTED
+    assert gateway.closed[0].outcome == session_pb2.SESSION_OUTCOME_ABORTED
 
 
 async def test_a_failed_attempt_is_superseded_by_one_in_a_new_session(
@@ -48,7 +48,7 @@ async def test_a_failed_attempt_is_superseded_by_one_in_a_new_session(
     )
     assert (summary.counts, summary.retries, outcome.attempts) == ({"COMPLETED": 1}, 1, 2)
     first, second = gateway.closed
-    assert (first.superseded, first.outcome) == (True, types_pb2.SESSION_OUTCOME_FAILED)
+    assert (first.superseded, first.outcome) == (True, session_pb2.SESSION_OUTCOME_FAILED)
     assert not first.rewards.HasField("reward")
     assert (second.superseded, second.rewards.reward) == (False, 1.0)
     one, two = gateway.opened
@@ -160,7 +160,7 @@ async def test_cancelling_twice_still_closes_what_is_open(
         running.cancel()
         await cleaning.wait()
         running.cancel()
-    assert [closed.outcome for closed in gateway.closed] == [types_pb2.SESSION_OUTCOME_ABORTED]
+    assert [closed.outcome for closed in gateway.closed] == [session_pb2.SESSION_OUTCOME_ABORTED]
     assert not gateway.closed[0].rewards.HasField("reward")
 
 
@@ -183,4 +183,4 @@ async def test_a_session_that_opens_while_the_rollout_is_cancelled_is_closed(
             running.cancel()
             await asyncio.sleep(0)
             answer.set()
-    assert [closed.outcome for closed in gateway.closed] == [types_pb2.SESSION_OUTCOME_ABORTED]
+    assert [closed.outcome for closed in gateway.closed] == [session_pb2.SESSION_OUTCOME_ABORTED]

@@ -8,7 +8,7 @@ from rollmesh.client import Client, Limits, SampleOutcome, Session, register_run
 from rollmesh.client.rollouts import progress
 from rollmesh.client.rollouts.rollout import rollout
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.client.conftest import length
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
@@ -51,8 +51,8 @@ async def test_completed_sessions_wait_for_rewards_that_come_later_and_failed_on
         for closed in gateway.closed
     }
     assert waits == {
-        types_pb2.SESSION_OUTCOME_COMPLETED: 5000,
-        types_pb2.SESSION_OUTCOME_FAILED: None,
+        session_pb2.SESSION_OUTCOME_COMPLETED: 5000,
+        session_pb2.SESSION_OUTCOME_FAILED: None,
     }
     with pytest.raises(InvalidFieldError, match="reward_timeout_ms"):
         await rollout(client, ["ends"], runner=run, reward_timeout_ms=0)
@@ -78,7 +78,7 @@ async def test_a_sample_that_fails_closes_as_failed_and_leaves_its_siblings_alon
     failed = next(sample for sample in seen if sample.outcome == "FAILED")
     assert failed.error == "ValueError: the agent is confused"
     outcomes = [closed.outcome for closed in gateway.closed]
-    assert outcomes.count(types_pb2.SESSION_OUTCOME_FAILED) == 1
+    assert outcomes.count(session_pb2.SESSION_OUTCOME_FAILED) == 1
 
 
 async def test_a_session_that_cannot_be_opened_fails_alone(
@@ -99,7 +99,7 @@ async def test_a_sample_over_its_time_closes_as_aborted(
 
     summary = await rollout(client, ["p"], runner=run, n=2, timeout_s=0.3)
     assert summary.counts == {"ABORTED": 1, "COMPLETED": 1}
-    assert types_pb2.SESSION_OUTCOME_ABORTED in {closed.outcome for closed in gateway.closed}
+    assert session_pb2.SESSION_OUTCOME_ABORTED in {closed.outcome for closed in gateway.closed}
 
 
 async def test_a_timeout_of_the_agents_own_is_a_failure(client: Client) -> None:

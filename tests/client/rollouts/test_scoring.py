@@ -11,7 +11,7 @@ from rollmesh.client.rollouts.scoring import RewardCalls
 from rollmesh.client.sessions.rewards import read_rewards
 from rollmesh.client.sessions.transcripts import Transcript
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.client.conftest import one_sample
 from tests.sidecar.scripted_gateway import ScriptedGateway
 
@@ -116,7 +116,7 @@ async def test_a_reward_function_over_its_time_fails_its_session_alone(
     assert summary.counts == {"COMPLETED": 2, "FAILED": 1}
     assert summary.errors == {"RewardTimeLimitError": 1}
     outcomes = [closed.outcome for closed in gateway.closed]
-    assert outcomes.count(types_pb2.SESSION_OUTCOME_FAILED) == 1
+    assert outcomes.count(session_pb2.SESSION_OUTCOME_FAILED) == 1
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ def test_a_transcript_leaves_auxiliary_turns_out_of_what_is_last() -> None:
             node_id=at,
             parent_node_id=parent,
             sampled=at % 2 == 0,
-            lineage=types_pb2.Lineage.Value(f"LINEAGE_{lineage}"),
-            finish_reason=types_pb2.FINISH_REASON_STOP,
+            lineage=trajectory_pb2.Lineage.Value(f"LINEAGE_{lineage}"),
+            finish_reason=sampling_pb2.FINISH_REASON_STOP,
             messages=[
-                types_pb2.ChatMessage(
-                    role=types_pb2.ROLE_ASSISTANT if at % 2 == 0 else types_pb2.ROLE_TOOL,
-                    content=[types_pb2.ContentPart(text=text)],
-                    tool_calls=[types_pb2.ToolCall(id="c", name="f", arguments_json="{}")]
+                chat_pb2.ChatMessage(
+                    role=chat_pb2.ROLE_ASSISTANT if at % 2 == 0 else chat_pb2.ROLE_TOOL,
+                    content=[chat_pb2.ContentPart(text=text)],
+                    tool_calls=[chat_pb2.ToolCall(id="c", name="f", arguments_json="{}")]
                     if at == 2
                     else [],
                     tool_call_id=None if at % 2 == 0 else "c",

@@ -15,7 +15,7 @@ from rollmesh.client import Client, Session
 from rollmesh.client.rollouts.rollout import rollout
 from rollmesh.client.runners.commands import CommandError, CommandRunner
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 from tests.sidecar.scripted_gateway import ScriptedGateway
 from tests.waiting import until
 
@@ -196,7 +196,7 @@ async def test_an_agent_over_its_time_is_ended_and_its_session_aborted(
     runner = python("import signal; signal.pause()")
     summary = await rollout(client, [None], runner=runner, n=1, timeout_s=0.1)
     assert (summary.counts, summary.errors) == ({"ABORTED": 1}, {"AgentTimeLimitError": 1})
-    assert gateway.closed[0].outcome == types_pb2.SESSION_OUTCOME_ABORTED
+    assert gateway.closed[0].outcome == session_pb2.SESSION_OUTCOME_ABORTED
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ async def test_a_cancelled_rollout_leaves_no_process_and_no_open_session(
         pids = (await appears(tmp_path / "pids")).split()
         running.cancel()
     await gone(*map(int, pids))
-    assert [closed.outcome for closed in gateway.closed] == [types_pb2.SESSION_OUTCOME_ABORTED]
+    assert [closed.outcome for closed in gateway.closed] == [session_pb2.SESSION_OUTCOME_ABORTED]
 
 
 async def test_turn_rewards_of_a_command_reach_the_close(

@@ -13,7 +13,7 @@ import pytest
 from rollmesh.client import Client, Limits, Retries, Session
 from rollmesh.client.rollouts.rollout import rollout
 from rollmesh.client.runners.remote import RemoteAgentError, RemoteAgentLostError, RemoteRunner
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 from tests.processes import reserved_port
 from tests.sidecar.scripted_gateway import ScriptedGateway
 from tests.waiting import until
@@ -195,5 +195,5 @@ async def test_a_run_that_is_to_end_is_cancelled_on_the_server(
         rolling = tasks.create_task(rollout(client, [sample], runner=runner, n=1, limits=limits))
         await server.logged("began")
         rolling.cancel()
-    assert gateway.closed[0].outcome == types_pb2.SESSION_OUTCOME_ABORTED
+    assert gateway.closed[0].outcome == session_pb2.SESSION_OUTCOME_ABORTED
     await server.logged("cancelled")

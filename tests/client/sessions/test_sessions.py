@@ -13,13 +13,13 @@ from rollmesh.runtime.errors import (
     TooManySessionsError,
 )
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, sampling_pb2, session_pb2
 from tests.client.conftest import addresses_of
 from tests.sidecar.scripted_gateway import ScriptedGateway, serving
 
-COMPLETED = types_pb2.SESSION_OUTCOME_COMPLETED
-FAILED = types_pb2.SESSION_OUTCOME_FAILED
-ABORTED = types_pb2.SESSION_OUTCOME_ABORTED
+COMPLETED = session_pb2.SESSION_OUTCOME_COMPLETED
+FAILED = session_pb2.SESSION_OUTCOME_FAILED
+ABORTED = session_pb2.SESSION_OUTCOME_ABORTED
 
 
 async def test_a_session_tells_an_agent_where_to_go_and_closes_with_its_reward(
@@ -39,7 +39,7 @@ async def test_a_session_tells_an_agent_where_to_go_and_closes_with_its_reward(
         session.reward = 1.0
     opened, closed = gateway.opened[0], gateway.closed[0]
     assert (opened.group_id, opened.sample_index, opened.group_size) == ("g", 2, 8)
-    assert opened.sampling == types_pb2.SamplingParams(temperature=0.5)
+    assert opened.sampling == sampling_pb2.SamplingParams(temperature=0.5)
     assert dict(opened.metadata) == {"a": "b"}
     assert (closed.rewards.reward, closed.outcome) == (1.0, COMPLETED)
     assert closed.session_key == session.api_key

@@ -4,20 +4,21 @@ import gc
 import pickle
 
 from rollmesh.client import Trajectory
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 SEGMENTS = 300
 
 
-def proto() -> types_pb2.Trajectory:
-    return types_pb2.Trajectory(
+def proto() -> trajectory_pb2.Trajectory:
+    return trajectory_pb2.Trajectory(
         trajectory_id="t",
-        lineage=types_pb2.LINEAGE_MAIN,
+        lineage=trajectory_pb2.LINEAGE_MAIN,
         token_ids_u32le=bytes(4 * SEGMENTS),
         logprobs_f32le=bytes(4 * SEGMENTS),
         loss_mask_u8=bytes(SEGMENTS),
         segments=[
-            types_pb2.TrajectorySegment(start=at, end=at + 1, node_id=at) for at in range(SEGMENTS)
+            trajectory_pb2.TrajectorySegment(start=at, end=at + 1, node_id=at)
+            for at in range(SEGMENTS)
         ],
     )
 

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 
 from rollmesh.collector.delivery.filters import judge, oldest_trained_version, usable
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 from tests.collector.records import record, trajectory
 
-LENGTH_CUT = types_pb2.FIDELITY_REASON_LENGTH_CUT
-MIXED = types_pb2.FIDELITY_REASON_MIXED_VERSIONS
-EXACT = types_pb2.FIDELITY_REASON_EXACT
+LENGTH_CUT = trajectory_pb2.FIDELITY_REASON_LENGTH_CUT
+MIXED = trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS
+EXACT = trajectory_pb2.FIDELITY_REASON_EXACT
 
 
-def session(*rewards: float | None, **fields: Any) -> types_pb2.SessionRecord:
+def session(*rewards: float | None, **fields: Any) -> session_pb2.SessionRecord:
     """One trajectory for each reward; None takes the session's."""
     made = record(fields.pop("session_id", "s"))
     made.ClearField("reward")
@@ -31,14 +31,14 @@ def session(*rewards: float | None, **fields: Any) -> types_pb2.SessionRecord:
     return made
 
 
-def reasons(*values: types_pb2.FidelityReason.ValueType) -> types_pb2.SessionRecord:
+def reasons(*values: trajectory_pb2.FidelityReason.ValueType) -> session_pb2.SessionRecord:
     made = session()
     made.trajectories[0].ClearField("reasons")
     made.trajectories[0].reasons.extend(values)
     return made
 
 
-def sampled_by(version: int) -> types_pb2.SessionRecord:
+def sampled_by(version: int) -> session_pb2.SessionRecord:
     made = session()
     made.trajectories[0].version_spans[0].policy_version = version
     return made
@@ -80,7 +80,7 @@ def sampled_by(version: int) -> types_pb2.SessionRecord:
     ],
 )
 def test_each_rule_takes_out_what_is_beyond_it(
-    rules: dict[str, Any], version: int | None, head: types_pb2.SessionRecord, reason: str
+    rules: dict[str, Any], version: int | None, head: session_pb2.SessionRecord, reason: str
 ) -> None:
     verdict = judge(pb.DeliveryFilter(**rules), version, [head])
     if reason == "UNSPECIFIED":
@@ -94,7 +94,7 @@ def test_each_rule_takes_out_what_is_beyond_it(
         assert (removed.session_id, removed.count) == ("s", 1)
 
 
-def two(*heads: types_pb2.SessionRecord) -> list[types_pb2.SessionRecord]:
+def two(*heads: session_pb2.SessionRecord) -> list[session_pb2.SessionRecord]:
     return list(heads)
 
 
@@ -113,9 +113,9 @@ def two(*heads: types_pb2.SessionRecord) -> list[types_pb2.SessionRecord]:
     ],
 )
 def test_groups_of_equal_rewards_are_dropped(
-    *, heads: list[types_pb2.SessionRecord], dropped: bool
+    *, heads: list[session_pb2.SessionRecord], dropped: bool
 ) -> None:
-    rules = pb.DeliveryFilter(drop_zero_variance=True, lineages=[types_pb2.LINEAGE_MAIN])
+    rules = pb.DeliveryFilter(drop_zero_variance=True, lineages=[trajectory_pb2.LINEAGE_MAIN])
     assert judge(rules, None, heads).delivers != dropped
     assert judge(pb.DeliveryFilter(), None, heads).delivers
 
@@ -128,8 +128,8 @@ def test_turn_rewards_are_variance_too() -> None:
 
 def test_a_session_keeps_what_passes_and_says_what_did_not() -> None:
     mixed = session(None, None, None)
-    mixed.trajectories[1].lineage = types_pb2.LINEAGE_AUXILIARY
-    verdict = judge(pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN]), None, [mixed])
+    mixed.trajectories[1].lineage = trajectory_pb2.LINEAGE_AUXILIARY
+    verdict = judge(pb.DeliveryFilter(lineages=[trajectory_pb2.LINEAGE_MAIN]), None, [mixed])
     assert verdict.delivers
     assert verdict.kept == [[0, 2]]
     assert [(part.reason, part.count) for part in verdict.removed] == [
@@ -140,7 +140,7 @@ def test_a_session_keeps_what_passes_and_says_what_did_not() -> None:
 def test_a_session_without_trajectories_is_delivered_as_it_is() -> None:
     empty = record("s")
     del empty.trajectories[:]
-    assert judge(pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN]), None, [empty]).delivers
+    assert judge(pb.DeliveryFilter(lineages=[trajectory_pb2.LINEAGE_MAIN]), None, [empty]).delivers
     assert not usable(pb.DeliveryFilter(), empty)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from rollmesh.collector.delivery.groups import Member, NewUnit, Sample, State, decide, form_unit
 from rollmesh.collector.delivery.units import GroupLog
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, trajectory_pb2
 from tests.collector.records import record
 
 
@@ -87,7 +87,7 @@ def test_an_over_sampled_group_holds_k_different_usable_samples(
 def log(**policy: int) -> GroupLog:
     hello = pb.SubscribeHello(consumer="c", unit=pb.DELIVERY_UNIT_GROUP)
     hello.groups.CopyFrom(pb.GroupPolicy(**policy))
-    hello.filter.lineages.append(types_pb2.LINEAGE_MAIN)
+    hello.filter.lineages.append(trajectory_pb2.LINEAGE_MAIN)
     return GroupLog("g:c", hello, ("c",))
 
 

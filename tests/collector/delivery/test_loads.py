@@ -9,25 +9,25 @@ from rollmesh.collector.delivery.loads import Loaded, judge_unit
 from rollmesh.collector.delivery.records import split
 from rollmesh.collector.delivery.units import Unit
 from rollmesh.runtime.errors import SessionDamagedError
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 from tests.collector.records import record, trajectory, tree_record
 
 EVERYTHING = partial(judge, pb.DeliveryFilter(), None)
-MAIN = partial(judge, pb.DeliveryFilter(lineages=[types_pb2.LINEAGE_MAIN]), None)
+MAIN = partial(judge, pb.DeliveryFilter(lineages=[trajectory_pb2.LINEAGE_MAIN]), None)
 
 
-def mixed(session_id: str) -> types_pb2.SessionRecord:
+def mixed(session_id: str) -> session_pb2.SessionRecord:
     """A session with a trajectory of another lineage before the main one."""
     made = record(session_id)
     other = trajectory(session_id, 9)
-    other.trajectory_id, other.lineage = f"{session_id}-2", types_pb2.LINEAGE_AUXILIARY
+    other.trajectory_id, other.lineage = f"{session_id}-2", trajectory_pb2.LINEAGE_AUXILIARY
     main = made.trajectories[0]
     del made.trajectories[:]
     made.trajectories.extend([other, main])
     return made
 
 
-def loaded(unit: Unit, *sessions: types_pb2.SessionRecord, attempt: int = 1) -> Loaded:
+def loaded(unit: Unit, *sessions: session_pb2.SessionRecord, attempt: int = 1) -> Loaded:
     stored = [split(session) for session in sessions]
     made = judge_unit(unit, [head for head, _ in stored], MAIN)
     assert made is not None
@@ -49,8 +49,8 @@ def test_a_response_has_what_the_filter_leaves_of_every_session() -> None:
     "session",
     [pytest.param(mixed("s"), id="trajectories"), pytest.param(tree_record("s"), id="tree")],
 )
-def test_a_session_is_put_together_as_it_was(session: types_pb2.SessionRecord) -> None:
-    whole = types_pb2.SessionRecord.FromString(session.SerializeToString())
+def test_a_session_is_put_together_as_it_was(session: session_pb2.SessionRecord) -> None:
+    whole = session_pb2.SessionRecord.FromString(session.SerializeToString())
     head, arrays = split(session)
     unit = judge_unit(Unit(1, "s"), [head], EVERYTHING)
     assert unit is not None

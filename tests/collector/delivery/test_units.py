@@ -11,7 +11,7 @@ from rollmesh.collector.delivery.units import (
     log_of,
     units_in,
 )
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 
 def hello(
@@ -49,7 +49,7 @@ def test_the_shared_log_is_there_without_readers() -> None:
 def test_a_session_belongs_to_its_group_to_itself_or_to_none(
     record: dict[str, object], key: str, size: int | None
 ) -> None:
-    session = types_pb2.SessionRecord(session_id="s", **record)  # type: ignore[arg-type]
+    session = session_pb2.SessionRecord(session_id="s", **record)  # type: ignore[arg-type]
     arrival = Arrival(session)
     assert (arrival.group_key, arrival.group_size) == (key, size)
 
@@ -66,7 +66,7 @@ def test_a_session_belongs_to_its_group_to_itself_or_to_none(
 def test_a_session_waits_for_rewards_as_it_says(
     own_ms: int | None, hold_ms: int | None, due_ms: int | None
 ) -> None:
-    session = types_pb2.SessionRecord(reward_timeout_ms=own_ms)
+    session = session_pb2.SessionRecord(reward_timeout_ms=own_ms)
     assert Arrival(session, hold_ms).due_ms(100) == due_ms
 
 

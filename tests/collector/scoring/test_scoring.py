@@ -10,21 +10,21 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from rollmesh.v1 import collector_pb2 as pb, scorer_pb2, scorer_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, scorer_pb2, scorer_pb2_grpc, session_pb2
 from tests.collector.collectors import TIMEOUT_S, stub_at, subscribing
 from tests.collector.records import record
 
 FUNCTION = "tests.collector.scorer_functions:behaves"
 
 
-def unscored(session_id: str, behave: str = "well") -> types_pb2.SessionRecord:
+def unscored(session_id: str, behave: str = "well") -> session_pb2.SessionRecord:
     made = record(session_id)
     made.ClearField("reward")
     made.metadata["behave"] = behave
     return made
 
 
-async def ingest(stub: Any, *sessions: types_pb2.SessionRecord) -> None:
+async def ingest(stub: Any, *sessions: session_pb2.SessionRecord) -> None:
     for session in sessions:
         await stub.Ingest(pb.IngestRequest(sessions=[session]), timeout=TIMEOUT_S)
 
@@ -94,9 +94,9 @@ class Service(scorer_pb2_grpc.ScorerServiceServicer):
             case "raise":
                 raise ValueError("no")
             case "wrong":
-                rewards = types_pb2.SessionRewards(trajectory_rewards={"x": 1.0})
+                rewards = session_pb2.SessionRewards(trajectory_rewards={"x": 1.0})
                 return scorer_pb2.ScoreResponse(rewards=rewards)
-        return scorer_pb2.ScoreResponse(rewards=types_pb2.SessionRewards(reward=6.0))
+        return scorer_pb2.ScoreResponse(rewards=session_pb2.SessionRewards(reward=6.0))
 
 
 class Flaky(scorer_pb2_grpc.ScorerServiceServicer):
@@ -110,7 +110,7 @@ class Flaky(scorer_pb2_grpc.ScorerServiceServicer):
         if session_id not in self.seen:
             self.seen.add(session_id)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "later")
-        rewards = types_pb2.SessionRewards(reward=0.5, turn_rewards={2: 1.0})
+        rewards = session_pb2.SessionRewards(reward=0.5, turn_rewards={2: 1.0})
         return scorer_pb2.ScoreResponse(rewards=rewards)
 
 

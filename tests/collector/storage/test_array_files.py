@@ -17,7 +17,7 @@ from rollmesh.runtime.errors import (
     StoreError,
     StoreFullError,
 )
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 from tests.collector.records import record, trajectory
 from tests.collector.stores import KEEP, Reader, sessions_of
 
@@ -28,13 +28,13 @@ NOW = Retention(settled_ms=0, max_bytes=2**30)
 
 def long_record(
     session_id: str, group: str = "", index: int = 0, size: int = 1
-) -> types_pb2.SessionRecord:
+) -> session_pb2.SessionRecord:
     made = record(session_id, group, index, size)
     made.trajectories[0].CopyFrom(trajectory(session_id, TOKENS))
     return made
 
 
-async def ingest(store: Store, sessions: Sequence[types_pb2.SessionRecord]) -> list[bool]:
+async def ingest(store: Store, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
     return await store.ingest([Arrival(session) for session in sessions], 0)
 
 

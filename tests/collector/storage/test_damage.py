@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from tests.collector.collectors import GROUP, TIMEOUT_S, ingest_all, stub_at, subscribing
 from tests.collector.damage import damaged_store
 from tests.collector.records import record
@@ -84,7 +84,7 @@ async def test_reading_all_sessions_names_the_damaged_one(tmp_path: Path, kind: 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await only.read()
         assert caught.value.code() is grpc.StatusCode.DATA_LOSS
-        rewards = types_pb2.SessionRewards(reward=1.0)
+        rewards = session_pb2.SessionRewards(reward=1.0)
         request = pb.SetRewardsRequest(session_id="b", rewards=rewards, request_id="r")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.SetRewards(request, timeout=TIMEOUT_S)

@@ -15,7 +15,7 @@ from rollmesh.collector.delivery.units import Arrival, Settlement
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Value, connected
 from rollmesh.collector.storage.redis.store import RedisStore
 from rollmesh.runtime.errors import StoreAwayError
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from tests.collector.collectors import GROUP
 from tests.collector.records import record
 from tests.collector.redis_server import redis_server
@@ -80,7 +80,7 @@ async def _lost() -> None:
     raise StoreAwayError("gone")
 
 
-def _arrivals(*sessions: types_pb2.SessionRecord) -> list[Arrival]:
+def _arrivals(*sessions: session_pb2.SessionRecord) -> list[Arrival]:
     return [Arrival(session) for session in sessions]
 
 

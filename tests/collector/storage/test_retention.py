@@ -14,7 +14,7 @@ from rollmesh.collector.storage.sqlite.store import SqliteStore
 from rollmesh.collector.storage.store import Store
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import SessionUnknownError, StoreFullError
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from tests.collector.records import record, trajectory
 from tests.collector.redis_server import redis_server
 from tests.collector.stores import Reader, fill, ingest, redis_store, sqlite_store
@@ -169,7 +169,7 @@ async def test_a_full_disk_is_a_typed_error_and_the_store_goes_on(tmp_path: Path
         assert await reader.take_all() == ["a", "large"]
 
 
-def large(session_id: str, tokens: int = 10_000) -> types_pb2.SessionRecord:
+def large(session_id: str, tokens: int = 10_000) -> session_pb2.SessionRecord:
     """A session that is made for one call: the store takes the arrays out of it."""
     made = record(session_id)
     made.trajectories[0].CopyFrom(trajectory(session_id, tokens))

@@ -5,7 +5,7 @@ import pytest
 from rollmesh.collector.delivery.units import Settlement
 from rollmesh.collector.storage.store import Store
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, trajectory_pb2
 from tests.collector.collectors import GROUP
 from tests.collector.records import record, trajectory
 from tests.collector.stores import MAIN_ONLY, Reader, auxiliary, fill, sessions_of
@@ -42,7 +42,7 @@ async def test_what_a_filter_drops_is_settled_and_listed(store: Store) -> None:
 async def test_what_a_filter_takes_out_of_a_delivery_is_listed_once(store: Store) -> None:
     mixed = record("a")
     other = trajectory("a")
-    other.trajectory_id, other.lineage = "a-2", types_pb2.LINEAGE_AUXILIARY
+    other.trajectory_id, other.lineage = "a-2", trajectory_pb2.LINEAGE_AUXILIARY
     mixed.trajectories.append(other)
     await fill(store, [mixed])
     reader = await Reader.open(store, filter=MAIN_ONLY)

@@ -6,7 +6,7 @@ import pytest
 
 from rollmesh.collector.storage.store import Store
 from rollmesh.runtime.errors import InvalidFieldError, RepeatConflictError, SessionUnknownError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 from tests.collector.collectors import GROUP
 from tests.collector.records import record, trajectory
 from tests.collector.stores import (
@@ -16,7 +16,7 @@ from tests.collector.stores import (
 )
 
 
-def pending(session_id: str, **options: Any) -> types_pb2.SessionRecord:
+def pending(session_id: str, **options: Any) -> session_pb2.SessionRecord:
     made = record(session_id, **options)
     made.ClearField("reward")
     made.reward_timeout_ms = 50
@@ -28,7 +28,7 @@ async def test_a_session_waits_for_its_rewards(store: Store) -> None:
     reader = await Reader.open(store)
     assert await reader.ids() == ["b"]
     assert (await store.counts()).waiting_for_rewards == 1
-    rewards = types_pb2.SessionRewards(
+    rewards = session_pb2.SessionRewards(
         reward=0.5, trajectory_rewards={"a-1": 2.0}, turn_rewards={2: 3.0}
     )
     assert not await store.set_rewards("a", rewards, "r1", 1)
@@ -57,16 +57,16 @@ async def test_a_session_whose_rewards_do_not_come_goes_out_without(store: Store
 async def test_rewards_set_twice_by_one_request_are_set_once(store: Store) -> None:
     await fill(store, [record("a")])
     for request_id, reward, repeat in (("r1", 1.0, False), ("r2", 2.0, False), ("r1", 1.0, True)):
-        rewards = types_pb2.SessionRewards(reward=reward)
+        rewards = session_pb2.SessionRewards(reward=reward)
         assert await store.set_rewards("a", rewards, request_id, 0) == repeat
     assert (await store.session("a", arrays=False)).reward == 2.0
 
 
 async def test_other_rewards_under_the_id_of_a_request_are_refused(store: Store) -> None:
     await fill(store, [record("a")])
-    await store.set_rewards("a", types_pb2.SessionRewards(reward=1.0), "r1", 0)
+    await store.set_rewards("a", session_pb2.SessionRewards(reward=1.0), "r1", 0)
     with pytest.raises(RepeatConflictError):
-        await store.set_rewards("a", types_pb2.SessionRewards(reward=2.0), "r1", 0)
+        await store.set_rewards("a", session_pb2.SessionRewards(reward=2.0), "r1", 0)
     assert (await store.session("a", arrays=False)).reward == 1.0
 
 
@@ -87,10 +87,10 @@ async def test_rewards_that_do_not_fit_name_their_field_and_change_nothing(
 ) -> None:
     await fill(store, [pending("a")])
     with pytest.raises(InvalidFieldError) as caught:
-        await store.set_rewards("a", types_pb2.SessionRewards(**rewards), "r", 0)
+        await store.set_rewards("a", session_pb2.SessionRewards(**rewards), "r", 0)
     assert caught.value.field == f"rewards.{field}"
     assert (await store.counts()).waiting_for_rewards == 1
-    good = types_pb2.SessionRewards(reward=1.0)
+    good = session_pb2.SessionRewards(reward=1.0)
     assert not await store.set_rewards("a", good, "r", 0)  # the refused one is not remembered
     with pytest.raises(SessionUnknownError):
         await store.set_rewards("b", good, "r", 0)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 
-from rollmesh.v1 import collector_pb2, types_pb2
+from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import GROUP, SESSION, TIMEOUT_S, stub_at, subscribing
 from tests.collector.records import record
 
 SIZE = 3
 
 
-def attempt(place: int, number: int, last: int) -> types_pb2.SessionRecord:
+def attempt(place: int, number: int, last: int) -> session_pb2.SessionRecord:
     found = record(f"{place}-{number}", "g", place, SIZE)
     found.superseded = number < last
     return found
@@ -34,7 +34,7 @@ def test_a_group_is_whole_with_the_sessions_that_count_in_whatever_order_all_com
         asyncio.run(_check(arriving, tries, Path(folder)))
 
 
-async def _check(arriving: list[types_pb2.SessionRecord], tries: list[int], folder: Path) -> None:
+async def _check(arriving: list[session_pb2.SessionRecord], tries: list[int], folder: Path) -> None:
     async with stub_at(folder) as stub:
         missing = set(range(SIZE))
         for one in arriving:

@@ -5,13 +5,14 @@
 // Prints one JSON object with what it saw.
 import { credentials, type ClientReadableStream, type ServiceError } from "@grpc/grpc-js";
 
+import { ChatMessage, Role } from "./gen/rollmesh/v1/chat.js";
 import { CollectorServiceClient, ReadSessionsRequest, type ReadSessionsResponse } from "./gen/rollmesh/v1/collector.js";
 import {
   ChatRequest, type ChatResponse, CloseSessionRequest, type CloseSessionResponse, CreateSessionRequest,
   type CreateSessionResponse, GatewayServiceClient, StreamChatRequest, type StreamChatResponse,
 } from "./gen/rollmesh/v1/gateway.js";
 import { GetServerInfoRequest, type GetServerInfoResponse, ServerServiceClient } from "./gen/rollmesh/v1/server.js";
-import { ChatMessage, Role, SessionOutcome } from "./gen/rollmesh/v1/types.js";
+import { SessionOutcome } from "./gen/rollmesh/v1/session.js";
 
 const DEADLINE_MS = 60_000;
 

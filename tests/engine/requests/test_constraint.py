@@ -17,7 +17,7 @@ from transformers import Qwen3ForCausalLM
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests.engine.test_conformance import PROMPT, Engine, Result
 from tests.processes import running
 
@@ -63,7 +63,7 @@ def request(
     made = engine.request(
         count, chunk, constraint=engine_pb2.Constraint(structural_tag=text, strict=strict)
     )
-    made.generate.sampling.CopyFrom(types_pb2.SamplingParams(max_tokens=count, **sampling))
+    made.generate.sampling.CopyFrom(sampling_pb2.SamplingParams(max_tokens=count, **sampling))
     return made
 
 
@@ -74,7 +74,7 @@ async def test_every_sample_is_a_value_of_the_schema(engine: Engine, model_dir: 
     )
     values = []
     for result in results:
-        assert result.finish.reason == types_pb2.FINISH_REASON_STOP
+        assert result.finish.reason == sampling_pb2.FINISH_REASON_STOP
         assert result.finish.stop_token_id == result.ids[-1]
         value = json.loads(tokenizer.rust.decode(result.ids))
         assert set(value) == {"name", "count", "kind"}
@@ -108,7 +108,7 @@ async def test_log_probs_are_those_of_the_allowed_tokens(engine: Engine, model_d
 
 async def test_the_limit_cuts_a_constrained_answer_too(engine: Engine) -> None:
     result = await engine.generate(request(engine, tag(SCHEMA), count=3))
-    assert (len(result.ids), result.finish.reason) == (3, types_pb2.FINISH_REASON_LENGTH)
+    assert (len(result.ids), result.finish.reason) == (3, sampling_pb2.FINISH_REASON_LENGTH)
 
 
 BOUND = {"type": "string", "minLength": 2, "maxLength": 5}
@@ -125,7 +125,7 @@ async def test_an_update_and_an_abort_take_effect_in_the_middle(engine: Engine) 
                 await engine.stub.Abort(
                     engine_pb2.AbortRequest(request_ids=[made.generate.request_id])
                 )
-    assert result.finish.reason == types_pb2.FINISH_REASON_ABORT
+    assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
     assert result.spans[0][0] == 0
     assert len(result.ids) == len(result.logprobs) == result.spans[-1][2]
 
@@ -191,8 +191,8 @@ async def test_odd_schemas_end_in_an_answer_or_an_error_and_harm_nobody(
     try:
         result = await engine.generate(request(engine, tag(schema), count=40))
         assert result.finish.reason in {
-            types_pb2.FINISH_REASON_STOP,
-            types_pb2.FINISH_REASON_LENGTH,
+            sampling_pb2.FINISH_REASON_STOP,
+            sampling_pb2.FINISH_REASON_LENGTH,
         }
     except InvalidConstraintError as refused:
         assert "constraint.structural_tag" in str(refused)  # noqa: PT017 - either is right

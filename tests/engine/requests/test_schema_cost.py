@@ -9,7 +9,7 @@ from rollmesh.engine.requests.constraint import read_constraint
 from rollmesh.engine.requests.sampling import read_sampling
 from rollmesh.engine.requests.schema_cost import most_optional
 from rollmesh.runtime.errors import InvalidConstraintError
-from rollmesh.v1 import engine_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 
 def wide(count: int, required: int = 0) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_too_many_are_refused_with_the_field_and_their_number(form: Any) -> None
         tag = json.dumps({"type": "structural_tag", "format": form(schema)})
         return engine_pb2.GenerateRequest(constraint=engine_pb2.Constraint(structural_tag=tag))
 
-    sampling = read_sampling(types_pb2.SamplingParams(max_tokens=1), 8, 100)
+    sampling = read_sampling(sampling_pb2.SamplingParams(max_tokens=1), 8, 100)
     for schema in (wide(256), wide(1000, 744)):
         assert read_constraint(request(schema), sampling) is not None
     for schema in (wide(257), wide(1000, 743)):

@@ -6,7 +6,7 @@ import pytest
 
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Lineage
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, TOOLS, World, said, user
 
 SYSTEM, OTHER = Message("system", "You work."), Message("system", "Write a title.")
@@ -35,8 +35,11 @@ def test_a_title_call_is_auxiliary_wherever_it_comes(*, first: bool) -> None:
     if first:
         worked(world, 2)
     title, main = sorted(world.export(), key=lambda trajectory: trajectory.turns)
-    assert (title.lineage, main.lineage) == (types_pb2.LINEAGE_AUXILIARY, types_pb2.LINEAGE_MAIN)
-    assert types_pb2.FIDELITY_REASON_AUXILIARY in title.reasons
+    assert (title.lineage, main.lineage) == (
+        trajectory_pb2.LINEAGE_AUXILIARY,
+        trajectory_pb2.LINEAGE_MAIN,
+    )
+    assert trajectory_pb2.FIDELITY_REASON_AUXILIARY in title.reasons
     assert not title.loss_mask.any()
     assert main.loss_mask.sum() == 8
 
@@ -44,8 +47,8 @@ def test_a_title_call_is_auxiliary_wherever_it_comes(*, first: bool) -> None:
 def test_a_probe_of_one_token_is_auxiliary() -> None:
     world = World()
     worked(world, 1)
-    world.turn((user("quota"),), said("x"), finish=types_pb2.FINISH_REASON_LENGTH, tokens=1)
-    assert found(world) == [types_pb2.LINEAGE_MAIN, types_pb2.LINEAGE_AUXILIARY]
+    world.turn((user("quota"),), said("x"), finish=sampling_pb2.FINISH_REASON_LENGTH, tokens=1)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_AUXILIARY]
 
 
 def test_a_conversation_under_another_system_message_is_a_sub_agent() -> None:
@@ -55,7 +58,7 @@ def test_a_conversation_under_another_system_message_is_a_sub_agent() -> None:
     world.turn(sub, said("looking"), context=TOOLS)
     world.turn((*sub, said("looking"), user("and?")), said("found"), context=TOOLS)
     world.turn(main, said("thanks"), context=TOOLS)
-    assert sorted(found(world)) == [types_pb2.LINEAGE_MAIN, types_pb2.LINEAGE_SUB_AGENT]
+    assert sorted(found(world)) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_SUB_AGENT]
 
 
 def test_a_history_begun_anew_is_a_compaction() -> None:
@@ -64,7 +67,7 @@ def test_a_history_begun_anew_is_a_compaction() -> None:
     summary = (SYSTEM, user("so far: much"))
     world.turn(summary, said("go on"), context=TOOLS)
     world.turn((*summary, said("go on"), user("yes")), said("done"), context=TOOLS)
-    assert found(world) == [types_pb2.LINEAGE_MAIN, types_pb2.LINEAGE_COMPACTION]
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_COMPACTION]
     assert all(trajectory.loss_mask.any() for trajectory in world.export())
 
 
@@ -72,14 +75,14 @@ def test_an_edit_of_the_first_message_is_a_branch() -> None:
     world = World()
     worked(world, 1)
     world.turn((SYSTEM, user("stop")), said("ok"), context=TOOLS)
-    assert found(world) == [types_pb2.LINEAGE_MAIN, types_pb2.LINEAGE_BRANCH]
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_BRANCH]
 
 
 def test_a_second_conversation_of_an_agent_without_tools_is_a_root_and_trained() -> None:
     world = World()
     world.turn((user("a"),), said("A"), context=BARE)
     world.turn((user("b"),), said("B"), context=BARE)
-    assert found(world) == [types_pb2.LINEAGE_MAIN, types_pb2.LINEAGE_ROOT]
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_ROOT]
     assert all(trajectory.loss_mask.any() for trajectory in world.export())
 
 
@@ -116,7 +119,7 @@ def main_of(world: World) -> list[str]:
     return [
         world.tree.nodes[one.leaf_node_id].messages[0].content
         for one in world.export()
-        if one.lineage == types_pb2.LINEAGE_MAIN
+        if one.lineage == trajectory_pb2.LINEAGE_MAIN
     ]
 
 
@@ -125,9 +128,9 @@ def main_of(world: World) -> list[str]:
 @pytest.mark.parametrize(
     ("works", "titles", "title_is"),
     [
-        pytest.param(TOOLS, BARE, types_pb2.LINEAGE_AUXILIARY, id="title without tools"),
-        pytest.param(TOOLS, TOOLS, types_pb2.LINEAGE_SUB_AGENT, id="title with the tools"),
-        pytest.param(BARE, BARE, types_pb2.LINEAGE_SUB_AGENT, id="nothing has tools"),
+        pytest.param(TOOLS, BARE, trajectory_pb2.LINEAGE_AUXILIARY, id="title without tools"),
+        pytest.param(TOOLS, TOOLS, trajectory_pb2.LINEAGE_SUB_AGENT, id="title with the tools"),
+        pytest.param(BARE, BARE, trajectory_pb2.LINEAGE_SUB_AGENT, id="nothing has tools"),
     ],
 )
 def test_a_title_call_is_not_the_work_and_not_auxiliary_where_that_is_not_sure(
@@ -140,18 +143,18 @@ def test_a_title_call_is_not_the_work_and_not_auxiliary_where_that_is_not_sure(
     if order == "title last":
         title(world, context=titles)
     assert main_of(world) == ["done"]
-    assert sorted(found(world)) == sorted([types_pb2.LINEAGE_MAIN, title_is])
+    assert sorted(found(world)) == sorted([trajectory_pb2.LINEAGE_MAIN, title_is])
     world_trains = {t.lineage for t in world.export() if t.loss_mask.any()}
-    assert (title_is in world_trains) == (title_is != types_pb2.LINEAGE_AUXILIARY)
+    assert (title_is in world_trains) == (title_is != trajectory_pb2.LINEAGE_AUXILIARY)
 
 
 @pytest.mark.parametrize(
     ("beside", "marked"),
     [
-        pytest.param(memory, types_pb2.LINEAGE_AUXILIARY, id="memory calls of several turns"),
-        pytest.param(memory, types_pb2.LINEAGE_SUB_AGENT, id="a sub-agent"),
-        pytest.param(title, types_pb2.LINEAGE_AUXILIARY, id="title"),
-        pytest.param(memory, types_pb2.LINEAGE_COMPACTION, id="compaction"),
+        pytest.param(memory, trajectory_pb2.LINEAGE_AUXILIARY, id="memory calls of several turns"),
+        pytest.param(memory, trajectory_pb2.LINEAGE_SUB_AGENT, id="a sub-agent"),
+        pytest.param(title, trajectory_pb2.LINEAGE_AUXILIARY, id="title"),
+        pytest.param(memory, trajectory_pb2.LINEAGE_COMPACTION, id="compaction"),
     ],
 )
 @pytest.mark.parametrize("order", ["first", "last"])
@@ -165,19 +168,19 @@ def test_what_a_request_says_that_it_is_wins(
     if order == "last":
         beside(world, context=TOOLS, marked=marked)
     assert main_of(world) == ["done"]
-    assert sorted(found(world)) == sorted([types_pb2.LINEAGE_MAIN, marked])
+    assert sorted(found(world)) == sorted([trajectory_pb2.LINEAGE_MAIN, marked])
     trained = {one.lineage for one in world.export() if one.loss_mask.any()}
-    assert (marked in trained) == (marked != types_pb2.LINEAGE_AUXILIARY)
+    assert (marked in trained) == (marked != trajectory_pb2.LINEAGE_AUXILIARY)
 
 
 def test_a_conversation_that_says_it_is_main_is() -> None:
     world = World()
     memory(world)
-    work(world, 1, context=BARE, marked=types_pb2.LINEAGE_MAIN)
+    work(world, 1, context=BARE, marked=trajectory_pb2.LINEAGE_MAIN)
     assert main_of(world) == ["done"]
 
 
-@pytest.mark.parametrize("marked", [None, types_pb2.LINEAGE_AUXILIARY])
+@pytest.mark.parametrize("marked", [None, trajectory_pb2.LINEAGE_AUXILIARY])
 def test_a_call_that_leaves_the_work_does_not_become_it(marked: Say) -> None:
     world = World()
     start = (SYSTEM, user(WORK))
@@ -187,7 +190,7 @@ def test_a_call_that_leaves_the_work_does_not_become_it(marked: Say) -> None:
     world.turn((*start, first, Message("tool", "r", tool_call_id="c")), said("done"), context=TOOLS)
     assert main_of(world) == ["done"]
     assert sorted(found(world)) == sorted(
-        [types_pb2.LINEAGE_MAIN, marked or types_pb2.LINEAGE_BRANCH]
+        [trajectory_pb2.LINEAGE_MAIN, marked or trajectory_pb2.LINEAGE_BRANCH]
     )
     trained = [
         segment.node_id for one in world.export() for segment in one.segments if segment.trained
@@ -200,6 +203,6 @@ def test_an_auxiliary_call_at_the_end_leaves_the_work_before_it_trained() -> Non
     start = (SYSTEM, user(WORK))
     world.turn(start, said("done"), context=TOOLS)
     after = (*start, said("done"), user("Summarise."))
-    world.turn(after, said("A summary"), context=TOOLS, said=types_pb2.LINEAGE_AUXILIARY)
+    world.turn(after, said("A summary"), context=TOOLS, said=trajectory_pb2.LINEAGE_AUXILIARY)
     (trajectory,) = world.export()
     assert [one.trained for one in trajectory.segments if one.sampled] == [True, False]

@@ -22,7 +22,7 @@ from rollmesh.gateway.export.record import write_record
 from rollmesh.gateway.storage import journal
 from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 
@@ -31,8 +31,8 @@ TIMEOUT_S = 60
 PASSING = {"ENGINE_LOST", "ENGINE_DEAD", "GENERATION_ABORTED", "SHUTTING_DOWN", "REMOTE"}
 PASSING |= {"NO_ENGINE", "STORE_FAILED", "STARTING"}
 MODES = gateway_pb2.ExportMode.values()[1:]
-ORPHANED = types_pb2.FIDELITY_REASON_ORPHANED
-EXCUSES = {types_pb2.FIDELITY_REASON_AUXILIARY, ORPHANED}
+ORPHANED = trajectory_pb2.FIDELITY_REASON_ORPHANED
+EXCUSES = {trajectory_pb2.FIDELITY_REASON_AUXILIARY, ORPHANED}
 POLICIES = gateway_pb2.DisconnectPolicy.values()
 
 
@@ -44,7 +44,7 @@ class Agent:
     dice: random.Random
     session_id: str
     session_key: str
-    histories: list[tuple[list[types_pb2.ChatMessage], str]] = field(
+    histories: list[tuple[list[chat_pb2.ChatMessage], str]] = field(
         default_factory=lambda: [([], "")]
     )
     answered: dict[str, gateway_pb2.ChatAnswer] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Agent:
         history, tools = dice.choice(self.histories)
         messages = []
         for message in history:
-            messages.append(types_pb2.ChatMessage())
+            messages.append(chat_pb2.ChatMessage())
             messages[-1].CopyFrom(message)
         if messages and dice.random() < 0.15:
             edited = dice.choice(messages)
@@ -72,7 +72,7 @@ class Agent:
             session_key=self.session_key,
             messages=messages,
             tools_json=tools,
-            sampling=types_pb2.SamplingParams(max_tokens=max_tokens),
+            sampling=sampling_pb2.SamplingParams(max_tokens=max_tokens),
             stop=[dice.choice("aeinst")] if dice.random() < 0.3 else [],
             idempotency_key=f"{dice.random()}" if dice.random() < 0.4 else "",
             disconnect_policy=dice.choice(POLICIES),
@@ -90,7 +90,7 @@ class Agent:
             while (done := await self.call(request)) is None:
                 request.retry_count += 1
                 await asyncio.sleep(0.02)  # as the SDKs do between tries
-        echo = types_pb2.ChatMessage()
+        echo = chat_pb2.ChatMessage()
         echo.CopyFrom(done.message)
         if echo.content and self.dice.random() < 0.3:
             echo.content[0].text = echo.content[0].text.strip()
@@ -166,7 +166,7 @@ class Agent:
         done: gateway_pb2.ChatAnswer,
         request: gateway_pb2.ChatRequest,
     ) -> None:
-        said = types_pb2.FIDELITY_REASON_RETRY_REPLAY
+        said = trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY
         kept = [reason for reason in done.reasons if reason != said]
         del done.reasons[:]
         done.reasons.extend(kept)  # a retry's answer says that it is one
@@ -188,7 +188,7 @@ class Rows:
         self,
         ids: np.ndarray,
         place: tuple[int, int],
-        part: types_pb2.TrajectorySegment | types_pb2.TrajectoryNode,
+        part: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode,
         mask: np.ndarray,
     ) -> None:
         """Takes what was sampled at `place` behind `ids[: place[0]]`."""
@@ -259,7 +259,7 @@ def check_memory(session: Session) -> None:
 
 
 def exported(session: Session, mode: gateway_pb2.ExportMode.ValueType) -> SessionResult:
-    close = gateway_pb2.CloseSessionRequest(outcome=types_pb2.SESSION_OUTCOME_COMPLETED)
+    close = gateway_pb2.CloseSessionRequest(outcome=session_pb2.SESSION_OUTCOME_COMPLETED)
     spec = dataclasses.replace(session.spec, export_mode=mode)
     return SessionResult.from_proto(write_record(Session(spec, session.tree), close, 1))
 
@@ -282,7 +282,7 @@ async def live(folder: Path, model: Path, seed: int, rounds: int) -> None:
             gateway_pb2.CloseSessionRequest(
                 session_id=agent.session_id,
                 session_key=agent.session_key,
-                outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+                outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
             )
         )
         # Not before: turns of agents that left may be ending, and orphans are known at the close.

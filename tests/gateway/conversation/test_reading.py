@@ -5,21 +5,21 @@ from hypothesis import given, strategies as st
 
 from rollmesh.gateway.conversation.reading import MessageReader
 from rollmesh.runtime.errors import InvalidMessagesError, UnsupportedPartError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2
 from tests.messages import said
 
 CALLS = st.builds(
-    types_pb2.ToolCall,
+    chat_pb2.ToolCall,
     id=st.text(max_size=4),
     name=st.text(max_size=4),
     arguments_json=st.text(max_size=8),
 )
 MESSAGES = st.builds(
-    types_pb2.ChatMessage,
-    role=st.sampled_from([types_pb2.ROLE_SYSTEM, types_pb2.ROLE_USER, types_pb2.ROLE_ASSISTANT]),
+    chat_pb2.ChatMessage,
+    role=st.sampled_from([chat_pb2.ROLE_SYSTEM, chat_pb2.ROLE_USER, chat_pb2.ROLE_ASSISTANT]),
     content=st.lists(
         (st.text(max_size=8) | st.integers(100, 300).map("x".__mul__)).map(
-            lambda text: types_pb2.ContentPart(text=text)
+            lambda text: chat_pb2.ContentPart(text=text)
         ),
         max_size=2,
     ),
@@ -28,7 +28,7 @@ MESSAGES = st.builds(
 )
 
 
-def request(messages: list[types_pb2.ChatMessage], **fields: object) -> gateway_pb2.ChatRequest:
+def request(messages: list[chat_pb2.ChatMessage], **fields: object) -> gateway_pb2.ChatRequest:
     return gateway_pb2.ChatRequest(messages=messages, **fields)  # type: ignore[arg-type]
 
 
@@ -41,10 +41,10 @@ def request(messages: list[types_pb2.ChatMessage], **fields: object) -> gateway_
     key=st.text(max_size=150),
 )
 def test_a_reader_reads_what_a_fresh_one_reads(
-    conversations: list[tuple[int, int, list[types_pb2.ChatMessage]]], key: str
+    conversations: list[tuple[int, int, list[chat_pb2.ChatMessage]]], key: str
 ) -> None:
     reader = MessageReader()
-    asked: list[list[types_pb2.ChatMessage]] = [[types_pb2.ChatMessage(role=types_pb2.ROLE_USER)]]
+    asked: list[list[chat_pb2.ChatMessage]] = [[chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER)]]
     for which, keep, fresh in conversations:  # goes on, branches, repeats, begins anew
         messages = [*asked[which % len(asked)][:keep], *fresh]
         if not messages:
@@ -58,9 +58,9 @@ def test_a_reader_reads_what_a_fresh_one_reads(
 def test_a_digest_tells_messages_apart_that_a_template_would_not() -> None:
     user = said("q")
     thought = [
-        types_pb2.ChatMessage(
-            role=types_pb2.ROLE_ASSISTANT,
-            content=[types_pb2.ContentPart(text="a")],
+        chat_pb2.ChatMessage(
+            role=chat_pb2.ROLE_ASSISTANT,
+            content=[chat_pb2.ContentPart(text="a")],
             reasoning_content=text,
         )
         for text in ("because", "though")
@@ -75,7 +75,7 @@ def test_a_message_without_a_role_is_named_where_it_stands() -> None:
     reader.read(request([user]))
     with pytest.raises(InvalidMessagesError, match=r"messages\[1\]\.role"):
         reader.read(
-            request([user, types_pb2.ChatMessage(content=[types_pb2.ContentPart(text="who?")])])
+            request([user, chat_pb2.ChatMessage(content=[chat_pb2.ContentPart(text="who?")])])
         )
     assert reader.read(request([user]))[0][0].content == "q"  # and nothing was lost
 

@@ -5,7 +5,7 @@ from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.trajectories import export_turns
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import END, TOOLS, World, random_world, said, user
 
 
@@ -16,8 +16,8 @@ def test_a_continued_conversation_is_one_trajectory() -> None:
     (trajectory,) = world.export()
     assert (trajectory.turns, trajectory.lineage, trajectory.reasons) == (
         2,
-        types_pb2.LINEAGE_MAIN,
-        (types_pb2.FIDELITY_REASON_EXACT,),
+        trajectory_pb2.LINEAGE_MAIN,
+        (trajectory_pb2.FIDELITY_REASON_EXACT,),
     )
     world.check()
 
@@ -30,9 +30,9 @@ def test_the_same_prompt_three_times_then_an_older_sibling_continued() -> None:
     assert [n.messages[0].content for n in node.path()] == ["same", "OLDER", "more", "NEXT"]
     lineages = {t.leaf_node_id: t.lineage for t in world.export()}
     assert sorted(lineages.values()) == [
-        types_pb2.LINEAGE_MAIN,
-        types_pb2.LINEAGE_SIBLING,
-        types_pb2.LINEAGE_SIBLING,
+        trajectory_pb2.LINEAGE_MAIN,
+        trajectory_pb2.LINEAGE_SIBLING,
+        trajectory_pb2.LINEAGE_SIBLING,
     ]
     world.check()
 
@@ -44,8 +44,8 @@ def test_a_sub_agent_and_a_return_to_main_keep_their_own_roots() -> None:
     world.turn((sub, user("q")), said("Blue"))
     world.turn((main, user("q"), said("Mango"), user("go on")), said("Apple"))
     assert [t.lineage for t in world.export()] == [
-        types_pb2.LINEAGE_SUB_AGENT,
-        types_pb2.LINEAGE_MAIN,
+        trajectory_pb2.LINEAGE_SUB_AGENT,
+        trajectory_pb2.LINEAGE_MAIN,
     ]
     world.check()
 
@@ -59,13 +59,13 @@ def test_a_turn_at_a_time_every_token_is_trained_once_too() -> None:
     assert [trajectory.turns for trajectory in turns] == [1, 2, 2]
     assert [int(trajectory.loss_mask.sum()) for trajectory in turns] == [4, 4, 4]
     assert [trajectory.lineage for trajectory in turns[1:]] == [
-        types_pb2.LINEAGE_MAIN,
-        types_pb2.LINEAGE_BRANCH,
+        trajectory_pb2.LINEAGE_MAIN,
+        trajectory_pb2.LINEAGE_BRANCH,
     ]
     for trajectory in turns[1:]:
         first, last = [segment for segment in trajectory.segments if segment.sampled]
         assert (first.trained, last.trained) == (False, True)
-        assert types_pb2.FIDELITY_REASON_SHARED_PREFIX in first.reasons
+        assert trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX in first.reasons
 
 
 def test_an_edit_of_an_early_message_branches_there_and_shares_what_is_before() -> None:
@@ -74,8 +74,8 @@ def test_an_edit_of_an_early_message_branches_there_and_shares_what_is_before() 
     world.turn((user("q"), said("A"), user("x")), said("X"))
     world.turn((user("q"), said("A"), user("y")), said("Y"))
     first, second = world.export()
-    assert second.lineage == types_pb2.LINEAGE_BRANCH
-    assert second.reasons == (types_pb2.FIDELITY_REASON_SHARED_PREFIX,)
+    assert second.lineage == trajectory_pb2.LINEAGE_BRANCH
+    assert second.reasons == (trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX,)
     assert first.loss_mask.sum() == 8
     assert second.loss_mask.sum() == 4
     world.check()
@@ -85,7 +85,7 @@ def test_other_tools_begin_a_new_root_and_say_why() -> None:
     world = World()
     world.turn((user("q"),), said("A"))
     world.turn((user("q"),), said("B"), context=TOOLS)
-    assert world.export()[1].reasons == (types_pb2.FIDELITY_REASON_TOOLS_CHANGED,)
+    assert world.export()[1].reasons == (trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED,)
     world.check()
 
 
@@ -101,13 +101,13 @@ def test_a_rewritten_answer_is_the_agents_text_and_the_sampled_one_stays_a_leaf(
 
 def test_a_cut_turn_is_closed_with_the_end_of_turn_untrained() -> None:
     world = World()
-    world.turn((user("q"),), said("A"), finish=types_pb2.FINISH_REASON_LENGTH)
+    world.turn((user("q"),), said("A"), finish=sampling_pb2.FINISH_REASON_LENGTH)
     world.turn((user("q"), said("A"), user("go on")), said("B"))
     (trajectory,) = world.export()
     cut = next(s for s in trajectory.segments if s.sampled)
     assert int(trajectory.token_ids[cut.end]) == END
     assert not trajectory.loss_mask[cut.end]
-    assert trajectory.reasons == (types_pb2.FIDELITY_REASON_LENGTH_CUT,)
+    assert trajectory.reasons == (trajectory_pb2.FIDELITY_REASON_LENGTH_CUT,)
     world.check()
 
 
@@ -117,38 +117,38 @@ CALL = ToolCall("call_1", "f", '{"a": 6,  "b":7.0, "note": "caf\\u00e9 "}')
 @pytest.mark.parametrize(
     ("sampled", "echo", "reason"),
     [
-        pytest.param(said(" A \n"), said(" A \n"), types_pb2.FIDELITY_REASON_EXACT, id="same"),
+        pytest.param(said(" A \n"), said(" A \n"), trajectory_pb2.FIDELITY_REASON_EXACT, id="same"),
         pytest.param(
-            said(" A \n"), said("A"), types_pb2.FIDELITY_REASON_LENIENT_ECHO, id="stripped"
+            said(" A \n"), said("A"), trajectory_pb2.FIDELITY_REASON_LENIENT_ECHO, id="stripped"
         ),
         pytest.param(
             said("", CALL),
             said("", ToolCall("other", "f", '{"note":"caf\u00e9 ","a":6,"b":7.0}')),
-            types_pb2.FIDELITY_REASON_EXACT,
+            trajectory_pb2.FIDELITY_REASON_EXACT,
             id="arguments-re-serialised-and-ids-renamed",
         ),
         pytest.param(
             said("", ToolCall("call_1", "f", '{"a": 6, "b": ')),
             said("", ToolCall("call_1", "f", '{"a": 6}')),
-            types_pb2.FIDELITY_REASON_LENIENT_ECHO,
+            trajectory_pb2.FIDELITY_REASON_LENIENT_ECHO,
             id="broken-arguments-mended",
         ),
         pytest.param(
             said("", ToolCall("c", "f", "")),
             said("", ToolCall("c", "f", "{}")),
-            types_pb2.FIDELITY_REASON_EXACT,
+            trajectory_pb2.FIDELITY_REASON_EXACT,
             id="empty-arguments",
         ),
         pytest.param(
             Message("assistant", "A", (), "", "thought"),
             said("A"),
-            types_pb2.FIDELITY_REASON_EXACT,
+            trajectory_pb2.FIDELITY_REASON_EXACT,
             id="reasoning-dropped",
         ),
         pytest.param(
             said(" A"),
             Message("assistant", " A", name="worker"),
-            types_pb2.FIDELITY_REASON_LENIENT_ECHO,
+            trajectory_pb2.FIDELITY_REASON_LENIENT_ECHO,
             id="name-of-the-agent-added",
         ),
     ],
@@ -188,7 +188,7 @@ def test_ids_of_calls_count_only_where_the_template_prints_them(
     world.turn((user("q"), *before, user("more")), said("A"))
     node = world.turn((user("q"), *after, user("more"), said("A"), user("on")), said("B"))
     assert len(node.path()) == (5 if len(before) == 1 else 6) + 1
-    assert (types_pb2.FIDELITY_REASON_SHARED_PREFIX in world.export()[-1].reasons) == (
+    assert (trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX in world.export()[-1].reasons) == (
         printed and len(before) == 2
     )
     assert len(world.export()) == (2 if printed else 1)

@@ -10,17 +10,17 @@ from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.export.record import exported_lineages, trajectory_ids, write_record
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 from tests.gateway.worlds import TOOLS, World, random_world, said, user
 
-CLOSE = gateway_pb2.CloseSessionRequest(outcome=types_pb2.SESSION_OUTCOME_COMPLETED)
+CLOSE = gateway_pb2.CloseSessionRequest(outcome=session_pb2.SESSION_OUTCOME_COMPLETED)
 
 
 def record_of(
     world: World,
     mode: gateway_pb2.ExportMode.ValueType,
     close: gateway_pb2.CloseSessionRequest = CLOSE,
-) -> types_pb2.SessionRecord:
+) -> session_pb2.SessionRecord:
     spec = SessionSpec("s", 0, export_mode=mode)
     return write_record(Session(spec, world.tree), close, 1)
 
@@ -79,7 +79,7 @@ def test_every_sampled_token_is_in_the_tree_once_and_trained_or_excused(
             end = len(context) - (node.end - start)
             found[node.node_id] = (context[:end].tolist(), context[end:].tolist())
             assert tree.loss_mask[start : node.end].all() == node.trained
-            assert node.trained or types_pb2.FIDELITY_REASON_AUXILIARY in node.reasons
+            assert node.trained or trajectory_pb2.FIDELITY_REASON_AUXILIARY in node.reasons
     assert found == world.seen
 
 
@@ -91,7 +91,7 @@ def test_rewards_of_turns_are_on_their_nodes_and_nowhere_else(
     world = random_world(seed, turns)
     sampled = [node_id for node_id, node in world.tree.nodes.items() if node.sample is not None]
     given_ = data.draw(st.dictionaries(st.sampled_from(sampled), st.floats(-9, 9)))
-    close = gateway_pb2.CloseSessionRequest(rewards=types_pb2.SessionRewards(turn_rewards=given_))
+    close = gateway_pb2.CloseSessionRequest(rewards=session_pb2.SessionRewards(turn_rewards=given_))
     tree = SessionResult.from_proto(record_of(world, gateway_pb2.EXPORT_MODE_TREE, close)).tree
     assert tree is not None
     expected = [given_.get(node.node_id, np.nan) for node in tree.nodes]
@@ -117,7 +117,7 @@ def test_a_tree_says_what_is_to_be_known_of_its_nodes() -> None:
         (system, user("q")),
         said("A"),
         context=TOOLS,
-        finish=types_pb2.FINISH_REASON_LENGTH,
+        finish=sampling_pb2.FINISH_REASON_LENGTH,
         version=1,
     )
     world.turn((system, user("q")), said("B"), context=TOOLS, version=2)
@@ -125,8 +125,8 @@ def test_a_tree_says_what_is_to_be_known_of_its_nodes() -> None:
     record = record_of(world, gateway_pb2.EXPORT_MODE_TREE)
     assert sorted(exported_lineages(record)) == ["auxiliary", "main", "sibling"]
     cut, whole, title = [node for node in record.tree.nodes if node.sampled]
-    assert cut.finish_reason == types_pb2.FINISH_REASON_LENGTH
-    assert list(cut.reasons) == [types_pb2.FIDELITY_REASON_LENGTH_CUT]
+    assert cut.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+    assert list(cut.reasons) == [trajectory_pb2.FIDELITY_REASON_LENGTH_CUT]
     assert (cut.trained, whole.trained, title.trained) == (True, True, False)
     assert tree_of(world).reasons == (
         "TOOLS_CHANGED",
@@ -158,6 +158,6 @@ def test_a_tree_that_contradicts_itself_is_refused(change: dict[str, object], me
         "logprobs_f32le": bytes(32),
         "loss_mask_u8": bytes(8),
     }
-    TrajectoryTree.from_proto(types_pb2.TrajectoryTree(**fields))  # type: ignore[arg-type]
+    TrajectoryTree.from_proto(trajectory_pb2.TrajectoryTree(**fields))  # type: ignore[arg-type]
     with pytest.raises(InvalidFieldError, match=message):
-        TrajectoryTree.from_proto(types_pb2.TrajectoryTree(**{**fields, **change}))  # type: ignore[arg-type]
+        TrajectoryTree.from_proto(trajectory_pb2.TrajectoryTree(**{**fields, **change}))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 
@@ -42,7 +42,7 @@ def close_request(session_id: str, key: str = "") -> gateway_pb2.CloseSessionReq
     return gateway_pb2.CloseSessionRequest(
         session_id=session_id,
         session_key=key,
-        outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+        outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
     )
 
 
@@ -116,7 +116,7 @@ async def test_an_answer_is_replayed_though_the_journal_cannot_note_the_replay(
         monkeypatch.undo()
         assert await chat(mesh.gateway, session_id, retry_count=1) == first
     node = mesh.gateway.session(session_id).tree.nodes[first]
-    assert types_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons
+    assert trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons
 
 
 async def test_a_repeat_of_a_close_gets_its_ids_and_another_close_is_refused(

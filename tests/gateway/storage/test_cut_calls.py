@@ -14,7 +14,7 @@ from rollmesh.client import Subscription
 from rollmesh.gateway.conversation.session import Answered
 from rollmesh.gateway.protocol.requests import read_choices
 from rollmesh.gateway.storage import closed, journal
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 from tests.gateway.live import LiveMesh
 from tests.messages import said
 from tests.waiting import until
@@ -77,7 +77,7 @@ async def test_a_close_that_was_cut_off_is_a_close_and_its_repeat_gives_the_same
     request = gateway_pb2.CloseSessionRequest(
         session_id=opened.session_id,
         session_key=opened.session_key,
-        outcome=types_pb2.SESSION_OUTCOME_COMPLETED,
+        outcome=session_pb2.SESSION_OUTCOME_COMPLETED,
     )
     async with asyncio.timeout(60):
         call = mesh.stub.CloseSession(request)
@@ -109,7 +109,7 @@ async def test_a_call_that_is_cut_off_with_its_answer_in_hand_is_no_orphan(mesh:
     assert not session.in_flight
     session.mark_orphans()
     assert isinstance(handed[-1], Answered)
-    assert types_pb2.FIDELITY_REASON_ORPHANED not in handed[-1].node.reasons
+    assert trajectory_pb2.FIDELITY_REASON_ORPHANED not in handed[-1].node.reasons
 
 
 async def until_answered(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -134,4 +134,4 @@ async def test_a_retry_that_comes_while_the_turn_is_committed_is_known_as_one(
         await until(lambda: turn.joins == 2)
         held.may_go.set()
         done = await retry
-    assert list(done.reasons) == [types_pb2.FIDELITY_REASON_RETRY_REPLAY]
+    assert list(done.reasons) == [trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY]

@@ -19,7 +19,7 @@ from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, gateway_pb2, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, gateway_pb2, session_pb2
 from tests.gateway.closing import COMPLETED, new_tree, write_closed, write_open, write_small
 from tests.gateway.worlds import World, random_world, said, user
 from tests.waiting import until
@@ -32,7 +32,7 @@ class Collector(collector_pb2_grpc.CollectorServiceServicer):
         """Takes what raises where a call is refused."""
         self.check = check
         self.taken: list[list[str]] = []
-        self.records: dict[str, types_pb2.SessionRecord] = {}
+        self.records: dict[str, session_pb2.SessionRecord] = {}
         self.came = asyncio.Condition()
 
     async def Ingest(self, request: pb.IngestRequest, context: Any) -> pb.IngestResponse:

@@ -12,7 +12,7 @@ from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.gateway.turns.generate import Generation, checked_sample
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import EngineFaultError
-from rollmesh.v1 import engine_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 CRC = zlib.crc32(b"prompt")
 
@@ -28,7 +28,7 @@ def message(
     ids: tuple[int, ...] = (5, 6),
     logprobs: tuple[float, ...] | None = None,
     spans: tuple[tuple[int, int, int], ...] | None = ((0, 0, 2),),
-    reason: int = types_pb2.FINISH_REASON_STOP,
+    reason: int = sampling_pb2.FINISH_REASON_STOP,
     crc: int = CRC,
 ) -> engine_pb2.GenerateResponse:
     values = [-0.5] * len(ids) if logprobs is None else logprobs
@@ -37,7 +37,7 @@ def message(
         logprobs_f32le=pack_logprobs(np.array(values, np.float32)),
     )
     if spans is not None:
-        response.finish.reason = types_pb2.FinishReason.ValueType(reason)
+        response.finish.reason = sampling_pb2.FinishReason.ValueType(reason)
         response.finish.prompt_crc32 = crc
         for version, start, end in spans:
             response.finish.version_spans.add(policy_version=version, start=start, end=end)

@@ -23,7 +23,7 @@ from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt, new_tree
 from rollmesh.runtime.codec.arrays import TokenIds
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.chat import families
 
 TOOLS = (
@@ -167,7 +167,7 @@ class Played:
         parent.seen = prompt.seen or parent.seen
         ids = self._sampled(prompt, step)
         spans = (VersionSpan(0, 0, len(ids)),)
-        finish = types_pb2.FINISH_REASON_LENGTH if step.cut else types_pb2.FINISH_REASON_STOP
+        finish = sampling_pb2.FINISH_REASON_LENGTH if step.cut else sampling_pb2.FINISH_REASON_STOP
         sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
         opening, reasons = prompt.generation_prompt, prompt.match.reasons
         return self.tree.add_sample(parent, step.answer, opening, sample, reasons)
@@ -230,7 +230,7 @@ def test_a_turn_is_flagged_exactly_where_the_templates_ids_differ(
     played = Played(name, context, rewrite=False)
     for prompt, messages in played.turns(session):
         ids = reference(played.family, messages, context)
-        flagged = types_pb2.FIDELITY_REASON_TEMPLATE_REWRITE in prompt.match.reasons
+        flagged = trajectory_pb2.FIDELITY_REASON_TEMPLATE_REWRITE in prompt.match.reasons
         assert flagged == (ids != prompt.ids().tolist())
 
 
@@ -296,7 +296,7 @@ def test_the_hundredth_turn_is_compared_at_the_cost_of_the_tenth(
     costs: list[tuple[int, int]] = []
     for prompt, _ in played.turns([step] * 100):
         costs.append((template.chars, tokenizer.chars))
-        flagged = types_pb2.FIDELITY_REASON_TEMPLATE_REWRITE in prompt.match.reasons
+        flagged = trajectory_pb2.FIDELITY_REASON_TEMPLATE_REWRITE in prompt.match.reasons
         assert flagged == (form == 3 and len(costs) > 1)
         template.chars = tokenizer.chars = 0
     assert costs[99][1] == costs[9][1]  # what is tokenised

@@ -10,7 +10,7 @@ from rollmesh.gateway.conversation.tree import Sample
 from rollmesh.gateway.turns.generate import Generation, checked_sample
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.v1 import engine_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 
 def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]]) -> Sample:
@@ -29,9 +29,9 @@ def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]])
             token_ids_u32le=pack_ids(np.arange(tokens, dtype=np.uint32)),
             logprobs_f32le=pack_logprobs(np.zeros(tokens, np.float32)),
             finish=engine_pb2.GenerateFinish(
-                reason=types_pb2.FINISH_REASON_STOP,
+                reason=sampling_pb2.FINISH_REASON_STOP,
                 version_spans=[
-                    types_pb2.VersionSpan(policy_version=version, start=start, end=end)
+                    sampling_pb2.VersionSpan(policy_version=version, start=start, end=end)
                     for version, start, end in spans
                 ],
             ),

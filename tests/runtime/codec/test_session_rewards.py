@@ -6,18 +6,18 @@ import pytest
 
 from rollmesh.runtime.codec.session_rewards import apply_rewards, check_rewards
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 
 IDS, TURNS = {"s-2", "s-5"}, {2, 5}
 
 
-def trajectory(leaf: int) -> types_pb2.Trajectory:
+def trajectory(leaf: int) -> trajectory_pb2.Trajectory:
     segments = [
-        types_pb2.TrajectorySegment(node_id=1, start=0, end=1),
-        types_pb2.TrajectorySegment(node_id=2, start=1, end=2, sampled=True),
-        types_pb2.TrajectorySegment(node_id=leaf, start=2, end=3, sampled=True),
+        trajectory_pb2.TrajectorySegment(node_id=1, start=0, end=1),
+        trajectory_pb2.TrajectorySegment(node_id=2, start=1, end=2, sampled=True),
+        trajectory_pb2.TrajectorySegment(node_id=leaf, start=2, end=3, sampled=True),
     ]
-    return types_pb2.Trajectory(trajectory_id=f"s-{leaf}", segments=segments)
+    return trajectory_pb2.Trajectory(trajectory_id=f"s-{leaf}", segments=segments)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,19 @@ def test_a_reward_that_fits_nothing_names_its_field(
     rewards: dict[str, Any], field: str, problem: str
 ) -> None:
     with pytest.raises(InvalidFieldError, match=problem) as caught:
-        check_rewards(types_pb2.SessionRewards(**rewards), IDS, TURNS)
+        check_rewards(session_pb2.SessionRewards(**rewards), IDS, TURNS)
     assert caught.value.field == f"rewards.{field}"
 
 
 def test_a_session_without_trajectories_says_what_can_be_rewarded() -> None:
     with pytest.raises(InvalidFieldError, match="reward its turns"):
-        check_rewards(types_pb2.SessionRewards(trajectory_rewards={"s-2": 1}), (), TURNS)
+        check_rewards(session_pb2.SessionRewards(trajectory_rewards={"s-2": 1}), (), TURNS)
 
 
 def test_a_turn_is_rewarded_on_every_path_and_what_is_absent_stays() -> None:
-    record = types_pb2.SessionRecord(trajectories=[trajectory(3), trajectory(5)], reward=0.5)
+    record = session_pb2.SessionRecord(trajectories=[trajectory(3), trajectory(5)], reward=0.5)
     apply_rewards(
-        record, types_pb2.SessionRewards(turn_rewards={2: 1}, trajectory_rewards={"s-5": 2})
+        record, session_pb2.SessionRewards(turn_rewards={2: 1}, trajectory_rewards={"s-5": 2})
     )
     found = [[s.reward for s in t.segments if s.HasField("reward")] for t in record.trajectories]
     assert (found, record.reward) == ([[1.0], [1.0]], 0.5)
@@ -66,15 +66,15 @@ def test_a_turn_is_rewarded_on_every_path_and_what_is_absent_stays() -> None:
 
 
 def test_rewards_that_are_refused_change_nothing() -> None:
-    record = types_pb2.SessionRecord(trajectories=[trajectory(5)])
+    record = session_pb2.SessionRecord(trajectories=[trajectory(5)])
     before = record.SerializeToString()
     with pytest.raises(InvalidFieldError):
-        apply_rewards(record, types_pb2.SessionRewards(reward=1, turn_rewards={2: 1, 9: 1}))
+        apply_rewards(record, session_pb2.SessionRewards(reward=1, turn_rewards={2: 1, 9: 1}))
     assert record.SerializeToString() == before
 
 
 def test_a_tree_is_rewarded_by_its_nodes() -> None:
-    node = types_pb2.TrajectoryNode(node_id=2, sampled=True)
-    record = types_pb2.SessionRecord(tree=types_pb2.TrajectoryTree(nodes=[node]))
-    apply_rewards(record, types_pb2.SessionRewards(turn_rewards={2: 1}))
+    node = trajectory_pb2.TrajectoryNode(node_id=2, sampled=True)
+    record = session_pb2.SessionRecord(tree=trajectory_pb2.TrajectoryTree(nodes=[node]))
+    apply_rewards(record, session_pb2.SessionRewards(turn_rewards={2: 1}))
     assert record.tree.nodes[0].reward == 1.0

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, sampling_pb2
 from tests.sidecar.scripted_gateway import (
     KEY,
     Events,
@@ -80,7 +80,7 @@ async def test_a_turn_of_calls_only_has_null_content(
 async def test_length_stays_length_even_after_tool_calls(
     gateway: ScriptedGateway, client: AsyncOpenAI
 ) -> None:
-    gateway.script = answering(done(calls=TWO_CALLS, finish=types_pb2.FINISH_REASON_LENGTH))
+    gateway.script = answering(done(calls=TWO_CALLS, finish=sampling_pb2.FINISH_REASON_LENGTH))
     answer = await client.chat.completions.create(model="m", messages=ASK, tools=TOOLS)
     assert answer.choices[0].finish_reason == "length"
 

@@ -4,7 +4,7 @@ import pytest
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.openai_chat.lineages import said_lineage
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 TURN = '{"request_kind": "turn"}'
 COMPACTION = '{"request_kind": "compaction"}'
@@ -29,7 +29,7 @@ COMPACTION = '{"request_kind": "compaction"}'
 )
 def test_a_request_says_what_it_is(headers: dict[str, str], said: str) -> None:
     found = said_lineage({name.encode(): value for name, value in headers.items()})
-    assert types_pb2.Lineage.Name(found) == f"LINEAGE_{said}"
+    assert trajectory_pb2.Lineage.Name(found) == f"LINEAGE_{said}"
 
 
 def test_an_unknown_lineage_is_refused_with_what_there_is() -> None:

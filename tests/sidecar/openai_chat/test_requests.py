@@ -15,7 +15,7 @@ from rollmesh.sidecar.openai_chat.requests import (
     wants_stream,
     wants_usage,
 )
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 ARGUMENTS = '{"a": 6,  "b":7.0, "note": "caf\\u00e9 "}'
@@ -34,7 +34,7 @@ def read(**more: Any) -> gateway_pb2.ChatRequest:
     return read_request(body)
 
 
-def read_message(message: dict[str, Any]) -> types_pb2.ChatMessage:
+def read_message(message: dict[str, Any]) -> chat_pb2.ChatMessage:
     return read(messages=[message]).messages[0]
 
 
@@ -184,7 +184,7 @@ def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
 
 def test_a_bare_request_leaves_sampling_to_the_session() -> None:
     request = read()
-    assert request.sampling == types_pb2.SamplingParams()
+    assert request.sampling == sampling_pb2.SamplingParams()
     assert request.tool_choice == gateway_pb2.TOOL_CHOICE_UNSPECIFIED
     assert not wants_stream(ASK)
     assert (request.choices, wants_usage(ASK)) == (1, False)
@@ -203,7 +203,7 @@ def test_every_sampling_parameter_arrives() -> None:
         "frequency_penalty": -1.5, "repetition_penalty": 1.25, "stop_token_ids": [3, 4],
         "ignore_eos": True, "allowed_token_ids": [7, 8], "logit_bias": {"5": -1, "6": 1e9},
     }  # fmt: skip
-    expected = types_pb2.SamplingParams(
+    expected = sampling_pb2.SamplingParams(
         temperature=0.5, top_p=0.25, top_k=0, min_p=0.125, seed=-4, max_tokens=8, min_tokens=2,
         presence_penalty=1, frequency_penalty=-1.5, repetition_penalty=1.25, stop_token_ids=[3, 4],
         ignore_eos=True, allowed_token_ids=[7, 8], logit_bias={5: -1, 6: 100},
@@ -257,7 +257,7 @@ def test_parts_of_text_are_joined_and_a_developer_is_a_system() -> None:
             "content": [{"type": "text", "text": " a"}, {"type": "text", "text": "b "}],
         }
     )
-    assert (message.role, text_of(message)) == (types_pb2.ROLE_SYSTEM, " ab ")
+    assert (message.role, text_of(message)) == (chat_pb2.ROLE_SYSTEM, " ab ")
 
 
 def test_empty_text_is_the_same_as_none() -> None:
@@ -269,7 +269,7 @@ def test_empty_text_is_the_same_as_none() -> None:
 def test_a_tool_result_keeps_the_id_of_its_call() -> None:
     message = read_message({"role": "tool", "tool_call_id": "call_00Ab", "content": "42"})
     assert (message.role, message.tool_call_id, text_of(message)) == (
-        types_pb2.ROLE_TOOL,
+        chat_pb2.ROLE_TOOL,
         "call_00Ab",
         "42",
     )
@@ -307,11 +307,9 @@ def test_a_tool_result_keeps_the_id_of_its_call() -> None:
 )  # fmt: skip
 def test_an_echoed_call_is_the_same_however_it_was_kept(echo: dict[str, Any]) -> None:
     message = read_message(echo)
-    assert message == types_pb2.ChatMessage(
-        role=types_pb2.ROLE_ASSISTANT,
-        tool_calls=[
-            types_pb2.ToolCall(id="call_00Ab", name="calculator", arguments_json=ARGUMENTS)
-        ],
+    assert message == chat_pb2.ChatMessage(
+        role=chat_pb2.ROLE_ASSISTANT,
+        tool_calls=[chat_pb2.ToolCall(id="call_00Ab", name="calculator", arguments_json=ARGUMENTS)],
     )
 
 

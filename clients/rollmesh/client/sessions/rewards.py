@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 
 REWARD_NAMES = frozenset({"reward", "trajectory_rewards", "turn_rewards"})
 """What `read_rewards` reads from a mapping."""
@@ -27,7 +27,7 @@ class Rewards:
     turns: dict[str | int, float] = field(default_factory=dict)
     """By the id of the answer (`chatcmpl-...`), or by node id."""
 
-    def to_proto(self, session_id: str) -> types_pb2.SessionRewards:
+    def to_proto(self, session_id: str) -> session_pb2.SessionRewards:
         """Returns the rewards as a message.
 
         Raises:
@@ -35,7 +35,7 @@ class Rewards:
         """
         values = (*self.trajectories.values(), *self.turns.values())
         _check_finite(values if self.session is None else (self.session, *values))
-        return types_pb2.SessionRewards(
+        return session_pb2.SessionRewards(
             reward=self.session,
             trajectory_rewards={
                 trajectory_id.removeprefix(_ANSWER): reward

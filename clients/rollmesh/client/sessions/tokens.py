@@ -16,7 +16,7 @@ from rollmesh.runtime.codec.arrays import (
 )
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 
 class TokenArrays(NamedTuple):
@@ -32,7 +32,7 @@ class TokenArrays(NamedTuple):
     """int64 [N]; -1 for tokens that were not sampled."""
 
 
-def unpack_tokens(proto: types_pb2.Trajectory | types_pb2.TrajectoryTree) -> TokenArrays:
+def unpack_tokens(proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> TokenArrays:
     """Reads the arrays of a trajectory or a tree.
 
     Raises:
@@ -51,6 +51,6 @@ def unpack_tokens(proto: types_pb2.Trajectory | types_pb2.TrajectoryTree) -> Tok
     return TokenArrays(token_ids, logprobs, mask, versions)
 
 
-def reason_names(reasons: Iterable[types_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
+def reason_names(reasons: Iterable[trajectory_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:
     """Returns the names of reasons; `UNKNOWN_99` for a value that only a newer mesh knows."""
-    return tuple(name_of(types_pb2.FidelityReason.DESCRIPTOR, reason) for reason in reasons)
+    return tuple(name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in reasons)

@@ -9,7 +9,7 @@ from rollmesh.client.sessions.tokens import reason_names, unpack_tokens
 from rollmesh.client.sessions.trees import TrajectoryTree
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
 from rollmesh.runtime.codec.enums import name_of
-from rollmesh.v1 import collector_pb2, types_pb2
+from rollmesh.v1 import collector_pb2, session_pb2, trajectory_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +33,26 @@ class Trajectory:
     """Origin of the branch: MAIN, SIBLING, BRANCH, ROOT, ..."""
     reasons: tuple[str, ...]
     """Fidelity reasons; ("EXACT",) if there are none."""
-    path: types_pb2.Trajectory = field(repr=False)
+    path: trajectory_pb2.Trajectory = field(repr=False)
     """A message that holds only the segments. A tuple of messages would be hundreds of objects per
     trajectory for the garbage collector to traverse."""
     reward: float | None
     """The trajectory's own reward; None: the session's applies."""
 
     @property
-    def segments(self) -> tuple[types_pb2.TrajectorySegment, ...]:
+    def segments(self) -> tuple[trajectory_pb2.TrajectorySegment, ...]:
         """The nodes along the path."""
         return tuple(self.path.segments)
 
     @classmethod
-    def from_proto(cls, proto: types_pb2.Trajectory) -> "Trajectory":
+    def from_proto(cls, proto: trajectory_pb2.Trajectory) -> "Trajectory":
         """Reads a trajectory.
 
         Raises:
             InvalidFieldError: The arrays differ in length.
         """
         arrays = unpack_tokens(proto)
-        path = types_pb2.Trajectory()
+        path = trajectory_pb2.Trajectory()
         path.segments.MergeFrom(proto.segments)
         return cls(
             proto.trajectory_id,
@@ -62,7 +62,7 @@ class Trajectory:
             arrays.policy_versions,
             proto.prompt_tokens,
             proto.turns,
-            name_of(types_pb2.Lineage.DESCRIPTOR, proto.lineage),
+            name_of(trajectory_pb2.Lineage.DESCRIPTOR, proto.lineage),
             reason_names(proto.reasons),
             path,
             proto.reward if proto.HasField("reward") else None,
@@ -89,13 +89,13 @@ class SessionResult:
     """Whether it failed and was retried: another session has its place in the group."""
 
     @classmethod
-    def from_proto(cls, proto: types_pb2.SessionRecord) -> "SessionResult":
+    def from_proto(cls, proto: session_pb2.SessionRecord) -> "SessionResult":
         """Reads a session."""
         return cls(
             proto.session_id,
             proto.group_id,
             proto.sample_index,
-            name_of(types_pb2.SessionOutcome.DESCRIPTOR, proto.outcome),
+            name_of(session_pb2.SessionOutcome.DESCRIPTOR, proto.outcome),
             proto.reward if proto.HasField("reward") else None,
             proto.turns,
             dict(proto.metadata),

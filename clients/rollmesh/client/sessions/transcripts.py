@@ -5,7 +5,7 @@ from typing import Any
 
 from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.codec.enums import name_of
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, trajectory_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Transcript:
                 f"chatcmpl-{proto.session_id}-{node.node_id}",
                 node.node_id,
                 node.parent_node_id,
-                name_of(types_pb2.Lineage.DESCRIPTOR, node.lineage),
-                name_of(types_pb2.FinishReason.DESCRIPTOR, node.finish_reason),
+                name_of(trajectory_pb2.Lineage.DESCRIPTOR, node.lineage),
+                name_of(sampling_pb2.FinishReason.DESCRIPTOR, node.finish_reason),
                 nodes[node.node_id][1][0],
             )
             for node in proto.nodes
@@ -71,9 +71,9 @@ class Transcript:
         return [message for said in reversed(found) for message in said]
 
 
-def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
+def _message(message: chat_pb2.ChatMessage) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "role": name_of(types_pb2.Role.DESCRIPTOR, message.role).lower(),
+        "role": name_of(chat_pb2.Role.DESCRIPTOR, message.role).lower(),
         "content": text_of(message) or None,
     }
     if message.tool_calls:

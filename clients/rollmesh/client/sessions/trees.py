@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rollmesh.client.sessions.tokens import reason_names, unpack_tokens
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class TrajectoryTree:
     """int64 [M]: index of each node's parent, below its own; -1 for a root."""
     turn_rewards: NDArray[np.float64]
     """float64 [M]: reward of each node's turn; NaN if it has none."""
-    nodes: tuple[types_pb2.TrajectoryNode, ...]
+    nodes: tuple[trajectory_pb2.TrajectoryNode, ...]
     """Message, lineage, reasons, engine and prompt CRC of each of the M nodes."""
     reasons: tuple[str, ...]
     """Fidelity reasons of the tree; ("EXACT",) if there are none."""
 
     @classmethod
-    def from_proto(cls, proto: types_pb2.TrajectoryTree) -> "TrajectoryTree":
+    def from_proto(cls, proto: trajectory_pb2.TrajectoryTree) -> "TrajectoryTree":
         """Reads a tree.
 
         Raises:

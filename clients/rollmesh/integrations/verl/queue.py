@@ -16,7 +16,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from rollmesh.batches import Row, Rows
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import chat_pb2
 
 PromptStatus: TypeAlias = Literal["any_failed", "all_failed"]
 """When a prompt is a "failure": if any of its sessions failed (as in verl), or all of them."""
@@ -37,7 +37,7 @@ _TOKEN_COLUMNS = frozenset(
         "extra_fields",
     }
 )
-_SAID = frozenset({types_pb2.ROLE_USER, types_pb2.ROLE_TOOL})
+_SAID = frozenset({chat_pb2.ROLE_USER, chat_pb2.ROLE_TOOL})
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,19 +10,19 @@ from collections.abc import Mapping
 import orjson
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 HEADER = "x-rollmesh-lineage"
 _NAMED = {
-    "main": types_pb2.LINEAGE_MAIN,
-    "sub_agent": types_pb2.LINEAGE_SUB_AGENT,
-    "compaction": types_pb2.LINEAGE_COMPACTION,
-    "auxiliary": types_pb2.LINEAGE_AUXILIARY,
+    "main": trajectory_pb2.LINEAGE_MAIN,
+    "sub_agent": trajectory_pb2.LINEAGE_SUB_AGENT,
+    "compaction": trajectory_pb2.LINEAGE_COMPACTION,
+    "auxiliary": trajectory_pb2.LINEAGE_AUXILIARY,
 }
 _MOST_METADATA_BYTES = 16 * 1024
 
 
-def said_lineage(headers: Mapping[bytes, str]) -> types_pb2.Lineage.ValueType:
+def said_lineage(headers: Mapping[bytes, str]) -> trajectory_pb2.Lineage.ValueType:
     """Returns the lineage that the headers state; UNSPECIFIED if they state none.
 
     Args:
@@ -37,10 +37,10 @@ def said_lineage(headers: Mapping[bytes, str]) -> types_pb2.Lineage.ValueType:
             raise InvalidFieldError(HEADER, f"is {named!r:.64}; give one of {', '.join(_NAMED)}")
         return _NAMED[named]
     if _codex_kind(headers.get(b"x-codex-turn-metadata", "")) == "compaction":
-        return types_pb2.LINEAGE_COMPACTION
+        return trajectory_pb2.LINEAGE_COMPACTION
     if headers.get(b"x-claude-code-agent-id") or headers.get(b"x-openai-subagent"):
-        return types_pb2.LINEAGE_SUB_AGENT
-    return types_pb2.LINEAGE_UNSPECIFIED
+        return trajectory_pb2.LINEAGE_SUB_AGENT
+    return trajectory_pb2.LINEAGE_UNSPECIFIED
 
 
 def _codex_kind(metadata: str) -> object:

@@ -5,14 +5,14 @@ from typing import Any
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.openai_chat.parameters import count_ignored
 from rollmesh.sidecar.openai_chat.values import excerpt, string
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import chat_pb2
 
 _ROLES = {
-    "system": types_pb2.ROLE_SYSTEM,
-    "developer": types_pb2.ROLE_SYSTEM,
-    "user": types_pb2.ROLE_USER,
-    "assistant": types_pb2.ROLE_ASSISTANT,
-    "tool": types_pb2.ROLE_TOOL,
+    "system": chat_pb2.ROLE_SYSTEM,
+    "developer": chat_pb2.ROLE_SYSTEM,
+    "user": chat_pb2.ROLE_USER,
+    "assistant": chat_pb2.ROLE_ASSISTANT,
+    "tool": chat_pb2.ROLE_TOOL,
 }
 _MESSAGE_KEYS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
@@ -20,7 +20,7 @@ _MESSAGE_KEYS = {
 _MAX_MESSAGES = 20_000  # the default of the gateway's `max_session_nodes`
 
 
-def read_messages(body: dict[str, Any]) -> list[types_pb2.ChatMessage]:
+def read_messages(body: dict[str, Any]) -> list[chat_pb2.ChatMessage]:
     """Returns the conversation of a body.
 
     Raises:
@@ -36,7 +36,7 @@ def read_messages(body: dict[str, Any]) -> list[types_pb2.ChatMessage]:
     return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
-def _message(message: Any, field: str) -> types_pb2.ChatMessage:
+def _message(message: Any, field: str) -> chat_pb2.ChatMessage:
     if not isinstance(message, dict):
         raise InvalidFieldError(field, "is not an object")
     name = message.get("role")
@@ -45,14 +45,14 @@ def _message(message: Any, field: str) -> types_pb2.ChatMessage:
         raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is no role")
     content = message.get("content")
     if len(message) == 2 and isinstance(content, str):  # the common case: nothing else to check
-        return types_pb2.ChatMessage(role=role, content=_parts(content))
+        return chat_pb2.ChatMessage(role=role, content=_parts(content))
     for key in ("function_call", "audio"):
         if message.get(key):
             raise InvalidFieldError(f"{field}.{key}", "is not served; send text and tool_calls")
     count_ignored(message, _MESSAGE_KEYS)
     text = _text(content, f"{field}.content")
-    result = types_pb2.ChatMessage(role=role, content=_parts(text))
-    if role == types_pb2.ROLE_ASSISTANT:
+    result = chat_pb2.ChatMessage(role=role, content=_parts(text))
+    if role == chat_pb2.ROLE_ASSISTANT:
         result.tool_calls.extend(_calls(message.get("tool_calls"), f"{field}.tool_calls"))
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if reasoning:
@@ -64,8 +64,8 @@ def _message(message: Any, field: str) -> types_pb2.ChatMessage:
     return result
 
 
-def _parts(text: str) -> list[types_pb2.ContentPart]:
-    return [types_pb2.ContentPart(text=text)] if text else []
+def _parts(text: str) -> list[chat_pb2.ContentPart]:
+    return [chat_pb2.ContentPart(text=text)] if text else []
 
 
 def _text(content: Any, field: str) -> str:
@@ -82,18 +82,18 @@ def _text(content: Any, field: str) -> str:
     return "".join(texts)
 
 
-def _calls(calls: Any, field: str) -> list[types_pb2.ToolCall]:
+def _calls(calls: Any, field: str) -> list[chat_pb2.ToolCall]:
     if calls is None:
         return []
     if not isinstance(calls, list):
         raise InvalidFieldError(field, "must be a list")
-    result: list[types_pb2.ToolCall] = []
+    result: list[chat_pb2.ToolCall] = []
     for at, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise InvalidFieldError(f"{field}[{at}].function", "is missing")
         result.append(
-            types_pb2.ToolCall(
+            chat_pb2.ToolCall(
                 id=string(call.get("id") or "", f"{field}[{at}].id"),
                 name=string(function.get("name"), f"{field}[{at}].function.name"),
                 arguments_json=string(

@@ -9,11 +9,11 @@ from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.sidecar.openai_chat.sampled import Shown, prompt_fields, token_fields
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2
 
 _FINISHES = {
-    types_pb2.FINISH_REASON_STOP: "stop",
-    types_pb2.FINISH_REASON_LENGTH: "length",
+    sampling_pb2.FINISH_REASON_STOP: "stop",
+    sampling_pb2.FINISH_REASON_LENGTH: "length",
 }
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -28,9 +28,9 @@ def finish_reason(done: gateway_pb2.ChatAnswer, *, named: bool) -> str:
         RollmeshError: The answer was aborted; no turn ends this way.
     """
     if done.finish_reason not in _FINISHES:
-        name = name_of(types_pb2.FinishReason.DESCRIPTOR, done.finish_reason)
+        name = name_of(sampling_pb2.FinishReason.DESCRIPTOR, done.finish_reason)
         raise RollmeshError(f"finish_reason: the gateway answered {name}, which ends no turn")
-    stopped = done.finish_reason == types_pb2.FINISH_REASON_STOP
+    stopped = done.finish_reason == sampling_pb2.FINISH_REASON_STOP
     if done.message.tool_calls and stopped and not named:
         return "tool_calls"
     return _FINISHES[done.finish_reason]
@@ -75,7 +75,7 @@ def usage(answers: Sequence[gateway_pb2.ChatAnswer]) -> dict[str, Any]:
     }
 
 
-def _message(message: types_pb2.ChatMessage) -> dict[str, Any]:
+def _message(message: chat_pb2.ChatMessage) -> dict[str, Any]:
     result: dict[str, Any] = {
         "role": "assistant",
         "content": text_of(message) or None,
@@ -181,7 +181,7 @@ class ChunkWriter:
         return _event({**self._common, **(top or {}), "choices": [{**choice, **fields}]})
 
 
-def _tool_call(call: types_pb2.ToolCall | gateway_pb2.ToolCallDelta) -> dict[str, Any]:
+def _tool_call(call: chat_pb2.ToolCall | gateway_pb2.ToolCallDelta) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments_json}
     return {"id": call.id, "type": "function", "function": function}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.sidecar.openai_chat.values import flag, integer, number
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2
 
 _FLOATS = {
     "temperature": (0.0, 2.0),
@@ -22,13 +22,13 @@ _MAX_ALLOWED, _MAX_BIASES, _MOST_BIAS = 4096, 1024, 100.0
 _MAX_STOP_TOKENS = 64
 
 
-def read_sampling(body: dict[str, Any]) -> types_pb2.SamplingParams:
+def read_sampling(body: dict[str, Any]) -> sampling_pb2.SamplingParams:
     """Returns the sampling parameters of a body; absent ones default to the session's.
 
     Raises:
         InvalidFieldError: Names the parameter and what is wrong.
     """
-    result = types_pb2.SamplingParams()
+    result = sampling_pb2.SamplingParams()
     for name, limits in _FLOATS.items():
         if body.get(name) is not None:
             setattr(result, name, number(body[name], name, *limits))

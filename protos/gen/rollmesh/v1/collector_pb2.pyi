@@ -8,7 +8,8 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from rollmesh.v1 import types_pb2 as _types_pb2
+from rollmesh.v1 import session_pb2 as _session_pb2
+from rollmesh.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -136,13 +137,13 @@ class IngestRequest(_message.Message):
 
     SESSIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SessionRecord]:
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.SessionRecord]:
         """The sessions, 1 to 4,096."""
 
     def __init__(
         self,
         *,
-        sessions: _abc.Iterable[_types_pb2.SessionRecord] | None = ...,
+        sessions: _abc.Iterable[_session_pb2.SessionRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -390,11 +391,11 @@ class DeliveryFilter(_message.Message):
     max_turns: _builtins.int
     """Most sampled turns of a trajectory, at least 1. Default: any."""
     @_builtins.property
-    def allowed_reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FidelityReason.ValueType]:
+    def allowed_reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
         """The reasons that a trajectory may carry beside EXACT; [EXACT] keeps exact ones alone. Empty: any."""
 
     @_builtins.property
-    def lineages(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Lineage.ValueType]:
+    def lineages(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Lineage.ValueType]:
         """The lineages kept. Empty: all."""
 
     def __init__(
@@ -402,8 +403,8 @@ class DeliveryFilter(_message.Message):
         *,
         max_policy_lag: _builtins.int | None = ...,
         drop_zero_variance: _builtins.bool = ...,
-        allowed_reasons: _abc.Iterable[_types_pb2.FidelityReason.ValueType] | None = ...,
-        lineages: _abc.Iterable[_types_pb2.Lineage.ValueType] | None = ...,
+        allowed_reasons: _abc.Iterable[_trajectory_pb2.FidelityReason.ValueType] | None = ...,
+        lineages: _abc.Iterable[_trajectory_pb2.Lineage.ValueType] | None = ...,
         max_tokens: _builtins.int | None = ...,
         max_turns: _builtins.int | None = ...,
     ) -> None: ...
@@ -544,7 +545,7 @@ class Delivery(_message.Message):
     partial: _builtins.bool
     """Whether the group has fewer samples than were announced."""
     @_builtins.property
-    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SessionRecord]:
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.SessionRecord]:
         """One session, or all sessions of a group in order of sample_index."""
 
     @_builtins.property
@@ -556,7 +557,7 @@ class Delivery(_message.Message):
         *,
         delivery_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
-        sessions: _abc.Iterable[_types_pb2.SessionRecord] | None = ...,
+        sessions: _abc.Iterable[_session_pb2.SessionRecord] | None = ...,
         removed: _abc.Iterable[Global___RemovedTrajectories] | None = ...,
         partial: _builtins.bool = ...,
     ) -> None: ...
@@ -805,14 +806,14 @@ class SetRewardsRequest(_message.Message):
     within the session.
     """
     @_builtins.property
-    def rewards(self) -> _types_pb2.SessionRewards:
+    def rewards(self) -> _session_pb2.SessionRewards:
         """The rewards; finite numbers. What is absent stays as it was."""
 
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
-        rewards: _types_pb2.SessionRewards | None = ...,
+        rewards: _session_pb2.SessionRewards | None = ...,
         request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rewards", b"rewards"]  # noqa: Y015
@@ -1186,13 +1187,13 @@ class ReadSessionsResponse(_message.Message):
     damaged_session_id: _builtins.str
     """Id of a session that is stored and cannot be read; empty where it can."""
     @_builtins.property
-    def session(self) -> _types_pb2.SessionRecord:
+    def session(self) -> _session_pb2.SessionRecord:
         """The session; absent where it is damaged."""
 
     def __init__(
         self,
         *,
-        session: _types_pb2.SessionRecord | None = ...,
+        session: _session_pb2.SessionRecord | None = ...,
         damaged_session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015

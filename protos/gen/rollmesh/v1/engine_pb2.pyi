@@ -8,7 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from rollmesh.v1 import types_pb2 as _types_pb2
+from rollmesh.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -76,7 +76,7 @@ class GenerateRequest(_message.Message):
     another. Empty means the engine's own.
     """
     @_builtins.property
-    def sampling(self) -> _types_pb2.SamplingParams:
+    def sampling(self) -> _sampling_pb2.SamplingParams:
         """How to sample. max_tokens absent means all the room the context has."""
 
     @_builtins.property
@@ -89,7 +89,7 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         session_id: _builtins.str = ...,
         token_ids_u32le: _builtins.bytes = ...,
-        sampling: _types_pb2.SamplingParams | None = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
         constraint: Global___Constraint | None = ...,
         top_logprobs: _builtins.int = ...,
         model: _builtins.str = ...,
@@ -256,7 +256,7 @@ class GenerateFinish(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_CRC32_FIELD_NUMBER: _builtins.int
-    reason: _types_pb2.FinishReason.ValueType
+    reason: _sampling_pb2.FinishReason.ValueType
     """Whether the model stopped, a limit cut it, or it was aborted. The tokens are valid in all cases."""
     stop_token_id: _builtins.int
     """The stop token that was sampled, when the reason is STOP; it is among the ids."""
@@ -267,15 +267,15 @@ class GenerateFinish(_message.Message):
     prompt_crc32: _builtins.int
     """CRC-32 (IEEE) of the prompt ids as the engine received them, little-endian bytes."""
     @_builtins.property
-    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionSpan]:
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.VersionSpan]:
         """The policy version of every token of this generation; indexes count from its first token."""
 
     def __init__(
         self,
         *,
-        reason: _types_pb2.FinishReason.ValueType = ...,
+        reason: _sampling_pb2.FinishReason.ValueType = ...,
         stop_token_id: _builtins.int | None = ...,
-        version_spans: _abc.Iterable[_types_pb2.VersionSpan] | None = ...,
+        version_spans: _abc.Iterable[_sampling_pb2.VersionSpan] | None = ...,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         prompt_crc32: _builtins.int = ...,

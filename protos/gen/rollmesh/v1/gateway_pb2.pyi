@@ -8,7 +8,10 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from rollmesh.v1 import types_pb2 as _types_pb2
+from rollmesh.v1 import chat_pb2 as _chat_pb2
+from rollmesh.v1 import sampling_pb2 as _sampling_pb2
+from rollmesh.v1 import session_pb2 as _session_pb2
+from rollmesh.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -153,7 +156,7 @@ class CreateSessionRequest(_message.Message):
     export_mode: Global___ExportMode.ValueType
     """In which form the tree goes to the trainer at the close. Default: LEAVES."""
     @_builtins.property
-    def sampling(self) -> _types_pb2.SamplingParams:
+    def sampling(self) -> _sampling_pb2.SamplingParams:
         """Defaults for all turns; a chat request's own values win."""
 
     @_builtins.property
@@ -167,7 +170,7 @@ class CreateSessionRequest(_message.Message):
         group_id: _builtins.str = ...,
         sample_index: _builtins.int = ...,
         group_size: _builtins.int = ...,
-        sampling: _types_pb2.SamplingParams | None = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         disconnect_policy: Global___DisconnectPolicy.ValueType = ...,
         export_mode: Global___ExportMode.ValueType = ...,
@@ -289,7 +292,7 @@ class ChatRequest(_message.Message):
     """Whether the answer may hold more than one call. Default true. Where the model decides, the
     answer is cut where a second call begins, as by a stop string.
     """
-    lineage: _types_pb2.Lineage.ValueType
+    lineage: _trajectory_pb2.Lineage.ValueType
     """What the request is, where the agent says so: MAIN, SUB_AGENT, COMPACTION or AUXILIARY. Default:
     what the tree looks like. A given value wins
     over what the tree looks like, and is no part of what a retry is known by.
@@ -303,11 +306,11 @@ class ChatRequest(_message.Message):
     choice has another. At most `max_choices` of the gateway's settings.
     """
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ChatMessage]:
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatMessage]:
         """The conversation so far, oldest first, at least one message."""
 
     @_builtins.property
-    def sampling(self) -> _types_pb2.SamplingParams:
+    def sampling(self) -> _sampling_pb2.SamplingParams:
         """Values that win over the session's defaults."""
 
     @_builtins.property
@@ -335,10 +338,10 @@ class ChatRequest(_message.Message):
         *,
         session_id: _builtins.str = ...,
         session_key: _builtins.str = ...,
-        messages: _abc.Iterable[_types_pb2.ChatMessage] | None = ...,
+        messages: _abc.Iterable[_chat_pb2.ChatMessage] | None = ...,
         tools_json: _builtins.str = ...,
         tool_choice: Global___ToolChoice.ValueType = ...,
-        sampling: _types_pb2.SamplingParams | None = ...,
+        sampling: _sampling_pb2.SamplingParams | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         idempotency_key: _builtins.str = ...,
         retry_count: _builtins.int = ...,
@@ -347,7 +350,7 @@ class ChatRequest(_message.Message):
         tool_name: _builtins.str = ...,
         parallel_tool_calls: _builtins.bool | None = ...,
         json_format: Global___JsonFormat | None = ...,
-        lineage: _types_pb2.Lineage.ValueType = ...,
+        lineage: _trajectory_pb2.Lineage.ValueType = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
         include_stop: _builtins.bool = ...,
         show_special_tokens: _builtins.bool = ...,
@@ -681,7 +684,7 @@ class ChatAnswer(_message.Message):
     ANSWER_ID_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    finish_reason: _types_pb2.FinishReason.ValueType
+    finish_reason: _sampling_pb2.FinishReason.ValueType
     """Why the generation ended."""
     prompt_tokens: _builtins.int
     """Number of ids the engine was given."""
@@ -696,11 +699,11 @@ class ChatAnswer(_message.Message):
     created_unix_ms: _builtins.int
     """When the turn was committed, milliseconds since 1970 UTC."""
     @_builtins.property
-    def message(self) -> _types_pb2.ChatMessage:
+    def message(self) -> _chat_pb2.ChatMessage:
         """The whole message."""
 
     @_builtins.property
-    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FidelityReason.ValueType]:
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
         """What is to be known about the turn."""
 
     @_builtins.property
@@ -710,13 +713,13 @@ class ChatAnswer(_message.Message):
     def __init__(
         self,
         *,
-        message: _types_pb2.ChatMessage | None = ...,
-        finish_reason: _types_pb2.FinishReason.ValueType = ...,
+        message: _chat_pb2.ChatMessage | None = ...,
+        finish_reason: _sampling_pb2.FinishReason.ValueType = ...,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         node_id: _builtins.int = ...,
-        reasons: _abc.Iterable[_types_pb2.FidelityReason.ValueType] | None = ...,
+        reasons: _abc.Iterable[_trajectory_pb2.FidelityReason.ValueType] | None = ...,
         answer_id: _builtins.str = ...,
         created_unix_ms: _builtins.int = ...,
         tokens: Global___SampledTokens | None = ...,
@@ -764,7 +767,7 @@ class CloseSessionRequest(_message.Message):
     SESSION_KEY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
-    outcome: _types_pb2.SessionOutcome.ValueType
+    outcome: _session_pb2.SessionOutcome.ValueType
     """How it ended."""
     superseded: _builtins.bool
     """Whether another session takes its place in the group: a further attempt at the same sample."""
@@ -780,16 +783,16 @@ class CloseSessionRequest(_message.Message):
         """Added to the session's metadata; a key given here wins. At most 64 KiB together."""
 
     @_builtins.property
-    def rewards(self) -> _types_pb2.SessionRewards:
+    def rewards(self) -> _session_pb2.SessionRewards:
         """Its rewards: finite numbers, by ids that the session has."""
 
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
-        outcome: _types_pb2.SessionOutcome.ValueType = ...,
+        outcome: _session_pb2.SessionOutcome.ValueType = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        rewards: _types_pb2.SessionRewards | None = ...,
+        rewards: _session_pb2.SessionRewards | None = ...,
         superseded: _builtins.bool = ...,
         reward_timeout_ms: _builtins.int | None = ...,
         session_key: _builtins.str = ...,
@@ -918,7 +921,7 @@ class SessionNode(_message.Message):
     """Id, unique within the session."""
     parent_node_id: _builtins.int
     """Id of the parent; 0 for a root."""
-    role: _types_pb2.Role.ValueType
+    role: _chat_pb2.Role.ValueType
     """Who wrote the message."""
     token_ids_u32le: _builtins.bytes
     """Ids the node adds, unsigned 32-bit little-endian."""
@@ -926,16 +929,16 @@ class SessionNode(_message.Message):
     """Number of leading ids that were not sampled."""
     sampled: _builtins.bool
     """Whether the model sampled it."""
-    lineage: _types_pb2.Lineage.ValueType
+    lineage: _trajectory_pb2.Lineage.ValueType
     """How the branch came to be that begins here."""
-    finish_reason: _types_pb2.FinishReason.ValueType
+    finish_reason: _sampling_pb2.FinishReason.ValueType
     """Why its generation ended. Only when sampled."""
     @_builtins.property
-    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FidelityReason.ValueType]:
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
         """What is to be known about it."""
 
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ChatMessage]:
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.ChatMessage]:
         """What the node says: one message, or a run of tool results. Only where the request wants it."""
 
     def __init__(
@@ -943,14 +946,14 @@ class SessionNode(_message.Message):
         *,
         node_id: _builtins.int = ...,
         parent_node_id: _builtins.int = ...,
-        role: _types_pb2.Role.ValueType = ...,
+        role: _chat_pb2.Role.ValueType = ...,
         token_ids_u32le: _builtins.bytes = ...,
         glue_tokens: _builtins.int = ...,
         sampled: _builtins.bool = ...,
-        lineage: _types_pb2.Lineage.ValueType = ...,
-        reasons: _abc.Iterable[_types_pb2.FidelityReason.ValueType] | None = ...,
-        finish_reason: _types_pb2.FinishReason.ValueType | None = ...,
-        messages: _abc.Iterable[_types_pb2.ChatMessage] | None = ...,
+        lineage: _trajectory_pb2.Lineage.ValueType = ...,
+        reasons: _abc.Iterable[_trajectory_pb2.FidelityReason.ValueType] | None = ...,
+        finish_reason: _sampling_pb2.FinishReason.ValueType | None = ...,
+        messages: _abc.Iterable[_chat_pb2.ChatMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -22,10 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from rollmesh.v1 import types_pb2 as rollmesh_dot_v1_dot_types__pb2
+from rollmesh.v1 import session_pb2 as rollmesh_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/scorer.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\";\n\x0cScoreRequest\x12+\n\x07session\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.SessionRecord\"=\n\rScoreResponse\x12,\n\x07rewards\x18\x01 \x01(\x0b\x32\x1b.rollmesh.v1.SessionRewards2O\n\rScorerService\x12>\n\x05Score\x12\x19.rollmesh.v1.ScoreRequest\x1a\x1a.rollmesh.v1.ScoreResponseB5\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/scorer.proto\x12\x0brollmesh.v1\x1a\x19rollmesh/v1/session.proto\";\n\x0cScoreRequest\x12+\n\x07session\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.SessionRecord\"=\n\rScoreResponse\x12,\n\x07rewards\x18\x01 \x01(\x0b\x32\x1b.rollmesh.v1.SessionRewards2O\n\rScorerService\x12>\n\x05Score\x12\x19.rollmesh.v1.ScoreRequest\x1a\x1a.rollmesh.v1.ScoreResponseB5\n\x0brollmesh.v1P\x01Z\x16rollmesh/v1;rollmeshv1\xaa\x02\x0bRollmesh.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.scorer_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\013rollmesh.v1P\001Z\026rollmesh/v1;rollmeshv1\252\002\013Rollmesh.V1'
-  _globals['_SCOREREQUEST']._serialized_start=66
-  _globals['_SCOREREQUEST']._serialized_end=125
-  _globals['_SCORERESPONSE']._serialized_start=127
-  _globals['_SCORERESPONSE']._serialized_end=188
-  _globals['_SCORERSERVICE']._serialized_start=190
-  _globals['_SCORERSERVICE']._serialized_end=269
+  _globals['_SCOREREQUEST']._serialized_start=68
+  _globals['_SCOREREQUEST']._serialized_end=127
+  _globals['_SCORERESPONSE']._serialized_start=129
+  _globals['_SCORERESPONSE']._serialized_end=190
+  _globals['_SCORERSERVICE']._serialized_start=192
+  _globals['_SCORERSERVICE']._serialized_end=271
 # @@protoc_insertion_point(module_scope)

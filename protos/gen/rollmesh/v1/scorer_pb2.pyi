@@ -5,7 +5,7 @@ Scorers: what gives a session its rewards before the collector delivers it."""
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from rollmesh.v1 import types_pb2 as _types_pb2
+from rollmesh.v1 import session_pb2 as _session_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -25,13 +25,13 @@ class ScoreRequest(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def session(self) -> _types_pb2.SessionRecord:
+    def session(self) -> _session_pb2.SessionRecord:
         """The session: metadata and trajectories as token ids. Text is not part of it."""
 
     def __init__(
         self,
         *,
-        session: _types_pb2.SessionRecord | None = ...,
+        session: _session_pb2.SessionRecord | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -49,13 +49,13 @@ class ScoreResponse(_message.Message):
 
     REWARDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def rewards(self) -> _types_pb2.SessionRewards:
+    def rewards(self) -> _session_pb2.SessionRewards:
         """The rewards. What is absent stays as it was."""
 
     def __init__(
         self,
         *,
-        rewards: _types_pb2.SessionRewards | None = ...,
+        rewards: _session_pb2.SessionRewards | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rewards", b"rewards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

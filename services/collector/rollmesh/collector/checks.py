@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rollmesh.runtime.codec.session_records import check_name, check_session
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 
 _MAX_CREDITS = 65_536
 MAX_SESSIONS, MAX_ACKNOWLEDGED = 4096, 4096
@@ -12,7 +12,7 @@ MAX_SESSIONS, MAX_ACKNOWLEDGED = 4096, 4096
 _MAX_PAGE, _DEFAULT_PAGE = 1000, 100
 
 
-def check_sessions(records: Sequence[types_pb2.SessionRecord]) -> None:
+def check_sessions(records: Sequence[session_pb2.SessionRecord]) -> None:
     """Validates session records.
 
     Raises:
@@ -111,9 +111,9 @@ def _check_filter(hello: pb.SubscribeHello) -> None:
         _check_positive(rules, "filter", name)
     if rules.HasField("max_policy_lag") and not hello.HasField("policy_version"):
         raise InvalidFieldError("policy_version", "is missing; filter.max_policy_lag needs it")
-    if types_pb2.FIDELITY_REASON_UNSPECIFIED in rules.allowed_reasons:
+    if trajectory_pb2.FIDELITY_REASON_UNSPECIFIED in rules.allowed_reasons:
         raise InvalidFieldError("filter.allowed_reasons", "holds UNSPECIFIED; name the reasons")
-    if types_pb2.LINEAGE_UNSPECIFIED in rules.lineages:
+    if trajectory_pb2.LINEAGE_UNSPECIFIED in rules.lineages:
         raise InvalidFieldError("filter.lineages", "holds UNSPECIFIED; name the lineages")
 
 

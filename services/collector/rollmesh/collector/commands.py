@@ -13,7 +13,7 @@ from rollmesh.collector.export import export
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 
 if TYPE_CHECKING:
     from rollmesh.v1.collector_pb2_grpc import CollectorServiceAsyncStub as Stub
@@ -121,7 +121,7 @@ def read_position(text: str) -> pb.Position:
 
 async def _sessions(
     stub: "Stub", request: pb.ReadSessionsRequest
-) -> AsyncIterator[types_pb2.SessionRecord]:
+) -> AsyncIterator[session_pb2.SessionRecord]:
     async for response in read_stream(stub.ReadSessions(request)):
         if response.damaged_session_id:
             _say(f"session {response.damaged_session_id} is damaged; left out", error=True)

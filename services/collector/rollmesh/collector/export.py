@@ -10,7 +10,7 @@ from rollmesh.collector.delivery import records
 from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs, unpack_mask
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.config import ConfigError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _PARQUET_ROWS = 256
 
@@ -19,7 +19,7 @@ class _Writer(Protocol):
     def write(self, row: dict[str, Any]) -> None: ...
 
 
-def rows_of(session: types_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
+def rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
     """Yields a row for each trajectory of a session, or a single row for its tree.
 
     Array columns are lists of equal length. A tree has `nodes` and no trajectory columns.
@@ -27,7 +27,7 @@ def rows_of(session: types_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
     for one in session.trajectories:
         yield _row(session, one) | {
             "trajectory_id": one.trajectory_id,
-            "lineage": name_of(types_pb2.Lineage.DESCRIPTOR, one.lineage),
+            "lineage": name_of(trajectory_pb2.Lineage.DESCRIPTOR, one.lineage),
             "prompt_tokens": one.prompt_tokens,
             "trajectory_reward": one.reward if one.HasField("reward") else None,
             "nodes": None,
@@ -54,14 +54,16 @@ def rows_of(session: types_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
         )
 
 
-def _row(session: types_pb2.SessionRecord, one: records.Row) -> dict[str, Any]:
+def _row(session: session_pb2.SessionRecord, one: records.Row) -> dict[str, Any]:
     return {
         "session_id": session.session_id,
         "group_id": session.group_id,
         "sample_index": session.sample_index,
         "group_size": session.group_size,
-        "outcome": name_of(types_pb2.SessionOutcome.DESCRIPTOR, session.outcome),
-        "reasons": [name_of(types_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons],
+        "outcome": name_of(session_pb2.SessionOutcome.DESCRIPTOR, session.outcome),
+        "reasons": [
+            name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons
+        ],
         "turns": records.turns_of(one),
         "token_ids": unpack_ids(one.token_ids_u32le, "token_ids_u32le").tolist(),
         "logprobs": unpack_logprobs(one.logprobs_f32le, "logprobs_f32le").tolist(),
@@ -79,7 +81,7 @@ def _row(session: types_pb2.SessionRecord, one: records.Row) -> dict[str, Any]:
     }
 
 
-async def export(sessions: AsyncIterator[types_pb2.SessionRecord], path: Path) -> tuple[int, int]:
+async def export(sessions: AsyncIterator[session_pb2.SessionRecord], path: Path) -> tuple[int, int]:
     """Writes sessions to a file, which appears only once it is complete.
 
     Args:

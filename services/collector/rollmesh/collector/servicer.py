@@ -31,7 +31,7 @@ from rollmesh.runtime.errors import (
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 
 _READ_PAGE = 100
 _RETRY_MS = 200
@@ -183,7 +183,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
             seen_unix_ms=standing.seen_ms,
         )
 
-    async def _ingest(self, sessions: Sequence[types_pb2.SessionRecord]) -> list[bool]:
+    async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:
         """Stores sessions; returns for each whether it was a repeat."""
         await faults.reach("collector-mid-ingest")
         scored = [self.scoring is not None and wants_score(session) for session in sessions]

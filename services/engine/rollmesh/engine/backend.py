@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
-from rollmesh.v1 import engine_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
-FinishReason: TypeAlias = types_pb2.FinishReason.ValueType
+FinishReason: TypeAlias = sampling_pb2.FinishReason.ValueType
 PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType
 
 
@@ -88,7 +88,7 @@ class Finish:
     reason: FinishReason
     stop_token_id: int | None
     """The sampled stop token that ended the generation, if any; it is included in the ids."""
-    spans: tuple[types_pb2.VersionSpan, ...]
+    spans: tuple[sampling_pb2.VersionSpan, ...]
     """Policy versions of all tokens of this generation; indexes count from its first token."""
     cached_tokens: int = 0
     """Number of prompt ids whose KV entries were reused."""

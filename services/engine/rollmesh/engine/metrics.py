@@ -4,7 +4,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from rollmesh.engine.backend import Backend, Finish
 from rollmesh.runtime.codec.enums import name_of
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2
 
 GENERATIONS = Counter(
     "rollmesh_engine_generations_total", "Generations that ended: stop, length, abort.", ["end"]
@@ -30,7 +30,7 @@ def watch(backend: Backend) -> None:
 
 def finished(finish: Finish, prompt_tokens: int) -> None:
     """Counts a finished generation."""
-    GENERATIONS.labels(name_of(types_pb2.FinishReason.DESCRIPTOR, finish.reason).lower()).inc()
+    GENERATIONS.labels(name_of(sampling_pb2.FinishReason.DESCRIPTOR, finish.reason).lower()).inc()
     TOKENS.labels("prompt").inc(prompt_tokens)
     TOKENS.labels("cached").inc(finish.cached_tokens)
     TOKENS.labels("sampled").inc(finish.spans[-1].end if finish.spans else 0)

@@ -32,7 +32,7 @@ from rollmesh.engine.backend import (
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
-from rollmesh.v1 import engine_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class _Request:
     logprobs: Logprobs
     top_ids: TokenIds
     top_logprobs: Logprobs
-    spans: list[types_pb2.VersionSpan] = field(default_factory=list)
+    spans: list[sampling_pb2.VersionSpan] = field(default_factory=list)
     sampled: int = 0
     aborted: bool = False
 
@@ -75,7 +75,7 @@ class _Request:
         """Samples the next tokens under a policy version."""
         start, self.sampled = self.sampled, min(self.sampled + count, len(self.reply))
         if not self.spans or self.spans[-1].policy_version != policy_version:
-            span = types_pb2.VersionSpan(policy_version=policy_version, start=start)
+            span = sampling_pb2.VersionSpan(policy_version=policy_version, start=start)
             self.spans.append(span)
         self.spans[-1].end = self.sampled
 
@@ -290,12 +290,12 @@ class ScriptedBackend:
     def _finish(self, state: _Request, request: GenerateInput) -> Finish:
         spans = tuple(state.spans)
         if state.aborted:
-            return Finish(types_pb2.FINISH_REASON_ABORT, None, spans)
+            return Finish(sampling_pb2.FINISH_REASON_ABORT, None, spans)
         last = int(state.reply[-1])
         eos = last == self._config.eos_id and not request.sampling.ignore_eos
         if eos or last in request.sampling.stop_token_ids:
-            return Finish(types_pb2.FINISH_REASON_STOP, last, spans)
-        return Finish(types_pb2.FINISH_REASON_LENGTH, None, spans)
+            return Finish(sampling_pb2.FINISH_REASON_STOP, last, spans)
+        return Finish(sampling_pb2.FINISH_REASON_LENGTH, None, spans)
 
 
 def _chunks(state: _Request, start: int, size: int) -> Iterator[Chunk]:

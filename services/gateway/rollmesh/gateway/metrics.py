@@ -4,7 +4,7 @@ from prometheus_client import Counter, Gauge
 
 from rollmesh.gateway.conversation.tree import Node
 from rollmesh.runtime.codec.enums import name_of
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 TURNS = Counter(
     "rollmesh_gateway_turns_total",
@@ -48,9 +48,9 @@ def committed(node: Node) -> None:
     """Counts a committed turn."""
     sample = node.sample
     assert sample is not None
-    TURNS.labels(name_of(types_pb2.FinishReason.DESCRIPTOR, sample.finish).lower()).inc()
+    TURNS.labels(name_of(sampling_pb2.FinishReason.DESCRIPTOR, sample.finish).lower()).inc()
     TOKENS.labels("prompt").inc(sample.prompt_tokens)
     TOKENS.labels("cached").inc(sample.cached_tokens)
     TOKENS.labels("sampled").inc(len(sample.token_ids))
     for reason in node.reasons:
-        REASONS.labels(name_of(types_pb2.FidelityReason.DESCRIPTOR, reason).lower()).inc()
+        REASONS.labels(name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason).lower()).inc()

@@ -14,7 +14,7 @@ from rollmesh.runtime.errors import InvalidFieldError, StartingError
 from rollmesh.runtime.process.memory import FreedMemory
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_ID_CHARS = 128
@@ -142,7 +142,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.CloseSessionRequest, context: Context
     ) -> gateway_pb2.CloseSessionResponse:
         self.gateway.keys.check(request.session_id, request.session_key)
-        if request.outcome == types_pb2.SESSION_OUTCOME_UNSPECIFIED:
+        if request.outcome == session_pb2.SESSION_OUTCOME_UNSPECIFIED:
             raise InvalidFieldError("outcome", "is not set; say how the session ended")
         if request.HasField("reward_timeout_ms") and not request.reward_timeout_ms:
             raise InvalidFieldError("reward_timeout_ms", "is 0; give at least 1, or leave it out")

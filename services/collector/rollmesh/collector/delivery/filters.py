@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rollmesh.collector.delivery.records import Row, rows_of, runs_of, tokens_of, turns_of
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 
 Reason: TypeAlias = "pb.FilterReason.ValueType"
 
@@ -29,7 +29,7 @@ class Verdict:
 
 
 def judge(
-    rules: pb.DeliveryFilter, version: int | None, heads: Sequence[types_pb2.SessionRecord]
+    rules: pb.DeliveryFilter, version: int | None, heads: Sequence[session_pb2.SessionRecord]
 ) -> Verdict:
     """Evaluates a filter on one unit.
 
@@ -55,7 +55,7 @@ def judge(
     return Verdict(reason, kept, removed)
 
 
-def usable(rules: pb.DeliveryFilter, head: types_pb2.SessionRecord) -> bool:
+def usable(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> bool:
     """Returns whether the filter leaves a session at least one trajectory; ignores policy lag."""
     return any(not _reason(rules, None, row) for row in rows_of(head))
 
@@ -75,7 +75,7 @@ def oldest_trained_version(row: Row) -> int | None:
 
 def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
     """Returns the first rule that removes a row; UNSPECIFIED if the row is kept."""
-    allowed = {types_pb2.FIDELITY_REASON_EXACT, *rules.allowed_reasons}
+    allowed = {trajectory_pb2.FIDELITY_REASON_EXACT, *rules.allowed_reasons}
     if rules.lineages and not _lineages(row) & set(rules.lineages):
         return pb.FILTER_REASON_LINEAGE
     if rules.allowed_reasons and not allowed.issuperset(row.reasons):
@@ -91,14 +91,14 @@ def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:
     return pb.FILTER_REASON_UNSPECIFIED
 
 
-def _lineages(row: Row) -> set[types_pb2.Lineage.ValueType]:
+def _lineages(row: Row) -> set[trajectory_pb2.Lineage.ValueType]:
     """Returns the lineage of a trajectory, or all lineages in a tree, of which one must match."""
-    if isinstance(row, types_pb2.Trajectory):
+    if isinstance(row, trajectory_pb2.Trajectory):
         return {row.lineage}
     return {node.lineage for node in row.nodes}
 
 
-def _all_equal(heads: Sequence[types_pb2.SessionRecord], kept: list[list[int]]) -> bool:
+def _all_equal(heads: Sequence[session_pb2.SessionRecord], kept: list[list[int]]) -> bool:
     """Returns whether at least two sessions remain and all their rewards are known and equal."""
     seen: set[tuple[float, ...]] = set()
     sessions = 0
@@ -107,7 +107,7 @@ def _all_equal(heads: Sequence[types_pb2.SessionRecord], kept: list[list[int]]) 
         rows = rows_of(head)
         for row in (rows[at] for at in places):
             reward = head.reward if head.HasField("reward") else None
-            if isinstance(row, types_pb2.Trajectory) and row.HasField("reward"):
+            if isinstance(row, trajectory_pb2.Trajectory) and row.HasField("reward"):
                 reward = row.reward
             if reward is None:
                 return False

@@ -8,9 +8,9 @@ from rollmesh.collector.delivery.filters import Verdict
 from rollmesh.collector.delivery.records import join, keep, read_head
 from rollmesh.collector.delivery.units import Unit
 from rollmesh.runtime.errors import SessionDamagedError
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
-Judge: TypeAlias = Callable[[Sequence[types_pb2.SessionRecord]], Verdict]
+Judge: TypeAlias = Callable[[Sequence[session_pb2.SessionRecord]], Verdict]
 """Evaluates a filter on the heads of a unit's sessions."""
 
 
@@ -21,7 +21,7 @@ class Loaded:
     unit: Unit
     verdict: Verdict
     """The result of the filter."""
-    heads: list[types_pb2.SessionRecord] = field(default_factory=list)
+    heads: list[session_pb2.SessionRecord] = field(default_factory=list)
     """Its sessions, without arrays."""
     arrays: list[bytes] = field(default_factory=list)
     """The arrays of each session, as `records.split` returned them; empty if not delivered."""
@@ -74,7 +74,7 @@ def judge_unit(unit: Unit, heads: Sequence[bytes | None], judge: Judge) -> Loade
         The unit without arrays; None if one of its sessions was removed, because the consumer
         settled the unit while it was held here.
     """
-    read: list[types_pb2.SessionRecord] = []
+    read: list[session_pb2.SessionRecord] = []
     for session_id, head in zip(unit.session_ids, heads, strict=True):
         if head is None:
             return None

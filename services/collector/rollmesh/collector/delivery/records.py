@@ -11,27 +11,27 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.runtime.errors import SessionDamagedError
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 
-Row: TypeAlias = types_pb2.Trajectory | types_pb2.TrajectoryTree
+Row: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
 """The unit of filtering: a trajectory, or the complete tree of a session."""
-Run: TypeAlias = types_pb2.TrajectorySegment | types_pb2.TrajectoryNode
+Run: TypeAlias = trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode
 _log = logging.getLogger(__name__)
 _BYTES_PER_TOKEN = {"token_ids_u32le": 4, "logprobs_f32le": 4, "loss_mask_u8": 1}
 """The arrays of a row, in storage order."""
 
 
-def rows_of(record: types_pb2.SessionRecord) -> Sequence[Row]:
+def rows_of(record: session_pb2.SessionRecord) -> Sequence[Row]:
     """Returns a session's trajectories, or its tree as the only row."""
     return [record.tree] if record.HasField("tree") else record.trajectories
 
 
 def runs_of(row: Row) -> Sequence[Run]:
     """Returns the token runs of a row, in order."""
-    return row.nodes if isinstance(row, types_pb2.TrajectoryTree) else row.segments
+    return row.nodes if isinstance(row, trajectory_pb2.TrajectoryTree) else row.segments
 
 
-def split(record: types_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
+def split(record: session_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
     """Removes the arrays from a record.
 
     Returns:
@@ -46,14 +46,14 @@ def split(record: types_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
     return record.SerializeToString(), arrays
 
 
-def read_head(session_id: str, data: bytes) -> types_pb2.SessionRecord:
+def read_head(session_id: str, data: bytes) -> session_pb2.SessionRecord:
     """Parses the head of a session, as returned by `split`.
 
     Raises:
         SessionDamagedError: The data is not a head of this session.
     """
     try:
-        head = types_pb2.SessionRecord.FromString(data)
+        head = session_pb2.SessionRecord.FromString(data)
     except DecodeError as error:
         raise damaged(session_id, f"its head is no message: {error}") from error
     if head.session_id != session_id:
@@ -61,7 +61,7 @@ def read_head(session_id: str, data: bytes) -> types_pb2.SessionRecord:
     return head
 
 
-def join(head: types_pb2.SessionRecord, arrays: bytes) -> types_pb2.SessionRecord:
+def join(head: session_pb2.SessionRecord, arrays: bytes) -> session_pb2.SessionRecord:
     """Restores the arrays from `split` into the head, which is modified in place and returned.
 
     Raises:
@@ -91,7 +91,7 @@ def damaged(session_id: str, problem: str) -> SessionDamagedError:
     )
 
 
-def keep(record: types_pb2.SessionRecord, places: Sequence[int]) -> types_pb2.SessionRecord:
+def keep(record: session_pb2.SessionRecord, places: Sequence[int]) -> session_pb2.SessionRecord:
     """Keeps only the rows at these indices; modifies the session in place and returns it."""
     if record.HasField("tree"):
         if not places:
@@ -111,6 +111,6 @@ def tokens_of(row: Row) -> int:
 
 def turns_of(row: Row) -> int:
     """Returns the number of sampled turns of a row."""
-    if isinstance(row, types_pb2.Trajectory):
+    if isinstance(row, trajectory_pb2.Trajectory):
         return row.turns
     return sum(node.sampled for node in row.nodes)

@@ -3,10 +3,10 @@
 import hashlib
 
 from rollmesh.runtime.errors import RepeatConflictError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 
 
-def rewards_digest(rewards: types_pb2.SessionRewards) -> bytes:
+def rewards_digest(rewards: session_pb2.SessionRewards) -> bytes:
     """Returns a digest that tells a repeat from a request with different rewards."""
     data = rewards.SerializeToString(deterministic=True)
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -9,7 +9,7 @@ consumer has *settled* a unit once it acknowledged it or its filter dropped it.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 SESSION = int(pb.DELIVERY_UNIT_SESSION)
 GROUP = int(pb.DELIVERY_UNIT_GROUP)
@@ -65,7 +65,7 @@ class Settlement(NamedTuple):
 class Arrival(NamedTuple):
     """A session to be stored."""
 
-    record: types_pb2.SessionRecord
+    record: session_pb2.SessionRecord
     hold_ms: int | None = None
     """How long it waits for rewards unless its record says so; None: it does not wait."""
 

@@ -11,7 +11,7 @@ import grpc
 
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, types_pb2
+from rollmesh.v1 import scorer_pb2, scorer_pb2_grpc, session_pb2
 
 _START_S = 60.0
 
@@ -25,7 +25,7 @@ class ScorerError(RollmeshError):
 class Scorer(Protocol):
     """Scores one session at a time."""
 
-    async def score(self, record: types_pb2.SessionRecord) -> types_pb2.SessionRewards:
+    async def score(self, record: session_pb2.SessionRecord) -> session_pb2.SessionRewards:
         """Returns the rewards of a session.
 
         Raises:
@@ -43,14 +43,14 @@ class WorkerScorer:
         self._timeout_s = timeout_s
         self._process: Process | None = None
 
-    async def score(self, record: types_pb2.SessionRecord) -> types_pb2.SessionRewards:
+    async def score(self, record: session_pb2.SessionRecord) -> session_pb2.SessionRewards:
         """Returns the rewards; see `Scorer`."""
         try:
             if self._process is None:
                 async with asyncio.timeout(_START_S):
                     await self._start()
             async with asyncio.timeout(self._timeout_s):
-                return types_pb2.SessionRewards.FromString(
+                return session_pb2.SessionRewards.FromString(
                     await self._exchange(record.SerializeToString())
                 )
         except TimeoutError:
@@ -109,7 +109,7 @@ class GrpcScorer:
         self._stub = scorer_pb2_grpc.ScorerServiceStub(channel)
         self._timeout_s = timeout_s
 
-    async def score(self, record: types_pb2.SessionRecord) -> types_pb2.SessionRewards:
+    async def score(self, record: session_pb2.SessionRecord) -> session_pb2.SessionRewards:
         """Returns the rewards; see `Scorer`."""
         request = scorer_pb2.ScoreRequest(session=record)
         with typed_errors():

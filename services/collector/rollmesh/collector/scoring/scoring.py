@@ -19,7 +19,7 @@ from rollmesh.runtime.errors import (
     StoreFullError,
 )
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 100_000
@@ -27,7 +27,7 @@ _REQUEST_ID = "scorer"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 
 
-def wants_score(record: types_pb2.SessionRecord) -> bool:
+def wants_score(record: session_pb2.SessionRecord) -> bool:
     """Returns whether to score a session: it has no reward, and none was announced."""
     return not record.HasField("reward") and not record.HasField("reward_timeout_ms")
 
@@ -100,7 +100,7 @@ class Scoring:
                 metrics.SCORES.labels("scored").inc()
                 return
         metrics.SCORES.labels("given_up").inc()
-        await self._set(session_id, types_pb2.SessionRewards())
+        await self._set(session_id, session_pb2.SessionRewards())
 
     def _failed(self, session_id: str, error: RollmeshError) -> None:
         metrics.SCORES.labels("failed").inc()
@@ -108,7 +108,7 @@ class Scoring:
             "not scored", extra=fields(session_id=session_id, reason=error.reason, error=str(error))
         )
 
-    async def _lasting_session(self, session_id: str) -> types_pb2.SessionRecord:
+    async def _lasting_session(self, session_id: str) -> session_pb2.SessionRecord:
         backoff = _backoff()
         while True:
             try:
@@ -116,7 +116,7 @@ class Scoring:
             except (StoreAwayError, StoreFullError, StoreError):
                 await asyncio.sleep(backoff.next_s())
 
-    async def _set(self, session_id: str, rewards: types_pb2.SessionRewards) -> None:
+    async def _set(self, session_id: str, rewards: session_pb2.SessionRewards) -> None:
         """Stores rewards, retrying until the store accepts them."""
         backoff = _backoff()
         while True:

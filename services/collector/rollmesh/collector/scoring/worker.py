@@ -11,7 +11,7 @@ import os
 import sys
 from typing import BinaryIO
 
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2
 
 
 def _send(out: BinaryIO, ok: bytes, data: bytes) -> None:
@@ -32,7 +32,9 @@ def _main(path: str) -> int:
     while header := sys.stdin.buffer.read(4):
         data = sys.stdin.buffer.read(int.from_bytes(header, "little"))
         try:
-            rewards: types_pb2.SessionRewards = function(types_pb2.SessionRecord.FromString(data))
+            rewards: session_pb2.SessionRewards = function(
+                session_pb2.SessionRecord.FromString(data)
+            )
             _send(out, b"\1", rewards.SerializeToString())
         except Exception as error:  # noqa: BLE001 - a scorer may raise anything
             _send(out, b"\0", repr(error).encode())

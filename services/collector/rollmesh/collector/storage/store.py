@@ -19,7 +19,7 @@ from rollmesh.runtime.errors import (
     StoreFullError,
 )
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 _log = logging.getLogger(__name__)
 LOAD_BYTES = 4 * 1024 * 1024
@@ -79,7 +79,7 @@ class Store(Protocol):
         ...
 
     async def set_rewards(
-        self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
+        self, session_id: str, rewards: session_pb2.SessionRewards, request_id: str, now_ms: int
     ) -> bool:
         """Sets a session's rewards; returns whether it is a repeat, which changes nothing.
 
@@ -196,7 +196,7 @@ class Store(Protocol):
         """Returns groups waiting for samples, and the token of the next page."""
         ...
 
-    async def session(self, session_id: str, *, arrays: bool) -> types_pb2.SessionRecord:
+    async def session(self, session_id: str, *, arrays: bool) -> session_pb2.SessionRecord:
         """Returns one session.
 
         Raises:

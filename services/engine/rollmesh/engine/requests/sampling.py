@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rollmesh.engine.backend import Sampling
 from rollmesh.runtime.errors import InvalidSamplingError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2
 
 
 class _Range(NamedTuple):
@@ -35,7 +35,9 @@ _MAX_BAD, _MAX_BAD_IDS = 1000, 256
 MAX_TOP_LOGPROBS = 20  # vLLM's own default limit
 
 
-def read_sampling(params: types_pb2.SamplingParams, room: int, vocabulary_tokens: int) -> Sampling:
+def read_sampling(
+    params: sampling_pb2.SamplingParams, room: int, vocabulary_tokens: int
+) -> Sampling:
     """Returns validated parameters; `max_tokens` is capped at `room`, the ids left in the context.
 
     Raises:
@@ -72,7 +74,7 @@ def read_sampling(params: types_pb2.SamplingParams, room: int, vocabulary_tokens
     )
 
 
-def _allowed(params: types_pb2.SamplingParams, vocabulary_tokens: int) -> tuple[int, ...]:
+def _allowed(params: sampling_pb2.SamplingParams, vocabulary_tokens: int) -> tuple[int, ...]:
     ids = tuple(dict.fromkeys(params.allowed_token_ids))
     if len(ids) > _MAX_ALLOWED or any(id_ >= vocabulary_tokens for id_ in ids):
         raise InvalidSamplingError(
@@ -83,7 +85,7 @@ def _allowed(params: types_pb2.SamplingParams, vocabulary_tokens: int) -> tuple[
 
 
 def _biases(
-    params: types_pb2.SamplingParams, vocabulary_tokens: int
+    params: sampling_pb2.SamplingParams, vocabulary_tokens: int
 ) -> tuple[tuple[int, float], ...]:
     field, biases = "sampling.logit_bias", tuple(sorted(params.logit_bias.items()))
     if len(biases) > _MAX_BIASES or any(id_ >= vocabulary_tokens for id_, _ in biases):
@@ -96,7 +98,7 @@ def _biases(
 
 
 def _bad_sequences(
-    params: types_pb2.SamplingParams, vocabulary_tokens: int
+    params: sampling_pb2.SamplingParams, vocabulary_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
     field = "sampling.bad_sequences"
     bad = tuple(dict.fromkeys(tuple(one.token_ids) for one in params.bad_sequences))
@@ -120,7 +122,7 @@ def _check_left(masks: _Masks, not_yet: tuple[int, ...], vocabulary_tokens: int)
         raise InvalidSamplingError(f"sampling.{name}", "leaves no token to sample; mask fewer")
 
 
-def _float(params: types_pb2.SamplingParams, name: str, range_: _Range) -> float:
+def _float(params: sampling_pb2.SamplingParams, name: str, range_: _Range) -> float:
     if not params.HasField(name):  # type: ignore[arg-type]  # a name from the table above
         return range_.default
     value = float(getattr(params, name))

@@ -39,13 +39,13 @@ from rollmesh.runtime.errors import (
     WeightTransferError,
 )
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import engine_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _log = logging.getLogger(__name__)
 _FINISHES = {
-    "stop": types_pb2.FINISH_REASON_STOP,
-    "length": types_pb2.FINISH_REASON_LENGTH,
-    "abort": types_pb2.FINISH_REASON_ABORT,
+    "stop": sampling_pb2.FINISH_REASON_STOP,
+    "length": sampling_pb2.FINISH_REASON_LENGTH,
+    "abort": sampling_pb2.FINISH_REASON_ABORT,
 }
 _HEALTH_CHECK_S = 0.5
 _ANY_TEXT = '{"type": "structural_tag", "format": {"type": "any_text"}}'
@@ -330,11 +330,11 @@ def _finish(completion: Any, cached_tokens: int) -> Finish:
         raise EngineDeadError(f"vLLM ended a request with {completion.finish_reason!r}")
     stop = completion.stop_reason
     if (
-        reason == types_pb2.FINISH_REASON_STOP and stop is None
+        reason == sampling_pb2.FINISH_REASON_STOP and stop is None
     ):  # the end token that vLLM knows by itself
         stop = completion.token_ids[-1] if len(completion.token_ids) else None
     spans = tuple(
-        types_pb2.VersionSpan(policy_version=int(span.version), start=span.start, end=span.end)
+        sampling_pb2.VersionSpan(policy_version=int(span.version), start=span.start, end=span.end)
         for span in completion.weight_versions or ()
     )
     return Finish(reason, stop if isinstance(stop, int) else None, spans, cached_tokens)

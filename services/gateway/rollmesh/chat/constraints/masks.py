@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2
 
 
 def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[int]]:
@@ -28,6 +28,6 @@ def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[
     return sequences
 
 
-def is_masked(sampling: types_pb2.SamplingParams) -> bool:
+def is_masked(sampling: sampling_pb2.SamplingParams) -> bool:
     """Returns whether the request masks tokens or changes their likelihood."""
     return bool(sampling.allowed_token_ids or sampling.logit_bias or sampling.bad_sequences)

@@ -39,7 +39,7 @@ from typing import NamedTuple
 from rollmesh.chat.messages import MessageGroup
 from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.gateway.conversation.tree import Node, Tree
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 _TURNS_BEFORE_COMPACTION = 2
 _QUOTED_CHARS = 65_536
@@ -81,7 +81,7 @@ class _Ways:
             below = max((self._turns[child.node_id] for child in node.children), default=0)
             self._turns[node.node_id] = below + (node.sample is not None)
             says = any(child.node_id in self._says_main for child in node.children)
-            if says or node.said == types_pb2.LINEAGE_MAIN:
+            if says or node.said == trajectory_pb2.LINEAGE_MAIN:
                 self._says_main.add(node.node_id)
         heads = [node for node in tree.nodes.values() if _is_head(node)]
         self._chosen: dict[int, Node] = {}
@@ -114,13 +114,15 @@ class _Ways:
         """Returns the lineage of the branch that a path ends in."""
         main = self._main
         assert main is not None
-        if way.said is not None and way.said != types_pb2.LINEAGE_MAIN:
+        if way.said is not None and way.said != trajectory_pb2.LINEAGE_MAIN:
             return way.said
         if way.first is None or way.last is None:
-            return types_pb2.LINEAGE_MAIN
+            return trajectory_pb2.LINEAGE_MAIN
         if way.head is main and (way.shared or way.first.sample is not None):
             return (
-                types_pb2.LINEAGE_BRANCH if way.last.sample is None else types_pb2.LINEAGE_SIBLING
+                trajectory_pb2.LINEAGE_BRANCH
+                if way.last.sample is None
+                else trajectory_pb2.LINEAGE_SIBLING
             )
         key = way.head.node_id, 0 if way.begun is None else way.begun.node_id
         if key not in self._known:
@@ -160,7 +162,7 @@ class _Ways:
     def _said(self, node: Node) -> tuple[bool, bool]:
         """Returns whether a request below says MAIN, and whether the first says nothing else."""
         first = _first_turn(node)
-        other = first is not None and first.said not in {None, types_pb2.LINEAGE_MAIN}
+        other = first is not None and first.said not in {None, trajectory_pb2.LINEAGE_MAIN}
         return node.node_id in self._says_main, not other
 
     def _is_first(self, node: Node) -> bool:
@@ -181,15 +183,15 @@ class _Ways:
         same_system = _system(head) == _system(main)
         same_context = head.render_context.key == main.render_context.key
         if one_turn and first is not None and _is_probe(first):
-            return types_pb2.LINEAGE_AUXILIARY
+            return trajectory_pb2.LINEAGE_AUXILIARY
         toolless = bool(main.render_context.tools_json) and not head.render_context.tools_json
         if one_turn and toolless and not same_system:
-            return types_pb2.LINEAGE_AUXILIARY
+            return trajectory_pb2.LINEAGE_AUXILIARY
         if same_context and same_system and first is not None and _follows(first, self._trunk):
-            return types_pb2.LINEAGE_COMPACTION
+            return trajectory_pb2.LINEAGE_COMPACTION
         if not same_system or (not same_context and bool(head.render_context.tools_json)):
-            return types_pb2.LINEAGE_SUB_AGENT
-        return types_pb2.LINEAGE_BRANCH if head is main else types_pb2.LINEAGE_ROOT
+            return trajectory_pb2.LINEAGE_SUB_AGENT
+        return trajectory_pb2.LINEAGE_BRANCH if head is main else trajectory_pb2.LINEAGE_ROOT
 
 
 def _is_probe(node: Node) -> bool:
@@ -197,7 +199,7 @@ def _is_probe(node: Node) -> bool:
     return (
         sample is not None
         and len(sample.token_ids) <= 1
-        and sample.finish == types_pb2.FINISH_REASON_LENGTH
+        and sample.finish == sampling_pb2.FINISH_REASON_LENGTH
     )
 
 

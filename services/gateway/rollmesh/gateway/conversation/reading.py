@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from rollmesh.chat.messages import Message, RoleName, ToolCall
 from rollmesh.runtime.errors import InvalidMessagesError, UnsupportedPartError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2
 
 ROLES: dict[int, RoleName] = {
-    types_pb2.ROLE_SYSTEM: "system",
-    types_pb2.ROLE_USER: "user",
-    types_pb2.ROLE_ASSISTANT: "assistant",
-    types_pb2.ROLE_TOOL: "tool",
+    chat_pb2.ROLE_SYSTEM: "system",
+    chat_pb2.ROLE_USER: "user",
+    chat_pb2.ROLE_ASSISTANT: "assistant",
+    chat_pb2.ROLE_TOOL: "tool",
 }
 _KEPT = 4  # a main conversation and some sub-agents
 _KEPT_BYTES = 4 * 1024 * 1024
@@ -84,7 +84,7 @@ class MessageReader:
         return messages, digest.digest()
 
 
-def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
+def _read_message(at: int, message: chat_pb2.ChatMessage) -> Message:
     role = ROLES.get(message.role)
     if role is None:
         raise InvalidMessagesError(f"messages[{at}].role", "is not set; name who wrote it")
@@ -99,7 +99,7 @@ def _read_message(at: int, message: types_pb2.ChatMessage) -> Message:
     )
 
 
-def _read_content(parts: Sequence[types_pb2.ContentPart], field: str) -> str:
+def _read_content(parts: Sequence[chat_pb2.ContentPart], field: str) -> str:
     """Returns the text of a message, joined from its parts."""
     if len(parts) == 1 and (text := parts[0].text):  # the common case
         return text
@@ -116,7 +116,7 @@ def _read_content(parts: Sequence[types_pb2.ContentPart], field: str) -> str:
     return "".join(part.text for part in parts)
 
 
-def _size(message: types_pb2.ChatMessage) -> int:
+def _size(message: chat_pb2.ChatMessage) -> int:
     """Returns the size of a message within its request: tag, length and the message, bytes."""
     size = message.ByteSize()
     return 1 + max((size.bit_length() + 6) // 7, 1) + size

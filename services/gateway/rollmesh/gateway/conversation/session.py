@@ -21,7 +21,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     SessionLimitError,
 )
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TurnRequest:
 
     messages: tuple[Message, ...]
     render_context: RenderContext
-    sampling: types_pb2.SamplingParams
+    sampling: sampling_pb2.SamplingParams
     stops: tuple[str, ...]
     wanted: Wanted
     stream: bool
@@ -393,8 +393,8 @@ class Session:
         ]
         for node in nodes:
             # A close that could not be stored may have marked it.
-            reasons = node.reasons - {types_pb2.FIDELITY_REASON_ORPHANED}
+            reasons = node.reasons - {trajectory_pb2.FIDELITY_REASON_ORPHANED}
             node.reasons = (
-                reasons if node.children else reasons | {types_pb2.FIDELITY_REASON_ORPHANED}
+                reasons if node.children else reasons | {trajectory_pb2.FIDELITY_REASON_ORPHANED}
             )
         return nodes

@@ -23,7 +23,7 @@ from rollmesh.chat.templates.path import Seen
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.sampled import Tops
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 _TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 24, 512
 """Record bytes per token, at most per node and per version span, and per trajectory."""
@@ -189,7 +189,7 @@ class Tree:
         """Returns why a first message starts a new root: TOOLS_CHANGED, or no reason."""
         others = (root for key, root in self._roots.items() if key != render_context.key)
         changed = any(root.children for root in others)
-        return frozenset({types_pb2.FIDELITY_REASON_TOOLS_CHANGED}) if changed else frozenset()
+        return frozenset({trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED}) if changed else frozenset()
 
     def add_messages(self, parent: Node, group: MessageGroup, token_ids: TokenIds) -> Node:
         """Attaches an unsampled group, or returns the equal node that another request attached.
@@ -319,7 +319,7 @@ class Tree:
                 yield node, nothing
         if group[0].role != "assistant" or len(exact) == len(parent.children):
             return
-        lenient = frozenset({types_pb2.FIDELITY_REASON_LENIENT_ECHO})
+        lenient = frozenset({trajectory_pb2.FIDELITY_REASON_LENIENT_ECHO})
         near = parent.by_lenient_key.get(self._lenient_key(group), ())
         for node in near:
             if node not in exact and not contradicts_reasoning(node.messages[0], group[0]):

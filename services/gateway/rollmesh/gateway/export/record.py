@@ -16,12 +16,12 @@ from rollmesh.gateway.protocol.responses import write_role
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, pack_mask
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.session_rewards import apply_rewards, check_rewards
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 
 def write_record(
     session: Session, request: gateway_pb2.CloseSessionRequest, closed_unix_ms: int
-) -> types_pb2.SessionRecord:
+) -> session_pb2.SessionRecord:
     """Returns the record of a session closed by `request`, with its rewards checked and applied.
 
     Runs in a worker thread.
@@ -35,7 +35,7 @@ def write_record(
             trajectories = [_write_trajectory(spec.session_id, one) for one in export_turns(tree)]
         case gateway_pb2.EXPORT_MODE_LEAVES:
             trajectories = [_write_trajectory(spec.session_id, one) for one in export_tree(tree)]
-    record = types_pb2.SessionRecord(
+    record = session_pb2.SessionRecord(
         session_id=spec.session_id,
         group_id=spec.group_id,
         sample_index=spec.sample_index,
@@ -56,7 +56,7 @@ def write_record(
     return record
 
 
-def check_close(session: Session, rewards: types_pb2.SessionRewards) -> None:
+def check_close(session: Session, rewards: session_pb2.SessionRewards) -> None:
     """Checks that a close's rewards refer to what the session's record will contain.
 
     Raises:
@@ -97,13 +97,13 @@ def record_bytes(session: Session) -> int:
             return tree.leaf_bytes
 
 
-def exported_lineages(record: types_pb2.SessionRecord) -> list[str]:
+def exported_lineages(record: session_pb2.SessionRecord) -> list[str]:
     """Returns the lineage of each trajectory of a record, or of each leaf of its tree."""
     nodes = record.tree.nodes
     inner = {node.parent_index for node in nodes if node.HasField("parent_index")}
     leaves = [node.lineage for at, node in enumerate(nodes) if at not in inner]
     found = leaves + [trajectory.lineage for trajectory in record.trajectories]
-    return [name_of(types_pb2.Lineage.DESCRIPTOR, one).lower() for one in found]
+    return [name_of(trajectory_pb2.Lineage.DESCRIPTOR, one).lower() for one in found]
 
 
 def trajectory_id(session_id: str, leaf_node_id: int) -> str:
@@ -111,9 +111,9 @@ def trajectory_id(session_id: str, leaf_node_id: int) -> str:
     return f"{session_id}-{leaf_node_id}"
 
 
-def _write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Trajectory:
+def _write_trajectory(session_id: str, trajectory: Trajectory) -> trajectory_pb2.Trajectory:
     """Returns the proto of an exported trajectory."""
-    return types_pb2.Trajectory(
+    return trajectory_pb2.Trajectory(
         trajectory_id=trajectory_id(session_id, trajectory.leaf_node_id),
         session_id=session_id,
         leaf_node_id=trajectory.leaf_node_id,
@@ -124,7 +124,7 @@ def _write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Traj
         prompt_tokens=trajectory.prompt_tokens,
         version_spans=_write_spans(trajectory.spans),
         segments=[
-            types_pb2.TrajectorySegment(
+            trajectory_pb2.TrajectorySegment(
                 start=segment.start,
                 end=segment.end,
                 node_id=segment.node_id,
@@ -143,8 +143,8 @@ def _write_trajectory(session_id: str, trajectory: Trajectory) -> types_pb2.Traj
     )
 
 
-def _write_tree(tree: PackedTree) -> types_pb2.TrajectoryTree:
-    return types_pb2.TrajectoryTree(
+def _write_tree(tree: PackedTree) -> trajectory_pb2.TrajectoryTree:
+    return trajectory_pb2.TrajectoryTree(
         nodes=map(_write_node, tree.nodes),
         token_ids_u32le=pack_ids(tree.token_ids),
         logprobs_f32le=pack_logprobs(tree.logprobs),
@@ -154,8 +154,8 @@ def _write_tree(tree: PackedTree) -> types_pb2.TrajectoryTree:
     )
 
 
-def _write_node(node: TreeNode) -> types_pb2.TrajectoryNode:
-    return types_pb2.TrajectoryNode(
+def _write_node(node: TreeNode) -> trajectory_pb2.TrajectoryNode:
+    return trajectory_pb2.TrajectoryNode(
         node_id=node.node_id,
         parent_index=node.parent_index,
         start=node.start,
@@ -172,8 +172,8 @@ def _write_node(node: TreeNode) -> types_pb2.TrajectoryNode:
     )
 
 
-def _write_spans(spans: Iterable[VersionSpan]) -> list[types_pb2.VersionSpan]:
+def _write_spans(spans: Iterable[VersionSpan]) -> list[sampling_pb2.VersionSpan]:
     return [
-        types_pb2.VersionSpan(policy_version=version, start=start, end=end)
+        sampling_pb2.VersionSpan(policy_version=version, start=start, end=end)
         for version, start, end in spans
     ]

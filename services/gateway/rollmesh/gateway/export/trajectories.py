@@ -13,7 +13,7 @@ from rollmesh.gateway.conversation.lineage import lineages
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 _NONE: Mapping[int, Lineage] = {}
 
@@ -135,14 +135,16 @@ def export_tree(tree: Tree) -> Iterator[Trajectory]:
     leaves = list(tree.leaves())
     found = lineages(tree, leaves)
     owners: dict[int, int] = {}
-    for leaf in sorted(leaves, key=lambda one: found[one.node_id] == types_pb2.LINEAGE_AUXILIARY):
+    for leaf in sorted(
+        leaves, key=lambda one: found[one.node_id] == trajectory_pb2.LINEAGE_AUXILIARY
+    ):
         for node in leaf.path():
             owners.setdefault(node.node_id, leaf.node_id)
     for leaf in leaves:
         elsewhere = {n.node_id for n in leaf.path() if owners[n.node_id] != leaf.node_id}
         own: dict[int, Lineage] = {}
         # Earlier turns on the path of an auxiliary leaf need not be auxiliary.
-        if found[leaf.node_id] == types_pb2.LINEAGE_AUXILIARY:
+        if found[leaf.node_id] == trajectory_pb2.LINEAGE_AUXILIARY:
             own = lineages(tree, leaf.path())
         yield _export(leaf, found[leaf.node_id], elsewhere, own)
 
@@ -185,7 +187,9 @@ def _export(
             segments.append(Segment(start, middle, node.node_id, role, False, False, reasons))  # noqa: FBT003
         if node.sample is None:
             continue
-        untrained = types_pb2.FIDELITY_REASON_SHARED_PREFIX if node.node_id in elsewhere else None
+        untrained = (
+            trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX if node.node_id in elsewhere else None
+        )
         if untrained is None:
             untrained = _why_untrained(node, own.get(node.node_id, lineage))
         logprobs[middle:at] = node.sample.logprobs
@@ -223,11 +227,11 @@ def _packed(node: Node, start: int, parent_index: int | None, lineage: Lineage) 
 
 
 def _why_untrained(node: Node, lineage: Lineage) -> Fidelity | None:
-    if lineage == types_pb2.LINEAGE_AUXILIARY:
-        return types_pb2.FIDELITY_REASON_AUXILIARY
+    if lineage == trajectory_pb2.LINEAGE_AUXILIARY:
+        return trajectory_pb2.FIDELITY_REASON_AUXILIARY
     return (
-        types_pb2.FIDELITY_REASON_ORPHANED
-        if types_pb2.FIDELITY_REASON_ORPHANED in node.reasons
+        trajectory_pb2.FIDELITY_REASON_ORPHANED
+        if trajectory_pb2.FIDELITY_REASON_ORPHANED in node.reasons
         else None
     )
 
@@ -254,10 +258,10 @@ def _sampled(node: Node, start: int, end: int, untrained: Fidelity | None) -> Se
 
 def _reasons(node: Node, sample: Sample, untrained: Fidelity | None) -> frozenset[Fidelity]:
     extra = {untrained} if untrained is not None else set()
-    if sample.finish == types_pb2.FINISH_REASON_LENGTH:
-        extra.add(types_pb2.FIDELITY_REASON_LENGTH_CUT)
+    if sample.finish == sampling_pb2.FINISH_REASON_LENGTH:
+        extra.add(trajectory_pb2.FIDELITY_REASON_LENGTH_CUT)
     if len({span.policy_version for span in sample.spans}) > 1:
-        extra.add(types_pb2.FIDELITY_REASON_MIXED_VERSIONS)
+        extra.add(trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS)
     return node.reasons | extra
 
 
@@ -266,8 +270,8 @@ def _overall(
 ) -> tuple[Fidelity, ...]:
     reasons = frozenset[Fidelity]().union(*(part.reasons for part in parts))
     if len({span.policy_version for span in spans}) > 1:
-        reasons |= {types_pb2.FIDELITY_REASON_MIXED_VERSIONS}
-    return tuple(sorted(reasons)) or (types_pb2.FIDELITY_REASON_EXACT,)
+        reasons |= {trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS}
+    return tuple(sorted(reasons)) or (trajectory_pb2.FIDELITY_REASON_EXACT,)
 
 
 def _joined(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:

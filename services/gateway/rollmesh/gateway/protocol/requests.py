@@ -21,7 +21,7 @@ from rollmesh.gateway.conversation.session import (
 )
 from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, sampling_pb2, trajectory_pb2
 
 _CALLS: dict[int, Calls] = {
     gateway_pb2.TOOL_CHOICE_UNSPECIFIED: Calls.AUTO,
@@ -31,11 +31,11 @@ _CALLS: dict[int, Calls] = {
     gateway_pb2.TOOL_CHOICE_NAMED: Calls.NAMED,
 }
 _SAID = {
-    types_pb2.LINEAGE_UNSPECIFIED,
-    types_pb2.LINEAGE_MAIN,
-    types_pb2.LINEAGE_SUB_AGENT,
-    types_pb2.LINEAGE_COMPACTION,
-    types_pb2.LINEAGE_AUXILIARY,
+    trajectory_pb2.LINEAGE_UNSPECIFIED,
+    trajectory_pb2.LINEAGE_MAIN,
+    trajectory_pb2.LINEAGE_SUB_AGENT,
+    trajectory_pb2.LINEAGE_COMPACTION,
+    trajectory_pb2.LINEAGE_AUXILIARY,
 }
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
 _MAX_KEY_CHARS = 256
@@ -48,7 +48,7 @@ _REPLACED: tuple[Literal["allowed_token_ids", "logit_bias", "bad_sequences"], ..
 )
 _MAX_SCHEMA_BYTES = 64 * 1024
 _DEFAULTS_CACHED = 256
-_Digest: TypeAlias = Callable[[types_pb2.SamplingParams, int], str]
+_Digest: TypeAlias = Callable[[sampling_pb2.SamplingParams, int], str]
 """Returns a choice's fingerprint, given its sampling parameters and index."""
 _contexts: ByteCache[tuple[str, str], RenderContext] = ByteCache(16 * 1024 * 1024)
 """Render contexts by tools and options; agents send the same ones with every request."""
@@ -72,7 +72,7 @@ def read_choices(
 def _read_choice(
     first: TurnRequest, digest: "_Digest", request: gateway_pb2.ChatRequest, index: int
 ) -> TurnRequest:
-    sampling = types_pb2.SamplingParams()
+    sampling = sampling_pb2.SamplingParams()
     sampling.CopyFrom(first.sampling)
     if sampling.HasField("seed"):  # the same seed would make all choices equal
         sampling.seed = choice_seed(sampling.seed, index)
@@ -97,7 +97,7 @@ def _read_chat(
             "stop", f"give at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters"
         )
     render_context = _context_of(request)
-    sampling = types_pb2.SamplingParams()
+    sampling = sampling_pb2.SamplingParams()
     sampling.CopyFrom(_defaults(spec.sampling))
     for name in _REPLACED:  # MergeFrom would concatenate them
         if getattr(request.sampling, name):
@@ -117,7 +117,7 @@ def _read_chat(
         dataclasses.astuple(returns),
     ]
 
-    def fingerprint_of(sampling: types_pb2.SamplingParams, index: int) -> str:
+    def fingerprint_of(sampling: sampling_pb2.SamplingParams, index: int) -> str:
         settings = [sampling.SerializeToString(deterministic=True).hex(), stops, index, *others]
         return fingerprint(render_context, digest, settings).hex()
 
@@ -237,5 +237,5 @@ def _check_schema(schema: bytes) -> None:
 
 
 @lru_cache(_DEFAULTS_CACHED)
-def _defaults(sampling_json: str) -> types_pb2.SamplingParams:
-    return json_format.Parse(sampling_json, types_pb2.SamplingParams())
+def _defaults(sampling_json: str) -> sampling_pb2.SamplingParams:
+    return json_format.Parse(sampling_json, sampling_pb2.SamplingParams())

@@ -17,18 +17,18 @@ from rollmesh.gateway.conversation.session import (
 )
 from rollmesh.gateway.conversation.tree import Node, Tree
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import chat_pb2, gateway_pb2
 
 _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
 
 
-def write_message(message: Message) -> types_pb2.ChatMessage:
+def write_message(message: Message) -> chat_pb2.ChatMessage:
     """Returns the proto of a message; empty content is omitted."""
-    return types_pb2.ChatMessage(
+    return chat_pb2.ChatMessage(
         role=write_role(message.role),
-        content=[types_pb2.ContentPart(text=message.content)] if message.content else [],
+        content=[chat_pb2.ContentPart(text=message.content)] if message.content else [],
         tool_calls=[
-            types_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
+            chat_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments)
             for call in message.tool_calls
         ],
         reasoning_content=message.reasoning or None,
@@ -131,6 +131,6 @@ def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
     return result
 
 
-def write_role(role: RoleName) -> types_pb2.Role.ValueType:
+def write_role(role: RoleName) -> chat_pb2.Role.ValueType:
     """Returns the proto of a role."""
-    return types_pb2.Role.ValueType(_ROLE_NUMBERS[role])
+    return chat_pb2.Role.ValueType(_ROLE_NUMBERS[role])

@@ -8,7 +8,7 @@ from rollmesh.gateway.sessions.registry import Gateway
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import gateway_pb2, types_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 60.0
@@ -33,7 +33,7 @@ async def _close(gateway: Gateway, session: Session) -> None:
     """Closes a session; one that cannot be closed is set aside and affects no other session."""
     request = gateway_pb2.CloseSessionRequest(
         session_id=session.spec.session_id,
-        outcome=types_pb2.SESSION_OUTCOME_ABORTED,
+        outcome=session_pb2.SESSION_OUTCOME_ABORTED,
         metadata={"closed_by": "idle"},
     )
     try:

@@ -28,7 +28,7 @@ from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import begun
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -127,12 +127,14 @@ class Replies:
 
         The mark is informational. If it cannot be stored, the committed answer is sent anyway.
         """
-        if types_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons:
+        if trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in node.reasons:
             return
-        node.reasons |= {types_pb2.FIDELITY_REASON_RETRY_REPLAY}
+        node.reasons |= {trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY}
         session_id = session.spec.session_id
         try:
             await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
         except RollmeshError as error:
-            node.reasons -= {types_pb2.FIDELITY_REASON_RETRY_REPLAY}  # the next replay tries again
+            node.reasons -= {
+                trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY
+            }  # the next replay tries again
             _log.warning("replay not recorded", extra=fields(session=session_id, error=str(error)))

@@ -16,7 +16,7 @@ from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 SCHEMA_VERSION = 7  # increment with every change of the schema below
 SCHEMA = """
@@ -272,14 +272,16 @@ def attach_row(stored: StoredSession, row: Any, contexts: dict[bytes, RenderCont
             token_ids,
             scaffold,
             sample=_sample(token_ids[scaffold:], *sampled) if sampled[0] else None,
-            reasons=frozenset(_known(types_pb2.FidelityReason, one) for one in json.loads(reasons)),
+            reasons=frozenset(
+                _known(trajectory_pb2.FidelityReason, one) for one in json.loads(reasons)
+            ),
             stored=True,
         )
     )
     if answer:
         record = stored.answers[node_id] = AnswerRecord(**json.loads(answer))
         stored.tree.nodes[node_id].said = (
-            _known(types_pb2.Lineage, record.lineage) if record.lineage else None
+            _known(trajectory_pb2.Lineage, record.lineage) if record.lineage else None
         )
 
 
@@ -304,7 +306,7 @@ def _sample(token_ids: Any, text: str, logprobs: bytes, tops: bytes | None) -> S
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),
         tuple(VersionSpan(*span) for span in spans),
-        _known(types_pb2.FinishReason, finish),
+        _known(sampling_pb2.FinishReason, finish),
         engine_id,
         prompt_tokens,
         cached_tokens,

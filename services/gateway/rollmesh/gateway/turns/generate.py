@@ -22,9 +22,9 @@ from rollmesh.runtime.errors import (
     InvalidFieldError,
     RollmeshError,
 )
-from rollmesh.v1 import engine_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
-_FINISHES = set(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSPECIFIED}
+_FINISHES = set(sampling_pb2.FinishReason.values()) - {sampling_pb2.FINISH_REASON_UNSPECIFIED}
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
     assert finish is not None
     sampled = joined(generation.runs)
     cut = generation.answer.stopped_at
-    if cut is None and finish.reason == types_pb2.FINISH_REASON_ABORT:
+    if cut is None and finish.reason == sampling_pb2.FINISH_REASON_ABORT:
         raise GenerationAbortedError("the generation was aborted; nothing was kept, try again")
     size = len(sampled) if cut is None else cut
     sampled = sampled.until(size)
@@ -146,7 +146,7 @@ def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,
         spans=spans,
-        finish=types_pb2.FINISH_REASON_STOP if cut is not None else finish.reason,
+        finish=sampling_pb2.FINISH_REASON_STOP if cut is not None else finish.reason,
         engine_id=generation.engine_id,
         prompt_tokens=prompt_tokens,
         cached_tokens=finish.cached_tokens,

@@ -22,7 +22,7 @@ from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt
 from rollmesh.runtime.codec.arrays import pack_ids
 from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
-from rollmesh.v1 import engine_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _SHORT_CHARS = 16_384  # tokenised in about 3 ms; longer text has its own threads
 
@@ -141,7 +141,7 @@ class Preparer:
         bad = bad_sequences(request.bad_words, self._tokenizer)
         return Prepared(prompt, packed, len(ids), crc32, inside, constraint, bad)
 
-    def sampling(self, request: TurnRequest, prepared: Prepared) -> types_pb2.SamplingParams:
+    def sampling(self, request: TurnRequest, prepared: Prepared) -> sampling_pb2.SamplingParams:
         """Returns the sampling parameters for the engine.
 
         Raises:
@@ -151,7 +151,7 @@ class Preparer:
         room = self._max_context_tokens - prompt_tokens
         if room < 1:
             raise self._too_long(str(prompt_tokens), prompt_tokens)
-        sampling = types_pb2.SamplingParams()
+        sampling = sampling_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         if not sampling.ignore_eos:
             sampling.stop_token_ids.extend(self._continuation.stop_ids)

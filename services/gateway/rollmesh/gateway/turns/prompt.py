@@ -10,7 +10,7 @@ from rollmesh.chat.templates.path import Seen
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.gateway.conversation.tree import Match, Node, Tree
 from rollmesh.runtime.codec.arrays import TokenIds
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import trajectory_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ def build_prompt(
     path, new = match.node.path(), groups[match.depth :]
     shown, shown_context, spelled = special_text.apply(groups, match.depth, render_context)
     if spelled:
-        match = match._replace(reasons=match.reasons | {types_pb2.FIDELITY_REASON_SPECIAL_TEXT})
+        match = match._replace(
+            reasons=match.reasons | {trajectory_pb2.FIDELITY_REASON_SPECIAL_TEXT}
+        )
     fresh = continuation.token_ids(shown, match.depth, shown_context)
     generation_prompt = continuation.generation_prompt(groups, render_context)
     if fresh:
@@ -78,7 +80,9 @@ def build_prompt(
     show = special_text.show
     at, seen = continuation.compare(path, new, shown_context, [*fresh, generation_prompt], show)
     if at is not None:
-        match = match._replace(reasons=match.reasons | {types_pb2.FIDELITY_REASON_TEMPLATE_REWRITE})
+        match = match._replace(
+            reasons=match.reasons | {trajectory_pb2.FIDELITY_REASON_TEMPLATE_REWRITE}
+        )
         printed = continuation.reprint(path[:at], groups, shown_context, show) if rewrite else None
         if printed is not None:
             fresh, generation_prompt = printed

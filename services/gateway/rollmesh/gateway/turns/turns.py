@@ -49,7 +49,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.v1 import engine_pb2, gateway_pb2, router_pb2, types_pb2
+from rollmesh.v1 import engine_pb2, gateway_pb2, router_pb2, sampling_pb2, trajectory_pb2
 
 _STREAMED_CHUNK = 16
 _INLINE_IDS = 128  # more ids than these are decoded off the event loop
@@ -156,11 +156,11 @@ class TurnRunner:
         )
         reasons = set(prepared.prompt.match.reasons)
         if generation.answer.malformed:
-            reasons.add(types_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL)
+            reasons.add(trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
-            reasons.add(types_pb2.FIDELITY_REASON_STOP_STRING)
+            reasons.add(trajectory_pb2.FIDELITY_REASON_STOP_STRING)
         if prepared.constraint is not None or is_masked(sampling):
-            reasons.add(types_pb2.FIDELITY_REASON_CONSTRAINED)
+            reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
         return prepared, generation.answer.message(), sample, frozenset(reasons)
 
     async def _generate_somewhere(
@@ -169,7 +169,7 @@ class TurnRunner:
         turn: Turn,
         request: TurnRequest,
         prepared: Prepared,
-        sampling: types_pb2.SamplingParams,
+        sampling: sampling_pb2.SamplingParams,
     ) -> Generation:
         """Generates; retries on another engine as long as no part of the answer was sent."""
         lost: list[str] = []
@@ -207,7 +207,7 @@ class TurnRunner:
         turn: Turn,
         request: TurnRequest,
         prepared: Prepared,
-        sampling: types_pb2.SamplingParams,
+        sampling: sampling_pb2.SamplingParams,
         grant: router_pb2.LeaseGrant,
     ) -> Generation:
         address, engine_id = grant.address, grant.engine_id
@@ -246,7 +246,7 @@ class TurnRunner:
         return generation
 
     def _answer(
-        self, request: TurnRequest, prepared: Prepared, sampling: types_pb2.SamplingParams
+        self, request: TurnRequest, prepared: Prepared, sampling: sampling_pb2.SamplingParams
     ) -> Answer:
         splitter = ReasoningSplitter(
             inside=prepared.inside_reasoning, tags=self._format.reasoning_tags

@@ -5,26 +5,26 @@ from typing import TypeAlias
 
 from rollmesh.runtime.codec.arrays import unpack_logprobs, unpack_mask, wrong_logprob
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _Rewarded: TypeAlias = (
-    types_pb2.SessionRecord
-    | types_pb2.Trajectory
-    | types_pb2.TrajectorySegment
-    | types_pb2.TrajectoryNode
+    session_pb2.SessionRecord
+    | trajectory_pb2.Trajectory
+    | trajectory_pb2.TrajectorySegment
+    | trajectory_pb2.TrajectoryNode
 )
-_Tokens: TypeAlias = types_pb2.Trajectory | types_pb2.TrajectoryTree
+_Tokens: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
 _MAX_ID_CHARS = 128
 
 
-def check_session(record: types_pb2.SessionRecord, path: str) -> None:
+def check_session(record: session_pb2.SessionRecord, path: str) -> None:
     """Checks a session record; errors refer to it as `path`.
 
     Raises:
         InvalidFieldError: Names the field and what is wrong.
     """
     check_name(f"{path}.session_id", record.session_id)
-    if record.outcome == types_pb2.SESSION_OUTCOME_UNSPECIFIED:
+    if record.outcome == session_pb2.SESSION_OUTCOME_UNSPECIFIED:
         raise InvalidFieldError(f"{path}.outcome", "is not set; say how the session ended")
     if record.sample_index >= max(record.group_size, 1):
         raise InvalidFieldError(
@@ -47,7 +47,7 @@ def check_session(record: types_pb2.SessionRecord, path: str) -> None:
         _check_tree(record.tree, f"{path}.tree")
 
 
-def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:
+def _check_trajectory(trajectory: trajectory_pb2.Trajectory, field: str) -> None:
     _check_finite(trajectory, field)
     count = _check_arrays(trajectory, field)
     if not count or trajectory.prompt_tokens > count:
@@ -60,7 +60,7 @@ def _check_trajectory(trajectory: types_pb2.Trajectory, field: str) -> None:
         _check_reward(segment, f"{field}.segments[{at}]")
 
 
-def _check_tree(tree: types_pb2.TrajectoryTree, field: str) -> None:
+def _check_tree(tree: trajectory_pb2.TrajectoryTree, field: str) -> None:
     count = _check_arrays(tree, field)
     _check_versions(tree, count, f"{field}.version_spans")
     end = 0
@@ -77,7 +77,9 @@ def _check_tree(tree: types_pb2.TrajectoryTree, field: str) -> None:
         raise InvalidFieldError(f"{field}.nodes", f"do not cover the {count} tokens")
 
 
-def _check_reward(turn: types_pb2.TrajectorySegment | types_pb2.TrajectoryNode, field: str) -> None:
+def _check_reward(
+    turn: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode, field: str
+) -> None:
     if not turn.HasField("reward"):
         return
     if not turn.sampled:

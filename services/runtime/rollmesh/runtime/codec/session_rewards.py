@@ -4,13 +4,13 @@ import math
 from collections.abc import Collection, Container
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import session_pb2, trajectory_pb2
 
 _MOST_NAMED = 8
 
 
 def check_rewards(
-    rewards: types_pb2.SessionRewards, trajectory_ids: Collection[str], turns: Container[int]
+    rewards: session_pb2.SessionRewards, trajectory_ids: Collection[str], turns: Container[int]
 ) -> None:
     """Checks that rewards are finite and refer to trajectories and turns that exist.
 
@@ -45,7 +45,7 @@ def check_rewards(
         _check_finite(field, reward)
 
 
-def apply_rewards(record: types_pb2.SessionRecord, rewards: types_pb2.SessionRewards) -> None:
+def apply_rewards(record: session_pb2.SessionRecord, rewards: session_pb2.SessionRewards) -> None:
     """Sets rewards of a session; absent rewards keep their values.
 
     A turn's reward is set wherever the turn occurs, because branches share their prefixes.
@@ -58,7 +58,7 @@ def apply_rewards(record: types_pb2.SessionRecord, rewards: types_pb2.SessionRew
         InvalidFieldError: See `check_rewards`.
     """
     trajectories = {one.trajectory_id: one for one in record.trajectories}
-    runs: list[types_pb2.TrajectorySegment | types_pb2.TrajectoryNode] = [
+    runs: list[trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode] = [
         run for one in record.trajectories for run in one.segments if run.sampled
     ]
     runs += [node for node in record.tree.nodes if node.sampled]

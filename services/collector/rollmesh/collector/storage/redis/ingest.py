@@ -17,7 +17,7 @@ from rollmesh.collector.storage.redis.client import Command, RedisClient, Script
 from rollmesh.collector.storage.redis.groups import Pair, Seen
 from rollmesh.collector.storage.store import RETRY_MS, other_size, session_unknown, store_full
 from rollmesh.runtime.codec.session_rewards import apply_rewards
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 _DUE_BATCH = 200
 _BACKFILL_BATCH = 200
@@ -74,7 +74,7 @@ def _stored(arrival: Arrival, now_ms: int) -> list[Value]:
 async def set_rewards(
     client: RedisClient,
     session_id: str,
-    rewards: types_pb2.SessionRewards,
+    rewards: session_pb2.SessionRewards,
     request_id: str,
     now_ms: int,
 ) -> bool:

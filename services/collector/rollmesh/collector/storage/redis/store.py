@@ -43,7 +43,7 @@ from rollmesh.collector.storage.store import (
     session_unknown,
 )
 from rollmesh.runtime.errors import ConsumerUnknownError
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 _ALIVE_MS = 10_000
 _POLL_S = 0.1
@@ -77,7 +77,7 @@ class RedisStore:
         return list(map(text, found))
 
     async def set_rewards(
-        self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
+        self, session_id: str, rewards: session_pb2.SessionRewards, request_id: str, now_ms: int
     ) -> bool:
         """Sets a session's rewards."""
         return await redis_ingest.set_rewards(self._client, session_id, rewards, request_id, now_ms)
@@ -324,7 +324,7 @@ class RedisStore:
             )
         return groups, str(rows[-1][1]) if len(rows) == page_size else ""
 
-    async def session(self, session_id: str, *, arrays: bool) -> types_pb2.SessionRecord:
+    async def session(self, session_id: str, *, arrays: bool) -> session_pb2.SessionRecord:
         """Returns one session."""
         head, packed = await self._client.run(
             "HMGET",

@@ -26,7 +26,7 @@ from rollmesh.collector.storage.store import (
     store_full,
 )
 from rollmesh.runtime.codec.session_rewards import apply_rewards
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 _DUE_BATCH = 200
 _FILE_BYTES = "file_bytes"
@@ -94,7 +94,7 @@ def _ingest_one(db: sqlite3.Connection, packed: Packed, now_ms: int, max_bytes: 
 def set_rewards(
     db: sqlite3.Connection,
     session_id: str,
-    rewards: types_pb2.SessionRewards,
+    rewards: session_pb2.SessionRewards,
     request_id: str,
     now_ms: int,
 ) -> bool:

@@ -28,7 +28,7 @@ from rollmesh.collector.storage.store import (
 )
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, StoreFullError
-from rollmesh.v1 import collector_pb2 as pb, types_pb2
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 _RETAIN_BATCHES = 20
 _FILE_BYTES = 1024 * 1024
@@ -72,7 +72,7 @@ class SqliteStore:
         return [session_id for (session_id,) in rows]
 
     async def set_rewards(
-        self, session_id: str, rewards: types_pb2.SessionRewards, request_id: str, now_ms: int
+        self, session_id: str, rewards: session_pb2.SessionRewards, request_id: str, now_ms: int
     ) -> bool:
         """Sets a session's rewards."""
         return await self._database.run(
@@ -162,7 +162,7 @@ class SqliteStore:
         after = read_token(page_token)
         return await self._database.run(lambda db: _open_groups(db, page_size, after))
 
-    async def session(self, session_id: str, *, arrays: bool) -> types_pb2.SessionRecord:
+    async def session(self, session_id: str, *, arrays: bool) -> session_pb2.SessionRecord:
         """Returns one session."""
         found = await self._database.run(lambda db: self._session(db, session_id, arrays=arrays))
         if found is None:
