@@ -8,7 +8,7 @@ from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message
 from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
-from rollmesh.gateway.conversation.tree import Sample, Tree, VersionSpan
+from rollmesh.gateway.conversation.tree import Sample, Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs
@@ -38,7 +38,7 @@ def tree_of(trajectory: trajectory_pb2.Trajectory) -> Tree:
         sample = Sample(
             added,
             logprobs[segment.start : segment.end].copy(),
-            (VersionSpan(3, 0, len(added)),),
+            (sampling_pb2.VersionSpan(policy_version=3, end=len(added)),),
             sampling_pb2.FINISH_REASON_STOP,
             "engine-0",
             prompt_tokens=segment.start,

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.chat.canonical import argument_value, exact_key, make_context
 from rollmesh.chat.json_values import MOST_DEPTH, comparable, is_object, read_json, write_json
 from rollmesh.chat.messages import Message, ToolCall
-from rollmesh.gateway.conversation.tree import Match, Sample, Tree, VersionSpan
+from rollmesh.gateway.conversation.tree import Match, Sample, Tree
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.chat.echoes import PAGE, SOURCES
 
@@ -27,7 +27,7 @@ def met(sampled: list[Message], echo: Message) -> tuple[Match, list[int]]:
     tree = Tree(frozenset({7}))
     parent = tree.add_messages(tree.root(CONTEXT), ASK, np.array([1], np.uint32))
     ids, opening = np.array([3, 7], np.uint32), np.array([2], np.uint32)
-    logprobs, spans = np.zeros(2, np.float32), (VersionSpan(0, 0, 2),)
+    logprobs, spans = np.zeros(2, np.float32), (sampling_pb2.VersionSpan(end=2),)
     sample = Sample(ids, logprobs, spans, sampling_pb2.FINISH_REASON_STOP, "e", 2, 0, 0)
     nodes = [tree.add_sample(parent, one, opening, sample, frozenset()).node_id for one in sampled]
     return tree.match(CONTEXT, [ASK, (echo,)]), nodes

@@ -8,8 +8,9 @@ import numpy as np
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, group_messages
 from rollmesh.gateway.conversation.reasons import Finish, Lineage
-from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
-from rollmesh.gateway.export.trajectories import Trajectory, export_tree
+from rollmesh.gateway.conversation.tree import Node, Sample, Tree
+from rollmesh.gateway.export.trajectories import export_tree
+from rollmesh.runtime.codec.arrays import Mask, unpack_ids, unpack_logprobs, unpack_mask
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 END = 1
@@ -57,7 +58,7 @@ class World:
         sample = Sample(
             sampled,
             np.full(len(sampled), -0.5, np.float32),
-            (VersionSpan(version, 0, len(sampled)),),
+            (sampling_pb2.VersionSpan(policy_version=version, end=len(sampled)),),
             finish,
             "engine-0",
             len(prompt),
@@ -68,21 +69,22 @@ class World:
         self.seen[node.node_id] = (prompt.tolist(), sampled.tolist())
         return node
 
-    def export(self) -> list[Trajectory]:
-        return list(export_tree(self.tree))
+    def export(self) -> list[trajectory_pb2.Trajectory]:
+        return list(export_tree(self.tree, "s"))
 
     def check(self) -> None:
         """What must hold of any export."""
         trained: dict[int, int] = {}
         for trajectory in self.export():
-            ids = trajectory.token_ids.tolist()
-            assert len(ids) == len(trajectory.logprobs) == len(trajectory.loss_mask)
+            ids = unpack_ids(trajectory.token_ids_u32le, "token_ids_u32le").tolist()
+            logprobs = unpack_logprobs(trajectory.logprobs_f32le, "logprobs_f32le")
+            assert len(ids) == len(logprobs) == len(mask_of(trajectory))
             assert [s.start for s in trajectory.segments] == [
                 0,
                 *(s.end for s in trajectory.segments),
             ][:-1]
             for segment in trajectory.segments:
-                mask = trajectory.loss_mask[segment.start : segment.end]
+                mask = mask_of(trajectory)[segment.start : segment.end]
                 assert bool(mask.all()) == segment.trained == bool(mask.any())
                 if segment.sampled:
                     prompt, sampled = self.seen[segment.node_id]
@@ -96,6 +98,10 @@ class World:
                 else:
                     assert not segment.trained
         assert trained == dict.fromkeys(self.seen, 1)
+
+
+def mask_of(trajectory: trajectory_pb2.Trajectory) -> Mask:
+    return unpack_mask(trajectory.loss_mask_u8, "loss_mask_u8")
 
 
 def user(text: str) -> Message:

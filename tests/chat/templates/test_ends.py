@@ -14,7 +14,7 @@ from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
 from rollmesh.chat.templates.loading import load_model
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway.conversation.reasons import Finish
-from rollmesh.gateway.conversation.tree import Node, Sample, VersionSpan
+from rollmesh.gateway.conversation.tree import Node, Sample
 from rollmesh.gateway.turns.prompt import new_tree
 from rollmesh.v1 import sampling_pb2
 from tests.chat import families
@@ -54,7 +54,7 @@ def sampled(
     (added,) = continuation.token_ids(groups, 0, TOOLS)
     parent = tree.add_messages(tree.root(TOOLS), groups[0], added)
     opening, ids = continuation.generation_prompt(groups, TOOLS), tokenizer.encode(text)
-    spans = (VersionSpan(0, 0, len(ids)),)
+    spans = (sampling_pb2.VersionSpan(end=len(ids)),)
     sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
     return tree.add_sample(parent, answer, opening, sample, frozenset())
 

@@ -8,7 +8,7 @@ from rollmesh.chat.messages import Message, ToolCall, group_messages
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.gateway.conversation.reasons import Finish
-from rollmesh.gateway.conversation.tree import Match, Node, Sample, Tree, VersionSpan
+from rollmesh.gateway.conversation.tree import Match, Node, Sample, Tree
 from rollmesh.gateway.turns.prompt import build_prompt
 from rollmesh.v1 import sampling_pb2
 from tests.chat import families
@@ -44,7 +44,7 @@ def sampled(
     (added,) = continuation.token_ids(groups, 0, CONTEXT)
     parent = tree.add_messages(tree.root(CONTEXT), groups[0], added)
     opening, ids = continuation.generation_prompt(groups, CONTEXT), glm.tokenizer.encode(text)
-    spans = (VersionSpan(0, 0, len(ids)),)
+    spans = (sampling_pb2.VersionSpan(end=len(ids)),)
     sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
     return tree.add_sample(parent, answer, opening, sample, frozenset())
 

@@ -7,7 +7,7 @@ import pytest
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
-from tests.gateway.worlds import BARE, TOOLS, World, said, user
+from tests.gateway.worlds import BARE, TOOLS, World, mask_of, said, user
 
 SYSTEM, OTHER = Message("system", "You work."), Message("system", "Write a title.")
 
@@ -40,8 +40,8 @@ def test_a_title_call_is_auxiliary_wherever_it_comes(*, first: bool) -> None:
         trajectory_pb2.LINEAGE_MAIN,
     )
     assert trajectory_pb2.FIDELITY_REASON_AUXILIARY in title.reasons
-    assert not title.loss_mask.any()
-    assert main.loss_mask.sum() == 8
+    assert not mask_of(title).any()
+    assert mask_of(main).sum() == 8
 
 
 def test_a_probe_of_one_token_is_auxiliary() -> None:
@@ -68,7 +68,7 @@ def test_a_history_begun_anew_is_a_compaction() -> None:
     world.turn(summary, said("go on"), context=TOOLS)
     world.turn((*summary, said("go on"), user("yes")), said("done"), context=TOOLS)
     assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_COMPACTION]
-    assert all(trajectory.loss_mask.any() for trajectory in world.export())
+    assert all(mask_of(trajectory).any() for trajectory in world.export())
 
 
 def test_an_edit_of_the_first_message_is_a_branch() -> None:
@@ -83,7 +83,7 @@ def test_a_second_conversation_of_an_agent_without_tools_is_a_root_and_trained()
     world.turn((user("a"),), said("A"), context=BARE)
     world.turn((user("b"),), said("B"), context=BARE)
     assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_ROOT]
-    assert all(trajectory.loss_mask.any() for trajectory in world.export())
+    assert all(mask_of(trajectory).any() for trajectory in world.export())
 
 
 WORK = "Fix the failing test of the parser."
@@ -144,7 +144,7 @@ def test_a_title_call_is_not_the_work_and_not_auxiliary_where_that_is_not_sure(
         title(world, context=titles)
     assert main_of(world) == ["done"]
     assert sorted(found(world)) == sorted([trajectory_pb2.LINEAGE_MAIN, title_is])
-    world_trains = {t.lineage for t in world.export() if t.loss_mask.any()}
+    world_trains = {t.lineage for t in world.export() if mask_of(t).any()}
     assert (title_is in world_trains) == (title_is != trajectory_pb2.LINEAGE_AUXILIARY)
 
 
@@ -169,7 +169,7 @@ def test_what_a_request_says_that_it_is_wins(
         beside(world, context=TOOLS, marked=marked)
     assert main_of(world) == ["done"]
     assert sorted(found(world)) == sorted([trajectory_pb2.LINEAGE_MAIN, marked])
-    trained = {one.lineage for one in world.export() if one.loss_mask.any()}
+    trained = {one.lineage for one in world.export() if mask_of(one).any()}
     assert (marked in trained) == (marked != trajectory_pb2.LINEAGE_AUXILIARY)
 
 

@@ -5,8 +5,9 @@ from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.trajectories import export_turns
-from rollmesh.v1 import sampling_pb2, trajectory_pb2
-from tests.gateway.worlds import END, TOOLS, World, random_world, said, user
+from rollmesh.runtime.codec.arrays import unpack_ids
+from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
+from tests.gateway.worlds import END, TOOLS, World, mask_of, random_world, said, user
 
 
 def test_a_continued_conversation_is_one_trajectory() -> None:
@@ -14,11 +15,8 @@ def test_a_continued_conversation_is_one_trajectory() -> None:
     world.turn((user("first"),), said("FIRST"))
     world.turn((user("first"), said("FIRST"), user("next")), said("SECOND"))
     (trajectory,) = world.export()
-    assert (trajectory.turns, trajectory.lineage, trajectory.reasons) == (
-        2,
-        trajectory_pb2.LINEAGE_MAIN,
-        (trajectory_pb2.FIDELITY_REASON_EXACT,),
-    )
+    assert (trajectory.turns, trajectory.lineage) == (2, trajectory_pb2.LINEAGE_MAIN)
+    assert trajectory.reasons == [trajectory_pb2.FIDELITY_REASON_EXACT]
     world.check()
 
 
@@ -55,9 +53,9 @@ def test_a_turn_at_a_time_every_token_is_trained_once_too() -> None:
     world.turn((user("q"),), said("A"))
     world.turn((user("q"), said("A"), user("x")), said("X"))
     world.turn((user("q"), said("A"), user("y")), said("Y"))
-    turns = list(export_turns(world.tree))
+    turns = list(export_turns(world.tree, "s"))
     assert [trajectory.turns for trajectory in turns] == [1, 2, 2]
-    assert [int(trajectory.loss_mask.sum()) for trajectory in turns] == [4, 4, 4]
+    assert [int(mask_of(trajectory).sum()) for trajectory in turns] == [4, 4, 4]
     assert [trajectory.lineage for trajectory in turns[1:]] == [
         trajectory_pb2.LINEAGE_MAIN,
         trajectory_pb2.LINEAGE_BRANCH,
@@ -75,9 +73,9 @@ def test_an_edit_of_an_early_message_branches_there_and_shares_what_is_before() 
     world.turn((user("q"), said("A"), user("y")), said("Y"))
     first, second = world.export()
     assert second.lineage == trajectory_pb2.LINEAGE_BRANCH
-    assert second.reasons == (trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX,)
-    assert first.loss_mask.sum() == 8
-    assert second.loss_mask.sum() == 4
+    assert second.reasons == [trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX]
+    assert mask_of(first).sum() == 8
+    assert mask_of(second).sum() == 4
     world.check()
 
 
@@ -85,7 +83,7 @@ def test_other_tools_begin_a_new_root_and_say_why() -> None:
     world = World()
     world.turn((user("q"),), said("A"))
     world.turn((user("q"),), said("B"), context=TOOLS)
-    assert world.export()[1].reasons == (trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED,)
+    assert world.export()[1].reasons == [trajectory_pb2.FIDELITY_REASON_TOOLS_CHANGED]
     world.check()
 
 
@@ -95,7 +93,10 @@ def test_a_rewritten_answer_is_the_agents_text_and_the_sampled_one_stays_a_leaf(
     world.turn((user("q"), said("rewritten"), user("more")), said("B"))
     kept, other = world.export()
     assert (kept.turns, other.turns) == (1, 1)
-    assert [s.role for s in other.segments if not s.sampled][:2] == ["user", "assistant"]
+    assert [s.role for s in other.segments if not s.sampled][:2] == [
+        chat_pb2.ROLE_USER,
+        chat_pb2.ROLE_ASSISTANT,
+    ]
     world.check()
 
 
@@ -105,9 +106,9 @@ def test_a_cut_turn_is_closed_with_the_end_of_turn_untrained() -> None:
     world.turn((user("q"), said("A"), user("go on")), said("B"))
     (trajectory,) = world.export()
     cut = next(s for s in trajectory.segments if s.sampled)
-    assert int(trajectory.token_ids[cut.end]) == END
-    assert not trajectory.loss_mask[cut.end]
-    assert trajectory.reasons == (trajectory_pb2.FIDELITY_REASON_LENGTH_CUT,)
+    assert unpack_ids(trajectory.token_ids_u32le, "token_ids_u32le")[cut.end] == END
+    assert not mask_of(trajectory)[cut.end]
+    assert trajectory.reasons == [trajectory_pb2.FIDELITY_REASON_LENGTH_CUT]
     world.check()
 
 
@@ -161,7 +162,7 @@ def test_an_echo_keeps_the_sampled_tokens(
     world.turn((user("q"), echo, user("more")), said("B"))
     (trajectory,) = world.export()
     assert trajectory.turns == 2
-    assert trajectory.reasons == (reason,)
+    assert trajectory.reasons == [reason]
     world.check()
 
 

@@ -20,7 +20,7 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.profile import MOVING, Finding
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
+from rollmesh.gateway.conversation.tree import Node, Sample, Tree
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt, new_tree
 from rollmesh.runtime.codec.arrays import TokenIds
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
@@ -166,7 +166,7 @@ class Played:
             parent = self.tree.add_messages(parent, group, ids)
         parent.seen = prompt.seen or parent.seen
         ids = self._sampled(prompt, step)
-        spans = (VersionSpan(0, 0, len(ids)),)
+        spans = (sampling_pb2.VersionSpan(end=len(ids)),)
         finish = sampling_pb2.FINISH_REASON_LENGTH if step.cut else sampling_pb2.FINISH_REASON_STOP
         sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
         opening, reasons = prompt.generation_prompt, prompt.match.reasons

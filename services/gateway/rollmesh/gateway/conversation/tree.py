@@ -23,18 +23,10 @@ from rollmesh.chat.templates.path import Seen
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
 from rollmesh.gateway.conversation.sampled import Tops
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
-from rollmesh.v1 import trajectory_pb2
+from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 _TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 24, 512
 """Record bytes per token, at most per node and per version span, and per trajectory."""
-
-
-class VersionSpan(NamedTuple):
-    """The policy version that sampled a run of tokens, by index; `end` is exclusive."""
-
-    policy_version: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +37,7 @@ class Sample:
     """Sampled ids, uint32 [S]."""
     logprobs: Logprobs
     """Their log-probabilities, float32 [S]."""
-    spans: tuple[VersionSpan, ...]
+    spans: tuple[sampling_pb2.VersionSpan, ...]
     """Their policy versions, by index into `token_ids`; together they cover all tokens."""
     finish: Finish
     engine_id: str

@@ -3,20 +3,16 @@
 from collections.abc import Iterable
 
 from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.conversation.tree import Node, VersionSpan, path_bytes
+from rollmesh.gateway.conversation.tree import Node, path_bytes
 from rollmesh.gateway.export.trajectories import (
-    PackedTree,
-    Trajectory,
-    TreeNode,
     export_tree,
     export_turns,
     pack_tree,
+    trajectory_id,
 )
-from rollmesh.gateway.protocol.responses import write_role
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, pack_mask
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.session_rewards import apply_rewards, check_rewards
-from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
 
 
 def write_record(
@@ -27,14 +23,15 @@ def write_record(
     Runs in a worker thread.
     """
     spec, tree = session.spec, session.tree
-    packed, trajectories = None, []
+    packed: trajectory_pb2.TrajectoryTree | None = None
+    trajectories: Iterable[trajectory_pb2.Trajectory] = ()
     match spec.export_mode:
         case gateway_pb2.EXPORT_MODE_TREE:
-            packed = _write_tree(pack_tree(tree))
+            packed = pack_tree(tree)
         case gateway_pb2.EXPORT_MODE_TURNS:
-            trajectories = [_write_trajectory(spec.session_id, one) for one in export_turns(tree)]
+            trajectories = export_turns(tree, spec.session_id)
         case gateway_pb2.EXPORT_MODE_LEAVES:
-            trajectories = [_write_trajectory(spec.session_id, one) for one in export_tree(tree)]
+            trajectories = export_tree(tree, spec.session_id)
     record = session_pb2.SessionRecord(
         session_id=spec.session_id,
         group_id=spec.group_id,
@@ -104,76 +101,3 @@ def exported_lineages(record: session_pb2.SessionRecord) -> list[str]:
     leaves = [node.lineage for at, node in enumerate(nodes) if at not in inner]
     found = leaves + [trajectory.lineage for trajectory in record.trajectories]
     return [name_of(trajectory_pb2.Lineage.DESCRIPTOR, one).lower() for one in found]
-
-
-def trajectory_id(session_id: str, leaf_node_id: int) -> str:
-    """Returns the id of the trajectory that ends at a node."""
-    return f"{session_id}-{leaf_node_id}"
-
-
-def _write_trajectory(session_id: str, trajectory: Trajectory) -> trajectory_pb2.Trajectory:
-    """Returns the proto of an exported trajectory."""
-    return trajectory_pb2.Trajectory(
-        trajectory_id=trajectory_id(session_id, trajectory.leaf_node_id),
-        session_id=session_id,
-        leaf_node_id=trajectory.leaf_node_id,
-        lineage=trajectory.lineage,
-        token_ids_u32le=pack_ids(trajectory.token_ids),
-        logprobs_f32le=pack_logprobs(trajectory.logprobs),
-        loss_mask_u8=pack_mask(trajectory.loss_mask),
-        prompt_tokens=trajectory.prompt_tokens,
-        version_spans=_write_spans(trajectory.spans),
-        segments=[
-            trajectory_pb2.TrajectorySegment(
-                start=segment.start,
-                end=segment.end,
-                node_id=segment.node_id,
-                role=write_role(segment.role),
-                sampled=segment.sampled,
-                trained=segment.trained,
-                reasons=sorted(segment.reasons),
-                finish_reason=segment.finish,
-                engine_id=segment.engine_id,
-                prompt_crc32=segment.prompt_crc32,
-            )
-            for segment in trajectory.segments
-        ],
-        reasons=sorted(trajectory.reasons),
-        turns=trajectory.turns,
-    )
-
-
-def _write_tree(tree: PackedTree) -> trajectory_pb2.TrajectoryTree:
-    return trajectory_pb2.TrajectoryTree(
-        nodes=map(_write_node, tree.nodes),
-        token_ids_u32le=pack_ids(tree.token_ids),
-        logprobs_f32le=pack_logprobs(tree.logprobs),
-        loss_mask_u8=pack_mask(tree.loss_mask),
-        version_spans=_write_spans(tree.spans),
-        reasons=sorted(tree.reasons),
-    )
-
-
-def _write_node(node: TreeNode) -> trajectory_pb2.TrajectoryNode:
-    return trajectory_pb2.TrajectoryNode(
-        node_id=node.node_id,
-        parent_index=node.parent_index,
-        start=node.start,
-        end=node.end,
-        glue_tokens=node.scaffold_tokens,
-        role=write_role(node.role),
-        sampled=node.sample is not None,
-        trained=node.trained,
-        lineage=node.lineage,
-        reasons=sorted(node.reasons),
-        finish_reason=node.sample.finish if node.sample else None,
-        engine_id=node.sample.engine_id if node.sample else "",
-        prompt_crc32=node.sample.prompt_crc32 if node.sample else None,
-    )
-
-
-def _write_spans(spans: Iterable[VersionSpan]) -> list[sampling_pb2.VersionSpan]:
-    return [
-        sampling_pb2.VersionSpan(policy_version=version, start=start, end=end)
-        for version, start, end in spans
-    ]

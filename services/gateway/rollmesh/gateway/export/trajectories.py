@@ -3,128 +3,37 @@
 In each form a sampled token is trained exactly once, or carries the reason why it is not trained.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from rollmesh.chat.messages import RoleName
 from rollmesh.gateway.conversation.lineage import lineages
-from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
-from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
-from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
-from rollmesh.v1 import sampling_pb2, trajectory_pb2
+from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
+from rollmesh.gateway.conversation.tree import Node, Sample, Tree
+from rollmesh.gateway.protocol.responses import write_role
+from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, pack_mask
+from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
 
 _NONE: Mapping[int, Lineage] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of tokens of one node: its scaffold or its sampled tokens."""
-
-    start: int
-    end: int
-    node_id: int
-    role: RoleName
-    sampled: bool
-    trained: bool
-    reasons: frozenset[Fidelity]
-    finish: Finish | None = None
-    engine_id: str = ""
-    prompt_crc32: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One root-to-leaf token sequence, in arrays of equal length N."""
-
-    leaf_node_id: int
-    lineage: Lineage
-    token_ids: TokenIds
-    """uint32 [N]."""
-    logprobs: Logprobs
-    """float32 [N]; 0.0 where a token was not sampled."""
-    loss_mask: Mask
-    """bool [N]; true where the token is trained in this trajectory."""
-    prompt_tokens: int
-    """Number of ids before the first sampled one."""
-    spans: tuple[VersionSpan, ...]
-    """Policy versions of the sampled tokens, by index into `token_ids`."""
-    segments: tuple[Segment, ...]
-    reasons: tuple[Fidelity, ...]
-    """Sorted; exactly (EXACT,) if there is no other reason."""
-    turns: int
-
-
-@dataclass(frozen=True, slots=True)
-class TreeNode:
-    """A node of a packed tree: a run of its tokens."""
-
-    node_id: int
-    parent_index: int | None
-    """Index of the parent in the list of nodes; None for a root."""
-    start: int
-    end: int
-    scaffold_tokens: int
-    """Number of leading tokens that were not sampled."""
-    role: RoleName
-    sample: Sample | None
-    trained: bool
-    lineage: Lineage
-    reasons: frozenset[Fidelity]
-
-
-@dataclass(frozen=True, slots=True)
-class PackedTree:
-    """A tree with each token once, in arrays of equal length N that are ordered by node."""
-
-    nodes: tuple[TreeNode, ...]
-    """Parents precede their children."""
-    token_ids: TokenIds
-    """uint32 [N]."""
-    logprobs: Logprobs
-    """float32 [N]; 0.0 where a token was not sampled."""
-    loss_mask: Mask
-    """bool [N]; true where the token is trained."""
-    spans: tuple[VersionSpan, ...]
-    """Policy versions of the sampled tokens, by index into `token_ids`."""
-    reasons: tuple[Fidelity, ...]
-    """Sorted; exactly (EXACT,) if there is no other reason."""
-
-
-def pack_tree(tree: Tree) -> PackedTree:
+def pack_tree(tree: Tree) -> trajectory_pb2.TrajectoryTree:
     """Returns the complete tree; auxiliary calls and orphans have mask 0 and carry a reason."""
-    token_ids = np.zeros(tree.tokens, np.uint32)
-    logprobs = np.zeros(tree.tokens, np.float32)
-    mask = np.zeros(tree.tokens, np.bool_)
-    spans: list[VersionSpan] = []
-    nodes: list[TreeNode] = []
+    packed = trajectory_pb2.TrajectoryTree()
+    arrays = _Arrays(tree.tokens)
     index_of: dict[int, int] = {}
     found = lineages(tree, tree.nodes.values())
-    end = 0
-    for node in tree.nodes.values():
+    for at, node in enumerate(tree.nodes.values()):
         assert node.parent is not None
-        start, end = end, end + len(node.token_ids)
-        packed = _packed(node, start, index_of.get(node.parent.node_id), found[node.node_id])
-        index_of[node.node_id] = len(nodes)
-        nodes.append(packed)
-        token_ids[start:end] = node.token_ids
-        if node.sample is not None:
-            middle = start + node.scaffold_tokens
-            logprobs[middle:end] = node.sample.logprobs
-            mask[middle:end] = packed.trained
-            spans += [VersionSpan(v, s + middle, e + middle) for v, s, e in node.sample.spans]
-    return PackedTree(
-        nodes=tuple(nodes),
-        token_ids=token_ids,
-        logprobs=logprobs,
-        loss_mask=mask,
-        spans=_joined(spans),
-        reasons=_overall(nodes, spans),
-    )
+        index_of[node.node_id] = at
+        parent_index = index_of.get(node.parent.node_id)
+        packed.nodes.append(_packed(node, parent_index, found[node.node_id], arrays))
+    arrays.write(packed)
+    packed.reasons.extend(_overall(packed.nodes, packed.version_spans))
+    return packed
 
 
-def export_tree(tree: Tree) -> Iterator[Trajectory]:
+def export_tree(tree: Tree, session_id: str) -> Iterator[trajectory_pb2.Trajectory]:
     """Yields the trajectories of all leaves, oldest leaf first.
 
     A sampled node on several paths is trained in the first of them that is not auxiliary. The
@@ -146,10 +55,10 @@ def export_tree(tree: Tree) -> Iterator[Trajectory]:
         # Earlier turns on the path of an auxiliary leaf need not be auxiliary.
         if found[leaf.node_id] == trajectory_pb2.LINEAGE_AUXILIARY:
             own = lineages(tree, leaf.path())
-        yield _export(leaf, found[leaf.node_id], elsewhere, own)
+        yield _export(session_id, leaf, found[leaf.node_id], elsewhere, own)
 
 
-def export_turns(tree: Tree) -> Iterator[Trajectory]:
+def export_turns(tree: Tree, session_id: str) -> Iterator[trajectory_pb2.Trajectory]:
     """Yields one trajectory per sampled turn, oldest first; it trains only that turn.
 
     Earlier turns on its path have their own trajectories and carry the reason SHARED_PREFIX here.
@@ -158,72 +67,114 @@ def export_turns(tree: Tree) -> Iterator[Trajectory]:
     found = lineages(tree, turns)
     everything = {node.node_id for node in turns}
     for turn in turns:
-        yield _export(turn, found[turn.node_id], everything - {turn.node_id})
+        yield _export(session_id, turn, found[turn.node_id], everything - {turn.node_id})
+
+
+def trajectory_id(session_id: str, leaf_node_id: int) -> str:
+    """Returns the id of the trajectory that ends at a node."""
+    return f"{session_id}-{leaf_node_id}"
 
 
 def _export(
-    leaf: Node, lineage: Lineage, elsewhere: set[int], own: Mapping[int, Lineage] = _NONE
-) -> Trajectory:
+    session_id: str,
+    leaf: Node,
+    lineage: Lineage,
+    elsewhere: set[int],
+    own: Mapping[int, Lineage] = _NONE,
+) -> trajectory_pb2.Trajectory:
     """Returns the trajectory of a leaf.
 
     Args:
+        session_id: Id of the session.
         leaf: The last node of the trajectory.
         lineage: Lineage of the leaf.
         elsewhere: Ids of nodes that are trained in another trajectory.
         own: Lineages, by node id, of nodes whose lineage differs from the leaf's.
     """
-    path = leaf.path()
-    logprobs = np.zeros(leaf.end, np.float32)
-    mask = np.zeros(leaf.end, np.bool_)
-    spans: list[VersionSpan] = []
-    segments: list[Segment] = []
-    at = 0
-    for node in path:
-        role = node.messages[0].role
-        middle, at = at + node.scaffold_tokens, at + len(node.token_ids)
-        start = at - len(node.token_ids)
-        if node.scaffold_tokens:
-            reasons = _scaffold(node)
-            segments.append(Segment(start, middle, node.node_id, role, False, False, reasons))  # noqa: FBT003
-        if node.sample is None:
-            continue
-        untrained = (
-            trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX if node.node_id in elsewhere else None
-        )
-        if untrained is None:
-            untrained = _why_untrained(node, own.get(node.node_id, lineage))
-        logprobs[middle:at] = node.sample.logprobs
-        mask[middle:at] = untrained is None
-        spans += [VersionSpan(v, s + middle, e + middle) for v, s, e in node.sample.spans]
-        segments.append(_sampled(node, middle, at, untrained))
-    return Trajectory(
+    trajectory = trajectory_pb2.Trajectory(
+        trajectory_id=trajectory_id(session_id, leaf.node_id),
+        session_id=session_id,
         leaf_node_id=leaf.node_id,
         lineage=lineage,
-        token_ids=np.concatenate([node.token_ids for node in path]),
-        logprobs=logprobs,
-        loss_mask=mask,
-        prompt_tokens=next((s.start for s in segments if s.sampled), leaf.end),
-        spans=_joined(spans),
-        segments=tuple(segments),
-        reasons=_overall(segments, spans),
-        turns=sum(node.sample is not None for node in path),
+        prompt_tokens=leaf.end,
     )
+    arrays = _Arrays(leaf.end)
+    for node in leaf.path():
+        untrained = _why_untrained(node, own.get(node.node_id, lineage))
+        if node.node_id in elsewhere:
+            untrained = trajectory_pb2.FIDELITY_REASON_SHARED_PREFIX
+        start, middle, end = arrays.add(node, trained=untrained is None)
+        if middle > start:
+            trajectory.segments.append(_scaffold(node, start, middle))
+        if node.sample is None:
+            continue
+        trajectory.segments.append(_sampled(node, node.sample, middle, end, untrained))
+        trajectory.prompt_tokens = min(trajectory.prompt_tokens, middle)
+        trajectory.turns += 1
+    arrays.write(trajectory)
+    trajectory.reasons.extend(_overall(trajectory.segments, trajectory.version_spans))
+    return trajectory
 
 
-def _packed(node: Node, start: int, parent_index: int | None, lineage: Lineage) -> TreeNode:
-    untrained = _why_untrained(node, lineage) if node.sample is not None else None
-    return TreeNode(
+def _packed(
+    node: Node, parent_index: int | None, lineage: Lineage, arrays: "_Arrays"
+) -> trajectory_pb2.TrajectoryNode:
+    """Returns a node of a packed tree, after appending its tokens to the tree's arrays."""
+    untrained = _why_untrained(node, lineage)
+    start, _, end = arrays.add(node, trained=untrained is None)
+    packed = trajectory_pb2.TrajectoryNode(
         node_id=node.node_id,
         parent_index=parent_index,
         start=start,
-        end=start + len(node.token_ids),
-        scaffold_tokens=node.scaffold_tokens,
-        role=node.messages[0].role,
-        sample=node.sample,
-        trained=node.sample is not None and untrained is None,
+        end=end,
+        glue_tokens=node.scaffold_tokens,
+        role=write_role(node.messages[0].role),
         lineage=lineage,
-        reasons=node.reasons if node.sample is None else _reasons(node, node.sample, untrained),
     )
+    if node.sample is None:
+        packed.reasons.extend(sorted(node.reasons))
+    else:
+        _describe_sample(packed, node, node.sample, untrained)
+    return packed
+
+
+def _scaffold(node: Node, start: int, end: int) -> trajectory_pb2.TrajectorySegment:
+    return trajectory_pb2.TrajectorySegment(
+        start=start,
+        end=end,
+        node_id=node.node_id,
+        role=write_role(node.messages[0].role),
+        reasons=sorted(node.reasons) if node.sample is None else (),
+    )
+
+
+def _sampled(
+    node: Node, sample: Sample, start: int, end: int, untrained: Fidelity | None
+) -> trajectory_pb2.TrajectorySegment:
+    segment = trajectory_pb2.TrajectorySegment(
+        start=start, end=end, node_id=node.node_id, role=chat_pb2.ROLE_ASSISTANT
+    )
+    _describe_sample(segment, node, sample, untrained)
+    return segment
+
+
+def _describe_sample(
+    message: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode,
+    node: Node,
+    sample: Sample,
+    untrained: Fidelity | None,
+) -> None:
+    """Writes how a node was sampled, and whether and why it is not trained."""
+    reasons = set(node.reasons)
+    if untrained is not None:
+        reasons.add(untrained)
+    if sample.finish == sampling_pb2.FINISH_REASON_LENGTH:
+        reasons.add(trajectory_pb2.FIDELITY_REASON_LENGTH_CUT)
+    message.sampled, message.trained = True, untrained is None
+    message.reasons.extend(sorted(reasons | _mixed_versions(sample.spans)))
+    message.finish_reason = sample.finish
+    message.engine_id = sample.engine_id
+    message.prompt_crc32 = sample.prompt_crc32
 
 
 def _why_untrained(node: Node, lineage: Lineage) -> Fidelity | None:
@@ -236,53 +187,61 @@ def _why_untrained(node: Node, lineage: Lineage) -> Fidelity | None:
     )
 
 
-def _scaffold(node: Node) -> frozenset[Fidelity]:
-    return node.reasons if node.sample is None else frozenset()
-
-
-def _sampled(node: Node, start: int, end: int, untrained: Fidelity | None) -> Segment:
-    assert node.sample is not None
-    return Segment(
-        start=start,
-        end=end,
-        node_id=node.node_id,
-        role="assistant",
-        sampled=True,
-        trained=untrained is None,
-        reasons=_reasons(node, node.sample, untrained),
-        finish=node.sample.finish,
-        engine_id=node.sample.engine_id,
-        prompt_crc32=node.sample.prompt_crc32,
-    )
-
-
-def _reasons(node: Node, sample: Sample, untrained: Fidelity | None) -> frozenset[Fidelity]:
-    extra = {untrained} if untrained is not None else set()
-    if sample.finish == sampling_pb2.FINISH_REASON_LENGTH:
-        extra.add(trajectory_pb2.FIDELITY_REASON_LENGTH_CUT)
-    if len({span.policy_version for span in sample.spans}) > 1:
-        extra.add(trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS)
-    return node.reasons | extra
-
-
 def _overall(
-    parts: Sequence[Segment] | Sequence[TreeNode], spans: list[VersionSpan]
-) -> tuple[Fidelity, ...]:
-    reasons = frozenset[Fidelity]().union(*(part.reasons for part in parts))
-    if len({span.policy_version for span in spans}) > 1:
-        reasons |= {trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS}
-    return tuple(sorted(reasons)) or (trajectory_pb2.FIDELITY_REASON_EXACT,)
+    parts: Iterable[trajectory_pb2.TrajectorySegment] | Iterable[trajectory_pb2.TrajectoryNode],
+    spans: Iterable[sampling_pb2.VersionSpan],
+) -> list[Fidelity]:
+    """Returns the reasons of all parts, sorted; exactly EXACT if there is none."""
+    reasons = set(_mixed_versions(spans)).union(*(part.reasons for part in parts))
+    return sorted(reasons) or [trajectory_pb2.FIDELITY_REASON_EXACT]
 
 
-def _joined(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Joins adjacent spans of the same version."""
-    joined: list[VersionSpan] = []
-    for span in spans:
-        if span.start == span.end:
-            continue
-        last = joined[-1] if joined else None
-        if last and last.policy_version == span.policy_version and last.end == span.start:
-            joined[-1] = VersionSpan(last.policy_version, last.start, span.end)
+def _mixed_versions(spans: Iterable[sampling_pb2.VersionSpan]) -> frozenset[Fidelity]:
+    several = len({span.policy_version for span in spans}) > 1
+    return frozenset({trajectory_pb2.FIDELITY_REASON_MIXED_VERSIONS} if several else ())
+
+
+class _Arrays:
+    """The token arrays of a trajectory or a tree, to which nodes are appended."""
+
+    def __init__(self, tokens: int) -> None:
+        """Allocates the arrays; `tokens` is the number of ids of all nodes to come."""
+        self._token_ids = np.zeros(tokens, np.uint32)
+        self._logprobs = np.zeros(tokens, np.float32)
+        self._mask = np.zeros(tokens, np.bool_)
+        self._spans: list[sampling_pb2.VersionSpan] = []
+        self._end = 0
+
+    def add(self, node: Node, *, trained: bool) -> tuple[int, int, int]:
+        """Appends the ids of a node.
+
+        Returns:
+            Index of its first id, of its first sampled id, and after its last id.
+        """
+        start, self._end = self._end, self._end + len(node.token_ids)
+        middle, end = start + node.scaffold_tokens, self._end
+        self._token_ids[start:end] = node.token_ids
+        if node.sample is not None:
+            self._logprobs[middle:end] = node.sample.logprobs
+            self._mask[middle:end] = trained
+            for span in node.sample.spans:
+                self._add_span(span, middle)
+        return start, middle, end
+
+    def write(self, message: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> None:
+        """Writes the arrays into a message."""
+        message.token_ids_u32le = pack_ids(self._token_ids)
+        message.logprobs_f32le = pack_logprobs(self._logprobs)
+        message.loss_mask_u8 = pack_mask(self._mask)
+        message.version_spans.extend(self._spans)
+
+    def _add_span(self, span: sampling_pb2.VersionSpan, offset: int) -> None:
+        """Appends a span, or extends the previous one if that is adjacent and of its version."""
+        version, start, end = span.policy_version, span.start + offset, span.end + offset
+        last = self._spans[-1] if self._spans else None
+        if last is not None and (last.policy_version, last.end) == (version, start):
+            last.end = end
         else:
-            joined.append(span)
-    return tuple(joined)
+            self._spans.append(
+                sampling_pb2.VersionSpan(policy_version=version, start=start, end=end)
+            )

@@ -16,12 +16,8 @@ from rollmesh.gateway.conversation.session import (
 )
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
-from rollmesh.gateway.export.record import (
-    check_close,
-    record_bytes,
-    trajectory_ends,
-    trajectory_id,
-)
+from rollmesh.gateway.export.record import check_close, record_bytes, trajectory_ends
+from rollmesh.gateway.export.trajectories import trajectory_id
 from rollmesh.gateway.sessions.ending import cancelled, end_turns
 from rollmesh.gateway.sessions.groups import GroupSizes
 from rollmesh.gateway.sessions.keys import SECRET_BYTES, SessionKeys

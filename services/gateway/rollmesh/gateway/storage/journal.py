@@ -13,7 +13,7 @@ from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall
 from rollmesh.gateway.conversation.sampled import Tops
 from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
-from rollmesh.gateway.conversation.tree import Node, Sample, Tree, VersionSpan
+from rollmesh.gateway.conversation.tree import Node, Sample, Tree
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
@@ -233,7 +233,7 @@ def _node_row(node: Node) -> tuple[object, ...]:
     if node.sample is not None:
         sample = json.dumps(
             [
-                node.sample.spans,
+                [(one.policy_version, one.start, one.end) for one in node.sample.spans],
                 int(node.sample.finish),
                 node.sample.engine_id,
                 node.sample.prompt_tokens,
@@ -305,7 +305,10 @@ def _sample(token_ids: Any, text: str, logprobs: bytes, tops: bytes | None) -> S
     return Sample(
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),
-        tuple(VersionSpan(*span) for span in spans),
+        tuple(
+            sampling_pb2.VersionSpan(policy_version=version, start=start, end=end)
+            for version, start, end in spans
+        ),
         _known(sampling_pb2.FinishReason, finish),
         engine_id,
         prompt_tokens,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rollmesh.chat.parsing.answer import Answer
 from rollmesh.gateway.conversation.sampled import Sampled, Tops, joined
-from rollmesh.gateway.conversation.tree import Sample, VersionSpan
+from rollmesh.gateway.conversation.tree import Sample
 from rollmesh.gateway.turns.engines import SampledTokens
 from rollmesh.runtime.codec.arrays import (
     Logprobs,
@@ -136,7 +136,9 @@ def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
     size = len(sampled) if cut is None else cut
     sampled = sampled.until(size)
     spans = tuple(
-        VersionSpan(span.policy_version, span.start, min(span.end, size))
+        sampling_pb2.VersionSpan(
+            policy_version=span.policy_version, start=span.start, end=min(span.end, size)
+        )
         for span in finish.version_spans
         if span.start < min(span.end, size)
     )
