@@ -12,6 +12,7 @@ from rollmesh.engine.config import EngineConfig
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
 from rollmesh.runtime.config import Setting, describe
+from rollmesh.scorer.config import ScorerConfig
 from rollmesh.sidecar.config import SidecarConfig
 
 CONFIGS: Mapping[str, type[Any]] = {
@@ -20,6 +21,7 @@ CONFIGS: Mapping[str, type[Any]] = {
     "gateway": GatewayConfig,
     "collector": CollectorConfig,
     "sidecar": SidecarConfig,
+    "scorer": ScorerConfig,
 }
 _INTRO = """# Configuration
 

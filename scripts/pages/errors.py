@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import rollmesh.batches.errors
-import rollmesh.client.weights.push
-import rollmesh.collector.scoring.scorers  # noqa: F401 - defines errors
+import rollmesh.client.weights.push  # noqa: F401 - defines errors
 from rollmesh.runtime.errors import RemoteError, RollmeshError
 from rollmesh.sidecar.errors import to_http
 

@@ -14,6 +14,7 @@ from rollmesh.gateway.config import GatewayConfig
 from rollmesh.router.config import RouterConfig
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.scorer.config import ScorerConfig
 from rollmesh.sidecar.config import SidecarConfig
 
 CONFIGS: dict[str, type[Any]] = {
@@ -22,6 +23,7 @@ CONFIGS: dict[str, type[Any]] = {
     "collector": CollectorConfig,
     "gateway": GatewayConfig,
     "sidecar": SidecarConfig,
+    "scorer": ScorerConfig,
 }
 
 
@@ -116,6 +118,22 @@ def test_every_process_is_told_where_the_others_are() -> None:
     assert found["engine-0"].router == found["engine-1"].router == router
     assert (found["gateway-0"].router, found["gateway-0"].collector) == (router, collector)
     assert found["sidecar"].gateway == specs["gateway-0"].address
+
+
+def test_a_mesh_file_with_a_scorer_runs_it_for_its_collector() -> None:
+    specs = plan(scorer={"function": "rewards:score", "workers": 4})
+    scorer = config_of(specs["scorer"])
+    assert (scorer.function, scorer.workers) == ("rewards:score", 4)
+    collector = config_of(specs["collector"])
+    assert collector.scorer == specs["scorer"].address
+    assert collector.scorer_concurrency == 4
+
+
+def test_a_collector_may_score_fewer_sessions_than_its_scorer_has_workers() -> None:
+    specs = plan(
+        scorer={"function": "rewards:score", "workers": 4}, collector={"scorer_concurrency": 1}
+    )
+    assert config_of(specs["collector"]).scorer_concurrency == 1
 
 
 def test_the_mesh_table_is_for_all(tmp_path: Path) -> None:

@@ -73,16 +73,22 @@ async def up(folder: Path, config: str) -> AsyncIterator[asyncio.subprocess.Proc
         await process.communicate()
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Up]:
-    config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=2)
-    async with up(tmp_path, config) as process, asyncio.timeout(170):
+@asynccontextmanager
+async def running_mesh(folder: Path, config: str) -> AsyncIterator[Up]:
+    async with up(folder, config) as process, asyncio.timeout(170):
         assert process.stdout is not None
         async for line in process.stdout:
             if line.startswith(b"UP "):
                 yield Up(process, json.loads(line.removeprefix(b"UP ")))
                 return
         raise AssertionError((await process.communicate())[1].decode())
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Up]:
+    config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=2)
+    async with running_mesh(tmp_path, config) as mesh:
+        yield mesh
 
 
 async def test_an_agent_is_answered_at_the_addresses_that_are_printed(mesh: Up) -> None:
@@ -126,6 +132,22 @@ async def test_nothing_outlives_a_supervisor_that_was_killed(mesh: Up) -> None:
     assert alive == []
 
 
+async def test_a_scorer_of_the_file_rewards_sessions_that_have_no_reward(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    config = MESH.format(data=tmp_path / "data", model=tokenizer_dir, engines=1)
+    config += '[scorer]\nfunction = "tests.scorer.functions:behaves"\n'
+    async with running_mesh(tmp_path, config) as mesh, Client(mesh.addresses) as client:
+        async with client.session() as session:
+            async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as agent:
+                await agent.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": "hello"}], timeout=30
+                )
+        async with client.subscribe("trainer", unit="session") as sessions:
+            (scored,) = (await anext(sessions)).sessions
+    assert scored.reward == len(scored.trajectories[0].token_ids)
+
+
 async def test_a_service_that_cannot_start_ends_the_mesh_with_its_reason(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
@@ -163,4 +185,4 @@ async def test_help_says_what_there_is() -> None:
     async with asyncio.timeout(60):
         said = (await process.communicate())[0].decode()
     assert process.returncode == 0
-    assert all(name in said for name in ("up", "router", "engine", "gateway", "sidecar"))
+    assert all(name in said for name in ("up", "router", "engine", "gateway", "sidecar", "scorer"))

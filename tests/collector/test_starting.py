@@ -58,9 +58,10 @@ async def test_a_call_before_the_store_is_open_is_told_to_come_again(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        pytest.param("scorer", "my_scorer", id="no function"),
-        pytest.param("scorer", "grpc://", id="no address"),
-        pytest.param("scorer_workers", 0, id="nobody scores"),
+        pytest.param("scorer", "my_scorer", id="no port"),
+        pytest.param("scorer", "module:function", id="no address"),
+        pytest.param("scorer", "grpc://scorer:7500", id="a URL"),
+        pytest.param("scorer_concurrency", 0, id="nobody scores"),
         pytest.param("scorer_tries", 0, id="no try"),
         pytest.param("scorer_timeout_ms", 0, id="no time"),
         pytest.param("scorer_hold_ms", -1, id="hold below zero"),
@@ -73,8 +74,3 @@ def test_a_setting_that_no_collector_can_work_with_is_named(name: str, value: ob
     settings: dict[str, Any] = {name: value}
     with pytest.raises(ConfigError, match=f"^{name}: "):
         CollectorConfig(**settings)
-
-
-def test_what_scores_is_a_function_a_service_or_nothing() -> None:
-    for scorer in ("", "package.module:function", "grpc://scorer:7400"):
-        assert CollectorConfig(scorer=scorer).scorer == scorer

@@ -16,6 +16,7 @@ STANDS_ON = {  # beside itself, the runtime and the stubs
     "collector": set[str](),
     "gateway": {"mesh", "chat"},
     "sidecar": set[str](),
+    "scorer": set[str](),
 }
 
 

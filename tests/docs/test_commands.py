@@ -68,6 +68,9 @@ def test_a_command_that_is_shown_exists(where: str, words: list[str]) -> None:
             check_flags(rest, helps("rollmesh.chat.check"))
         case ["rollmesh", service, tool, *rest] if tool in _TOOLS.get(service, ()):
             check_flags(rest, helps(f"rollmesh.{service}", tool))
+        case ["rollmesh", "scorer", function, *flags]:
+            assert ":" in function, where
+            check_flags(flags, helps("rollmesh.scorer"))
         case ["rollmesh", service, *flags] if service in SERVICES:
             assert all(flag.startswith("--") for flag in flags), f"{where}: no tool {flags}"
             check_flags(flags, helps(f"rollmesh.{service}"))

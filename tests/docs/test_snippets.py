@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 
 from rollmesh.client import MeshAddresses, Retries, Session, SubscribeOptions, register_runner
 from rollmesh.integrations.trl import MeshRollouts
-from rollmesh.v1 import collector_pb2, trajectory_pb2
+from rollmesh.v1 import collector_pb2, session_pb2, trajectory_pb2
 from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import Block, blocks
 from tests.meshes import Mesh
@@ -188,6 +188,13 @@ async def chat(block: Block, folder: Path) -> None:
     exec(CHECK, names)  # noqa: S102
 
 
+async def scorer(block: Block, folder: Path) -> None:
+    names: dict[str, Any] = {}
+    await run(block, names)
+    session = session_pb2.SessionRecord(metadata={"passed": "yes"})
+    assert names["score"](session).reward == 1.0
+
+
 @contextmanager
 def _patched(name: str, **settings: Any) -> Iterator[Any]:
     with patch(name, autospec=True, **settings) as stand_in:
@@ -204,6 +211,7 @@ WITH_MESH: dict[str, Callable[[Block, Mesh], Awaitable[None]]] = {
 }
 ALONE: dict[str, Callable[[Block, Path], Awaitable[None]]] = {
     "docs/chat.md python 1": chat,
+    "docs/operations.md python 1": scorer,
     "docs/trainers.md python 2": verl_runner,
     "docs/trainers.md python 3": queue_writer,
     "docs/trainers.md python 4": trl_trainer,

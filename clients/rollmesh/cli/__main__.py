@@ -11,6 +11,8 @@ from importlib import metadata, util
 
 _USAGE = """usage: rollmesh up [--config mesh.toml]
        rollmesh SERVICE [flags]        router, engine, collector, gateway or sidecar
+       rollmesh scorer module:function [flags]
+                                       serves a reward function to collectors
        rollmesh SERVICE --help         lists the service's flags
        rollmesh router forget-weights [--model NAME]
        rollmesh collector drop|export|inspect|replay [flags]
@@ -37,6 +39,7 @@ _COMMANDS = {
     ("collector",): _Command("rollmesh.collector", "collector", (*_SERVER, "redis")),
     ("gateway",): _Command("rollmesh.gateway", "gateway", _GATEWAY),
     ("sidecar",): _Command("rollmesh.sidecar", "sidecar", (*_SERVER, "starlette", "orjson")),
+    ("scorer",): _Command("rollmesh.scorer", "scorer", _SERVER),
     ("template", "check"): _Command("rollmesh.chat.check", "gateway", _GATEWAY),
     ("up",): _Command(
         "rollmesh.cli.up",

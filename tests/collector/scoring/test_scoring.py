@@ -1,4 +1,4 @@
-"""Scorers: functions in processes, services, and what becomes of bad ones."""
+"""Collectors that call a scorer: a process of ours, and services that misbehave."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,15 +13,8 @@ from prometheus_client import REGISTRY
 from rollmesh.v1 import collector_pb2 as pb, scorer_pb2, scorer_pb2_grpc, session_pb2
 from tests.collector.collectors import TIMEOUT_S, stub_at, subscribing
 from tests.collector.records import record
-
-FUNCTION = "tests.collector.scorer_functions:behaves"
-
-
-def unscored(session_id: str, behave: str = "well") -> session_pb2.SessionRecord:
-    made = record(session_id)
-    made.ClearField("reward")
-    made.metadata["behave"] = behave
-    return made
+from tests.processes import reserved_port, running
+from tests.scorer.sessions import FUNCTION, REWARD, Hanging, unscored
 
 
 async def ingest(stub: Any, *sessions: session_pb2.SessionRecord) -> None:
@@ -43,49 +36,66 @@ def given_up() -> float:
 
 
 async def test_a_session_without_a_reward_is_scored_before_it_is_delivered(tmp_path: Path) -> None:
-    async with stub_at(tmp_path, scorer=FUNCTION, scorer_workers=1) as stub:
-        async with subscribing(stub, credits_=2) as stream:
+    async with running("scorer", tmp_path, function=FUNCTION) as scorer:
+        async with (
+            stub_at(tmp_path, scorer=scorer.address) as stub,
+            subscribing(stub, credits_=2) as stream,
+        ):
             await ingest(stub, unscored("a"), record("b"))
             found = rewards_of(await stream.deliveries(2))
-    assert found == {"a": 6.0, "b": 0.0}
+    assert found == {"a": REWARD, "b": 0.0}
 
 
-@pytest.mark.parametrize("behave", ["crash", "hang", "raise", "wrong"])
-async def test_a_bad_scorer_harms_its_session_alone(tmp_path: Path, behave: str) -> None:
-    before = given_up()
-    settings: dict[str, Any] = {"scorer_workers": 1, "scorer_tries": 2}
-    if behave == "hang":
-        settings["scorer_timeout_ms"] = 500
-    async with stub_at(tmp_path, scorer=FUNCTION, **settings) as stub:
-        async with subscribing(stub, credits_=2) as stream:
-            await ingest(stub, unscored("bad", behave), unscored("good"))
-            found = rewards_of(await stream.deliveries(2))
-    assert found == {"bad": None, "good": 6.0}
-    assert given_up() == before + 1
-
-
-async def test_a_function_that_cannot_be_imported_leaves_sessions_without_rewards(
+async def test_a_session_whose_scorer_is_killed_in_mid_score_is_scored_by_the_next(
     tmp_path: Path,
 ) -> None:
-    settings: dict[str, Any] = {"scorer": "tests.nothing:here", "scorer_tries": 1}
-    async with stub_at(tmp_path, **settings) as stub, subscribing(stub, credits_=1) as stream:
-        await ingest(stub, unscored("a"))
-        assert rewards_of(await stream.deliveries(1)) == {"a": None}
+    hanging = Hanging(tmp_path)
+    with reserved_port() as reserved:
+        port = reserved.getsockname()[1]
+        flags = {"function": FUNCTION, "port": port}
+        settings = {"scorer": f"127.0.0.1:{port}", "scorer_tries": 2}
+        async with stub_at(tmp_path, **settings) as stub, subscribing(stub, credits_=1) as stream:
+            async with running("scorer", tmp_path, **flags) as scorer:
+                await ingest(stub, hanging.session)
+                await hanging.begun()
+                await scorer.kill()
+            await hanging.ended()
+            async with running("scorer", tmp_path, **flags):
+                assert rewards_of(await stream.deliveries(1)) == {"hangs": REWARD}
+
+
+async def test_a_scorer_that_is_away_costs_no_attempt(tmp_path: Path) -> None:
+    with reserved_port() as reserved:
+        port = reserved.getsockname()[1]
+        settings = {"scorer": f"127.0.0.1:{port}", "scorer_tries": 1}
+        async with stub_at(tmp_path, **settings) as stub, subscribing(stub, credits_=1) as stream:
+            await ingest(stub, unscored("a"))
+            async with running("scorer", tmp_path, function=FUNCTION, port=port):
+                assert rewards_of(await stream.deliveries(1)) == {"a": REWARD}
+
+
+async def test_a_scorer_that_never_comes_delays_a_session_up_to_the_hold(tmp_path: Path) -> None:
+    with reserved_port() as reserved:
+        scorer = f"127.0.0.1:{reserved.getsockname()[1]}"
+        settings = {"scorer": scorer, "scorer_hold_ms": 300}
+        async with stub_at(tmp_path, **settings) as stub, subscribing(stub, credits_=1) as stream:
+            await ingest(stub, unscored("a"))
+            assert rewards_of(await stream.deliveries(1)) == {"a": None}
 
 
 async def test_what_waited_for_its_scorer_is_scored_after_a_restart(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"scorer_workers": 1, "scorer": FUNCTION}
-    async with stub_at(tmp_path, **settings) as stub:
-        await ingest(stub, unscored("first", "hang"), unscored("second"))
-        stats = await stub.GetStats(pb.GetStatsRequest(), timeout=TIMEOUT_S)
-        assert stats.waiting_for_rewards == 2
-    async with stub_at(tmp_path, **{**settings, "scorer_workers": 2}) as stub:
-        async with subscribing(stub, credits_=1) as stream:
-            assert rewards_of(await stream.deliveries(1)) == {"second": 6.0}
+    with reserved_port() as reserved:
+        settings = {"scorer": f"127.0.0.1:{reserved.getsockname()[1]}"}
+        async with stub_at(tmp_path, **settings) as stub:
+            await ingest(stub, unscored("a"), unscored("b"))
+            stats = await stub.GetStats(pb.GetStatsRequest(), timeout=TIMEOUT_S)
+            assert stats.waiting_for_rewards == 2
+    async with scored_by(Service(), tmp_path) as stub, subscribing(stub, credits_=2) as stream:
+        assert rewards_of(await stream.deliveries(2)) == {"a": REWARD, "b": REWARD}
 
 
 class Service(scorer_pb2_grpc.ScorerServiceServicer):
-    """Behaves as the session's metadata says, like `scorer_functions`."""
+    """Behaves as the session's metadata says."""
 
     async def Score(self, request: scorer_pb2.ScoreRequest, context: Any) -> Any:
         match request.session.metadata["behave"]:
@@ -96,7 +106,7 @@ class Service(scorer_pb2_grpc.ScorerServiceServicer):
             case "wrong":
                 rewards = session_pb2.SessionRewards(trajectory_rewards={"x": 1.0})
                 return scorer_pb2.ScoreResponse(rewards=rewards)
-        return scorer_pb2.ScoreResponse(rewards=session_pb2.SessionRewards(reward=6.0))
+        return scorer_pb2.ScoreResponse(rewards=session_pb2.SessionRewards(reward=REWARD))
 
 
 class Flaky(scorer_pb2_grpc.ScorerServiceServicer):
@@ -121,7 +131,7 @@ async def scored_by(service: Any, folder: Path, **settings: Any) -> AsyncIterato
     scorer_pb2_grpc.add_ScorerServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    scorer = f"grpc://127.0.0.1:{port}"
+    scorer = f"127.0.0.1:{port}"
     async with asyncio.timeout(TIMEOUT_S), stub_at(folder, scorer=scorer, **settings) as stub:
         yield stub
     await server.stop(None)
@@ -130,14 +140,14 @@ async def scored_by(service: Any, folder: Path, **settings: Any) -> AsyncIterato
 @pytest.mark.parametrize("behave", ["hang", "raise", "wrong"])
 async def test_a_bad_scorer_service_harms_its_session_alone(tmp_path: Path, behave: str) -> None:
     before = given_up()
-    settings: dict[str, Any] = {"scorer_workers": 1, "scorer_tries": 2}
+    settings: dict[str, Any] = {"scorer_concurrency": 1, "scorer_tries": 2}
     if behave == "hang":
         settings["scorer_timeout_ms"] = 500
     async with scored_by(Service(), tmp_path, **settings) as stub:
         async with subscribing(stub, credits_=2) as stream:
             await ingest(stub, unscored("bad", behave), unscored("good"))
             found = rewards_of(await stream.deliveries(2))
-    assert found == {"bad": None, "good": 6.0}
+    assert found == {"bad": None, "good": REWARD}
     assert given_up() == before + 1
 
 

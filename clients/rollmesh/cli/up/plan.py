@@ -7,6 +7,9 @@ engines = 2
 backend = "vllm"            # a free port is chosen unless the table names one
 dtype = "float32"
 
+[scorer]                    # a scorer runs if the table is there
+function = "module:function"
+
 [engine.vllm]               # any argument of the installed vLLM's AsyncEngineArgs
 tensor_parallel_size = 2
 """
@@ -21,7 +24,7 @@ from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import Bounds, Config, ConfigError, fill, read_file
 from rollmesh.runtime.rpc.listening import GRACE_MS
 
-SERVICES = ("router", "engine", "collector", "gateway", "sidecar")
+SERVICES = ("router", "engine", "scorer", "collector", "gateway", "sidecar")
 _Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
@@ -101,6 +104,7 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
     mesh = mesh_config(tables)
     names = [("router", "router")]
     names += [(f"engine-{at}", "engine") for at in range(mesh.engines)]
+    names += [("scorer", "scorer")] if "scorer" in tables else []
     names += [("collector", "collector"), ("gateway-0", "gateway"), ("sidecar", "sidecar")]
     address = {
         name: f"{tables.get(service, {}).get('host', mesh.host)}"
@@ -108,6 +112,8 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
         for name, service in names
     }
     shared = _shared_settings(mesh, address)
+    if "scorer" in tables:
+        shared["collector"] |= _scoring(tables["scorer"], address["scorer"])
     specs: list[ProcessSpec] = []
     for name, service in names:
         settings = {"host": mesh.host, **shared[service], **tables.get(service, {})}
@@ -126,6 +132,7 @@ def _shared_settings(mesh: MeshConfig, address: Mapping[str, str]) -> dict[str, 
     return {
         "router": {"data_dir": mesh.data_dir / "router"},
         "engine": {"router": address["router"], **model},
+        "scorer": {},
         "collector": {"data_dir": mesh.data_dir / "collector"},
         "gateway": {
             "router": address["router"],
@@ -135,6 +142,12 @@ def _shared_settings(mesh: MeshConfig, address: Mapping[str, str]) -> dict[str, 
         },
         "sidecar": {"gateway": address["gateway-0"]},
     }
+
+
+def _scoring(table: Mapping[str, Any], address: str) -> dict[str, Any]:
+    """Returns the settings of a collector that follow from the scorer's table."""
+    workers = {"scorer_concurrency": table["workers"]} if "workers" in table else {}
+    return {"scorer": address, **workers}
 
 
 def _gpus(name: str, count: int) -> tuple[int, ...]:

@@ -187,6 +187,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """Any code. The status came from the transport or from a server that is none of rollmesh's. It is
     made by clients and never sent. Retry where the code allows it.
     """
+    ERROR_REASON_SCORER_FAILED: _ErrorReason.ValueType  # 48
+    """INTERNAL. The scorer's function raised or took too long, or its process died. The scorer's log
+    has the traceback. Correct the function; a retry may fail in the same way.
+    """
+    ERROR_REASON_SCORER_BUSY: _ErrorReason.ValueType  # 49
+    """RESOURCE_EXHAUSTED. Too many sessions wait for the scorer already. Retry after the delay, or
+    start the scorer with more workers.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and what to do."""
@@ -348,6 +356,14 @@ ERROR_REASON_DEADLINE: ErrorReason.ValueType  # 46
 ERROR_REASON_REMOTE: ErrorReason.ValueType  # 47
 """Any code. The status came from the transport or from a server that is none of rollmesh's. It is
 made by clients and never sent. Retry where the code allows it.
+"""
+ERROR_REASON_SCORER_FAILED: ErrorReason.ValueType  # 48
+"""INTERNAL. The scorer's function raised or took too long, or its process died. The scorer's log
+has the traceback. Correct the function; a retry may fail in the same way.
+"""
+ERROR_REASON_SCORER_BUSY: ErrorReason.ValueType  # 49
+"""RESOURCE_EXHAUSTED. Too many sessions wait for the scorer already. Retry after the delay, or
+start the scorer with more workers.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ScorerServiceStub(object):
-    """A scorer that a collector calls; anyone may implement it.
+    """A scorer that a collector calls. `rollmesh scorer` serves a Python function; anyone may implement
+    another.
     """
 
     def __init__(self, channel):
@@ -43,12 +44,13 @@ class ScorerServiceStub(object):
 
 
 class ScorerServiceServicer(object):
-    """A scorer that a collector calls; anyone may implement it.
+    """A scorer that a collector calls. `rollmesh scorer` serves a Python function; anyone may implement
+    another.
     """
 
     def Score(self, request, context):
-        """Scores one session. Called at least once for each; must be safe to repeat. UNAVAILABLE,
-        RESOURCE_EXHAUSTED and a passed deadline are tried again, as every other error.
+        """Scores one session. It is called at least once for each session, so it must be safe to repeat.
+        The collector retries after any error; the number of its attempts is limited.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +73,8 @@ def add_ScorerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ScorerService(object):
-    """A scorer that a collector calls; anyone may implement it.
+    """A scorer that a collector calls. `rollmesh scorer` serves a Python function; anyone may implement
+    another.
     """
 
     @staticmethod

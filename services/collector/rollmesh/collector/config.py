@@ -8,7 +8,7 @@ from typing import Annotated
 from rollmesh.runtime.config import Bounds, ConfigError
 from rollmesh.runtime.rpc.listening import Port, RequestBytes, ServerConfig
 
-_SCORER = re.compile(r"(?:grpc://.+|[\w.]+:[\w.]+)?")
+_SCORER = re.compile(r"(?:[^/]+:\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class CollectorConfig(ServerConfig):
     tick_ms: Annotated[int, Bounds(1)] = 200
     """Interval between checks of group and reward deadlines, milliseconds."""
     scorer: str = ""
-    """Scorer that gives sessions without a reward one before delivery: package.module:function, run
-    in worker processes, or grpc://host:port of a ScorerService; empty: no scorer."""
-    scorer_workers: Annotated[int, Bounds(1)] = 2
-    """Number of sessions scored concurrently."""
+    """host:port of the scorer, which gives sessions without a reward one before they are delivered;
+    empty: no scorer."""
+    scorer_concurrency: Annotated[int, Bounds(1)] = 2
+    """Number of sessions scored at a time."""
     scorer_timeout_ms: Annotated[int, Bounds(1)] = 60_000
-    """Timeout for one scoring attempt, milliseconds; a worker that exceeds it is killed."""
+    """Timeout for one scoring attempt, including the wait for a worker, milliseconds."""
     scorer_tries: Annotated[int, Bounds(1)] = 3
     """Attempts to score a session; after the last it is delivered without a reward."""
     scorer_hold_ms: Annotated[int, Bounds(0)] = 3_600_000
@@ -57,5 +57,6 @@ class CollectorConfig(ServerConfig):
         super().__post_init__()
         if not _SCORER.fullmatch(self.scorer):
             raise ConfigError(
-                f"scorer: {self.scorer!r}: give package.module:function or grpc://host:port"
+                f"scorer: {self.scorer!r}: give the host:port of a scorer; "
+                "`rollmesh scorer package.module:function` starts one"
             )

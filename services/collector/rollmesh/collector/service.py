@@ -8,7 +8,7 @@ import grpc
 
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.delivery.retention import Retention
-from rollmesh.collector.scoring.scorers import open_scorers
+from rollmesh.collector.scoring.remote import RemoteScorer
 from rollmesh.collector.scoring.scoring import Scoring
 from rollmesh.collector.servicer import CollectorServicer
 from rollmesh.collector.storage.sqlite.store import open_store
@@ -16,6 +16,7 @@ from rollmesh.collector.storage.store import Store
 from rollmesh.collector.streams.maintenance import maintain
 from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2_grpc, server_pb2
 
 
@@ -67,11 +68,9 @@ class CollectorService:
             return
         scoring = Scoring(subscriptions.store, subscriptions.announce, config.scorer_tries)
         self._servicer.scoring, self._servicer.score_hold_ms = scoring, config.scorer_hold_ms
-        opening = open_scorers(
-            config.scorer, config.scorer_workers, config.scorer_timeout_ms / 1000
-        )
-        async with opening as scorers, asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(scoring.run(scorers))
+        async with open_channel(config.scorer) as channel, asyncio.TaskGroup() as tasks:
+            scorer = RemoteScorer(channel, config.scorer_timeout_ms / 1000)
+            running = tasks.create_task(scoring.run(scorer, config.scorer_concurrency))
             yield
             running.cancel()
 

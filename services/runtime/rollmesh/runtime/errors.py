@@ -306,6 +306,19 @@ class StoreAwayError(RollmeshError):
     reason = "STORE_AWAY"
 
 
+class ScorerFailedError(RollmeshError):
+    """The scorer's function raised or took too long, or its process died."""
+
+    reason = "SCORER_FAILED"
+
+
+class ScorerBusyError(RollmeshError):
+    """Too many sessions wait for the scorer already."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "SCORER_BUSY"
+
+
 class ConsumerUnknownError(RollmeshError):
     """No consumer has this name."""
 

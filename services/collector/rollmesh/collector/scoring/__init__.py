@@ -1,4 +1,4 @@
-"""Scorers: functions and services that give stored sessions their rewards.
+"""Scoring: stored sessions get their rewards from a `ScorerService`.
 
 May import `delivery` and `storage`.
 """

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rollmesh.collector import metrics
-from rollmesh.collector.scoring.scorers import Scorer
+from rollmesh.collector.scoring.remote import RemoteScorer
 from rollmesh.collector.storage.store import RETRY_MS, Store
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
@@ -33,7 +33,7 @@ def wants_score(record: session_pb2.SessionRecord) -> bool:
 
 
 class Scoring:
-    """Queue of sessions waiting for a scorer; the sessions themselves are in the store."""
+    """Queue of sessions waiting for the scorer; the sessions themselves are in the store."""
 
     def __init__(self, store: Store, announce: Callable[[], None], tries: int) -> None:
         """Creates an empty queue.
@@ -62,15 +62,20 @@ class Scoring:
         if not self._waiting.full():
             self._waiting.put_nowait(session_id)
 
-    async def run(self, scorers: Sequence[Scorer]) -> None:
-        """Scores sessions until cancelled, when the collector stops."""
+    async def run(self, scorer: RemoteScorer, concurrency: int) -> None:
+        """Scores sessions until cancelled, when the collector stops.
+
+        Args:
+            scorer: The scorer.
+            concurrency: Number of sessions scored at a time.
+        """
         for session_id in await self._store.waiting(_MOST_WAITING):
             self.add(session_id)
         async with asyncio.TaskGroup() as group:
-            for scorer in scorers:
+            for _ in range(concurrency):
                 group.create_task(self._work(scorer))
 
-    async def _work(self, scorer: Scorer) -> None:
+    async def _work(self, scorer: RemoteScorer) -> None:
         while True:
             session_id = await self._waiting.get()
             try:
@@ -80,7 +85,7 @@ class Scoring:
             except Exception as error:  # noqa: BLE001 - one session must not stop the others
                 _log.error("not scored", exc_info=error, extra=fields(session_id=session_id))
 
-    async def _score(self, scorer: Scorer, session_id: str) -> None:
+    async def _score(self, scorer: RemoteScorer, session_id: str) -> None:
         record = await self._lasting_session(session_id)
         if not wants_score(record):
             return

@@ -11,14 +11,13 @@ import itertools
 import json
 import logging
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rollmesh.chat.parsing.vllm.answers import Reading
 from rollmesh.runtime import clock
+from rollmesh.runtime.process.children import Child, start_child
 from rollmesh.runtime.telemetry.logs import fields
 
 _log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class VllmParser:
         self._waiting = 0
         self._turn = asyncio.Lock()
         self._ids = itertools.count()
-        self._process: Process | None = None
+        self._process: Child | None = None
         self._ready = False
         self._started_ms = 0
         self._rest_until_ms = 0
@@ -127,14 +126,13 @@ class VllmParser:
             raise _WorkerFailedError(answer["error"])
         return Reading(answer["content"], tuple((name, given) for name, given in answer["calls"]))
 
-    async def _exchange(self, process: Process, question: dict[str, Any]) -> dict[str, Any]:
+    async def _exchange(self, process: Child, question: dict[str, Any]) -> dict[str, Any]:
         """Writes a question and reads its answer.
 
         Raises:
             OSError: The worker ended.
             ValueError: It said something else.
         """
-        assert process.stdin is not None
         process.stdin.write(json.dumps(question).encode() + b"\n")
         await process.stdin.drain()
         while True:
@@ -142,7 +140,7 @@ class VllmParser:
             if answer.get("id") == question["id"]:
                 return answer  # others belong to askers that left
 
-    async def _started(self) -> Process:
+    async def _started(self) -> Child:
         """Returns a worker that is ready.
 
         Raises:
@@ -150,17 +148,15 @@ class VllmParser:
             _WorkerDiedError: It ended while it started.
         """
         late = not self._ready and clock.monotonic_ms() > self._started_ms + _START_MS
-        if self._process is not None and (late or self._process.returncode is not None):
+        if self._process is not None and (late or self._process.exit_code is not None):
             await self._kill()
         if self._process is None:
             if clock.monotonic_ms() < self._rest_until_ms:
                 raise _WorkerFailedError(f"the worker did not start: {self._why}")
             self._ready, self._started_ms = False, clock.monotonic_ms()
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = await start_child(
                 *(sys.executable, "-m", "rollmesh.chat.parsing.vllm.worker"),
                 *(self._name, str(self._model_path)),
-                stdin=PIPE,
-                stdout=PIPE,
                 limit=_LINE_BYTES,
             )
         if not self._ready:
@@ -181,19 +177,17 @@ class VllmParser:
     async def _kill(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             await process.wait()
 
 
-async def _line(process: Process) -> dict[str, Any]:
+async def _line(process: Child) -> dict[str, Any]:
     """Returns the next line of a worker's output.
 
     Raises:
         OSError: It ended.
         ValueError: The line is no JSON object, or too long.
     """
-    assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:
         raise BrokenPipeError(f"exit code {await process.wait()}")

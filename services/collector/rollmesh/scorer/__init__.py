@@ -1,0 +1,12 @@
+"""The scorer: a process that serves a Python function as a `ScorerService`.
+
+Modules, each importing only those below it:
+
+    __main__
+    service               the scorer as a service
+    servicer              the RPC
+    workers               worker processes, and the calls that wait for one
+    config
+
+`worker` is the program that a worker process runs. It is never imported.
+"""

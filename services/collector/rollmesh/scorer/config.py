@@ -1,0 +1,42 @@
+"""Settings of the scorer."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from rollmesh.runtime.config import Bounds, ConfigError
+from rollmesh.runtime.rpc.listening import Port, RequestBytes, ServerConfig
+
+_FUNCTION = re.compile(r"(?:[\w.]+:[\w.]+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerConfig(ServerConfig):
+    """Settings of a scorer. Usage: rollmesh scorer module:function [flags]."""
+
+    port: Port = 7500
+    """Port to listen on; 0 picks a free port."""
+    max_request_bytes: RequestBytes = 2**31 - 1
+    """Largest accepted message, bytes; a session takes 9 per token of each trajectory."""
+    function: str = ""
+    """Function to serve, as package.module:function. It takes a SessionRecord and returns
+    SessionRewards. May also be given as the first argument, without a flag."""
+    workers: Annotated[int, Bounds(1)] = 2
+    """Number of worker processes; each scores one session at a time."""
+    timeout_ms: Annotated[int, Bounds(1)] = 60_000
+    """Longest run of the function for one session, milliseconds; a worker that exceeds it is
+    killed and replaced."""
+    start_timeout_ms: Annotated[int, Bounds(1)] = 60_000
+    """Longest start of a worker, including the import of the function, milliseconds."""
+    max_waiting: Annotated[int, Bounds(0)] = 256
+    """Calls that may wait for a free worker; further ones are rejected with SCORER_BUSY."""
+
+    def __post_init__(self) -> None:
+        """Validates the settings.
+
+        Raises:
+            ConfigError: Names the setting and what to give.
+        """
+        super().__post_init__()
+        if not _FUNCTION.fullmatch(self.function):
+            raise ConfigError(f"function: {self.function!r}: give package.module:function")
