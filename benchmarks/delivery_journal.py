@@ -11,7 +11,7 @@ from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
 from rollmesh.gateway.conversation.tree import Sample, Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
-from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs
+from rollmesh.runtime.codec.arrays import unpack_tokens
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 _END = 0
@@ -27,8 +27,7 @@ def new_tree() -> Tree:
 def tree_of(trajectory: trajectory_pb2.Trajectory) -> Tree:
     """Returns the tree with a single path, built from the segments of a trajectory."""
     tree = new_tree()
-    ids = unpack_ids(trajectory.token_ids_u32le, "token_ids").astype(np.uint32)
-    logprobs = unpack_logprobs(trajectory.logprobs_f32le, "logprobs").astype(np.float32)
+    ids, logprobs, _ = unpack_tokens(trajectory.tokens, "tokens")
     node = tree.root(_CONTEXT)
     for segment in trajectory.segments:
         added = ids[segment.start : segment.end].copy()

@@ -43,9 +43,9 @@ def sessions(shape: Shape, prefix: str) -> Iterator[session_pb2.SessionRecord]:
         ids = rng.integers(0, _VOCABULARY, shape.tokens, np.uint32).astype("<u4")
         logprobs = np.where(mask, -rng.random(shape.tokens, np.float32), 0).astype("<f4")
         trajectory = _trajectory(f"{prefix}-{at}", bounds)
-        trajectory.token_ids_u32le = ids.tobytes()
-        trajectory.logprobs_f32le = logprobs.tobytes()
-        trajectory.loss_mask_u8 = mask.tobytes()
+        trajectory.tokens.token_ids_u32le = ids.tobytes()
+        trajectory.tokens.logprobs_f32le = logprobs.tobytes()
+        trajectory.tokens.loss_mask_u8 = mask.tobytes()
         yield session_pb2.SessionRecord(
             session_id=f"{prefix}-{at}",
             group_id=f"{prefix}-g{at // shape.group}" if shape.group > 1 else "",

@@ -58,9 +58,10 @@ def summarise(groups: list[list[session_pb2.SessionRecord]]) -> dict[str, object
     for sessions in groups:
         for session in sessions:
             for trajectory in session.trajectories:
-                ids = np.frombuffer(trajectory.token_ids_u32le, "<u4")
-                mask = np.frombuffer(trajectory.loss_mask_u8, np.bool_)
-                logprobs = np.frombuffer(trajectory.logprobs_f32le, "<f4")
+                arrays = trajectory.tokens
+                ids = np.frombuffer(arrays.token_ids_u32le, "<u4")
+                mask = np.frombuffer(arrays.loss_mask_u8, np.bool_)
+                logprobs = np.frombuffer(arrays.logprobs_f32le, "<f4")
                 assert len(ids) == len(mask) == len(logprobs)
                 tokens += len(ids)
                 trained += int(mask.sum())

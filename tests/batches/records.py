@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
+from rollmesh.runtime.codec.arrays import pack_tokens
 from rollmesh.v1 import chat_pb2, trajectory_pb2
 
 
@@ -15,7 +16,6 @@ def trajectory(
     reward: float | None = None,
     turn_rewards: Sequence[float | None] = (),
     lineage: str = "MAIN",
-    missing_logprobs: bool = False,
     version: int = 3,
 ) -> Trajectory:
     """Makes a trajectory of parts: number of tokens, whether sampled, whether trained."""
@@ -33,8 +33,6 @@ def trajectory(
         )
         if sampled and (earned := next(of_turns, None)) is not None:
             segment.reward = earned
-        if sampled and missing_logprobs:
-            segment.reasons.append(trajectory_pb2.FIDELITY_REASON_MISSING_LOGPROBS)
         segments.append(segment)
         at += tokens
     sampled_at = np.repeat([part[1] for part in parts], [part[0] for part in parts])
@@ -50,7 +48,7 @@ def trajectory(
         prompt_tokens=int(np.flatnonzero(sampled_at)[0]) if sampled_at.any() else at,
         turns=sum(part[1] for part in parts),
         lineage=lineage,
-        reasons=("MISSING_LOGPROBS",) if missing_logprobs else ("EXACT",),
+        reasons=("EXACT",),
         path=trajectory_pb2.Trajectory(segments=segments),
         reward=reward,
     )
@@ -86,9 +84,11 @@ def tree_session(name: str, *, reward: float | None = 1.0) -> SessionResult:
     ]
     proto = trajectory_pb2.TrajectoryTree(
         nodes=nodes,
-        token_ids_u32le=np.arange(6, dtype="<u4").tobytes(),
-        logprobs_f32le=np.zeros(6, "<f4").tobytes(),
-        loss_mask_u8=bytes([0, 0, 1, 1, 1, 1]),
+        tokens=pack_tokens(
+            np.arange(6, dtype=np.uint32),
+            np.zeros(6, np.float32),
+            np.array([0, 0, 1, 1, 1, 1], np.bool_),
+        ),
     )
     tree = TrajectoryTree.from_proto(proto)
     return SessionResult(name, "", 0, "COMPLETED", reward, 2, {}, (), tree)

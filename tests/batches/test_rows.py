@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from rollmesh.batches import (
-    MissingLogprobsError,
     MissingRewardError,
     group_advantages,
     ragged,
@@ -64,19 +63,6 @@ def test_a_session_without_a_reward_is_refused_by_name_or_left_out_and_counted()
     assert [row.trajectory.trajectory_id for row in rows] == ["v"]
     assert rows.counts == {"MISSING_REWARD": 1}
     assert rows.left_out[0].trained_tokens == 3
-
-
-def test_tokens_without_log_probabilities_are_refused_by_name_or_left_out() -> None:
-    unknown = session("s", [linear("t", 2, 3, missing_logprobs=True)])
-    with pytest.raises(MissingLogprobsError, match="trajectory t"):
-        rows_of([unknown])
-    assert rows_of([unknown], missing_logprobs="leave_out").counts == {"MISSING_LOGPROBS": 1}
-
-
-def test_log_probabilities_may_miss_where_nothing_is_trained() -> None:
-    parts = [(2, False, False), (3, True, False)]
-    one = trajectory("t", parts, missing_logprobs=True)
-    assert len(rows_of([session("s", [one])], untrained="keep")) == 1
 
 
 def test_an_auxiliary_call_is_left_out_and_counted_unless_kept() -> None:

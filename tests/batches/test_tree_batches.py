@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rollmesh.batches import (
-    MissingLogprobsError,
     MissingRewardError,
     group_advantages,
     pack_trees,
@@ -21,7 +20,7 @@ from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.export.record import write_record
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import gateway_pb2, session_pb2, trajectory_pb2
+from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.batches.records import linear, session
 from tests.gateway.worlds import TOOLS, World, random_world, said, user
 
@@ -151,30 +150,14 @@ def test_what_has_no_place_is_refused_by_name_or_left_out_and_counted() -> None:
     unrewarded = one_tree("unrewarded", reward=None)
     with pytest.raises(MissingRewardError, match="tree of session unrewarded: session unrewarded"):
         pack_trees([unrewarded])
-    silent = one_tree("silent")
-    assert silent.tree is not None
-    nodes = [
-        trajectory_pb2.TrajectoryNode.FromString(n.SerializeToString()) for n in silent.tree.nodes
-    ]
-    next(node for node in nodes if node.trained).reasons.append(
-        trajectory_pb2.FIDELITY_REASON_MISSING_LOGPROBS
-    )
-    silent = replace(silent, tree=replace(silent.tree, nodes=tuple(nodes)))
-    with pytest.raises(MissingLogprobsError, match="tree of session silent: trained tokens"):
-        pack_trees([silent])
     whole = one_tree("idle")
     assert whole.tree is not None
     idle = replace(whole, tree=replace(whole.tree, loss_mask=np.zeros_like(whole.tree.loss_mask)))
     failed = replace(one_tree("failed", reward=None), superseded=True)
-    batch = pack_trees(
-        [unrewarded, silent, idle, failed, one_tree("good")],
-        missing_reward="leave_out",
-        missing_logprobs="leave_out",
-    )
+    batch = pack_trees([unrewarded, idle, failed, one_tree("good")], missing_reward="leave_out")
     assert batch.heads.session_ids == ("good",)
     assert [(left.trajectory_id, left.reason) for left in batch.left_out] == [
         ("unrewarded", "MISSING_REWARD"),
-        ("silent", "MISSING_LOGPROBS"),
         ("idle", "UNTRAINED"),
         ("failed", "SUPERSEDED"),
     ]

@@ -153,7 +153,7 @@ def _row(name: str, template: ModelTemplate, tokenizer: ModelTokenizer) -> str:
     except TemplateRefusedError as error:
         return f"| {name} | refused | | {_cell(str(error))} |"
     findings = "; ".join(sorted(profile.findings))
-    refused = "; ".join(f"no {order}" for order in sorted(profile.refused))
+    refused = "; ".join(f"no {order}" for order in sorted(map(str, profile.refused)))
     seen = f"{profile.verified} complete"
     seen += f", {profile.kept} after the last answer" if profile.kept else ""
     said = "; ".join(filter(None, (findings, refused)))

@@ -2,20 +2,19 @@
 
 import numpy as np
 
+from rollmesh.runtime.codec.arrays import pack_tokens
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 
 def trajectory(session_id: str, tokens: int = 6) -> trajectory_pb2.Trajectory:
-    ids = np.arange(tokens, dtype="<u4")
+    ids = np.arange(tokens, dtype=np.uint32)
     mask = np.arange(tokens) >= 2
     return trajectory_pb2.Trajectory(
         trajectory_id=f"{session_id}-1",
         session_id=session_id,
         leaf_node_id=1,
         lineage=trajectory_pb2.LINEAGE_MAIN,
-        token_ids_u32le=ids.tobytes(),
-        logprobs_f32le=np.zeros(tokens, "<f4").tobytes(),
-        loss_mask_u8=mask.tobytes(),
+        tokens=pack_tokens(ids, np.zeros(tokens, np.float32), mask),
         prompt_tokens=2,
         version_spans=[sampling_pb2.VersionSpan(policy_version=0, start=2, end=tokens)],
         segments=[
@@ -53,24 +52,32 @@ def tree() -> trajectory_pb2.TrajectoryTree:
     """A question and two answers to it."""
     return trajectory_pb2.TrajectoryTree(
         nodes=[
-            trajectory_pb2.TrajectoryNode(node_id=1, start=0, end=2, glue_tokens=2),
+            trajectory_pb2.TrajectoryNode(node_id=1, start=0, end=2, scaffold_tokens=2),
             trajectory_pb2.TrajectoryNode(
                 node_id=2,
                 parent_index=0,
                 start=2,
                 end=4,
-                glue_tokens=1,
+                scaffold_tokens=1,
                 sampled=True,
                 trained=True,
                 reward=0.5,
             ),
             trajectory_pb2.TrajectoryNode(
-                node_id=3, parent_index=0, start=4, end=6, glue_tokens=1, sampled=True, trained=True
+                node_id=3,
+                parent_index=0,
+                start=4,
+                end=6,
+                scaffold_tokens=1,
+                sampled=True,
+                trained=True,
             ),
         ],
-        token_ids_u32le=np.arange(6, dtype="<u4").tobytes(),
-        logprobs_f32le=np.zeros(6, "<f4").tobytes(),
-        loss_mask_u8=np.array([0, 0, 0, 1, 0, 1], "u1").tobytes(),
+        tokens=pack_tokens(
+            np.arange(6, dtype=np.uint32),
+            np.zeros(6, np.float32),
+            np.array([0, 0, 0, 1, 0, 1], np.bool_),
+        ),
         version_spans=[
             sampling_pb2.VersionSpan(policy_version=0, start=at, end=at + 1) for at in (3, 5)
         ],

@@ -76,17 +76,27 @@ async def test_an_ill_formed_subscription_is_refused_by_field(
     ("field", "change"),
     [
         pytest.param("tree", {"trajectories": [trajectory("s")]}, id="beside-trajectories"),
-        pytest.param("tree.logprobs_f32le", {"tree.logprobs_f32le": b"four"}, id="arrays"),
-        pytest.param("tree.loss_mask_u8", {"tree.loss_mask_u8": b"\2" * 6}, id="mask"),
+        pytest.param(
+            "tree.tokens.logprobs_f32le", {"tree.tokens.logprobs_f32le": b"four"}, id="arrays"
+        ),
+        pytest.param(
+            "tree.tokens.loss_mask_u8", {"tree.tokens.loss_mask_u8": b"\2" * 6}, id="mask"
+        ),
         pytest.param("tree.nodes[1]", {"tree.nodes.1.start": 3}, id="gap"),
         pytest.param("tree.nodes[2]", {"tree.nodes.2.end": 7}, id="behind-the-end"),
-        pytest.param("tree.nodes[1].glue_tokens", {"tree.nodes.1.glue_tokens": 3}, id="glue"),
+        pytest.param(
+            "tree.nodes[1].scaffold_tokens", {"tree.nodes.1.scaffold_tokens": 3}, id="scaffold"
+        ),
         pytest.param("tree.nodes[1].parent_index", {"tree.nodes.1.parent_index": 1}, id="parent"),
         pytest.param("tree.nodes", {"tree.nodes.2.end": 5}, id="not-covered"),
         pytest.param("tree.nodes[0].reward", {"tree.nodes.0.reward": 1.0}, id="agent-rewarded"),
         pytest.param("tree.nodes[1].reward", {"tree.nodes.1.reward": nan}, id="reward-no-number"),
         pytest.param("tree.version_spans", {"tree.version_spans.1.end": 7}, id="versions"),
-        pytest.param("tree.logprobs_f32le", {"tree.logprobs_f32le": logprobs(nan)}, id="logprobs"),
+        pytest.param(
+            "tree.tokens.logprobs_f32le",
+            {"tree.tokens.logprobs_f32le": logprobs(nan)},
+            id="logprobs",
+        ),
         pytest.param(
             "tree.version_spans[1].policy_version",
             {"tree.version_spans.1.policy_version": -1},
@@ -126,13 +136,13 @@ async def test_a_reward_that_is_no_number_is_refused(stub: Any, owner: str, rewa
 
 @pytest.mark.parametrize("value", [nan, inf, -inf, 2e-4])
 async def test_a_logprob_that_no_token_can_have_is_refused(stub: Any, value: float) -> None:
-    change = {"trajectories.0.logprobs_f32le": logprobs(value)}
-    await refused_by_field(stub, record("s"), "trajectories[0].logprobs_f32le", change)
+    change = {"trajectories.0.tokens.logprobs_f32le": logprobs(value)}
+    await refused_by_field(stub, record("s"), "trajectories[0].tokens.logprobs_f32le", change)
 
 
 async def test_a_logprob_that_rounding_put_above_0_is_taken(stub: Any) -> None:
     session = record("s")
-    session.trajectories[0].logprobs_f32le = logprobs(5e-5)
+    session.trajectories[0].tokens.logprobs_f32le = logprobs(5e-5)
     assert not await ingest(stub, session)
 
 

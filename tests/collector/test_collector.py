@@ -66,11 +66,17 @@ def broken(change: Callable[[session_pb2.SessionRecord], object]) -> session_pb2
         (broken(lambda s: s.trajectories.append(s.trajectories[0])), "trajectory_id"),
         (broken(lambda s: setattr(s.trajectories[0], "session_id", "x")), "session_id"),
         (
-            broken(lambda s: setattr(s.trajectories[0], "token_ids_u32le", b"\0" * 5)),
+            broken(lambda s: setattr(s.trajectories[0].tokens, "token_ids_u32le", b"\0" * 5)),
             "token_ids_u32le",
         ),
-        (broken(lambda s: setattr(s.trajectories[0], "logprobs_f32le", b"")), "logprobs_f32le"),
-        (broken(lambda s: setattr(s.trajectories[0], "loss_mask_u8", b"\2" * 6)), "loss_mask_u8"),
+        (
+            broken(lambda s: setattr(s.trajectories[0].tokens, "logprobs_f32le", b"")),
+            "logprobs_f32le",
+        ),
+        (
+            broken(lambda s: setattr(s.trajectories[0].tokens, "loss_mask_u8", b"\2" * 6)),
+            "loss_mask_u8",
+        ),
         (broken(lambda s: setattr(s.trajectories[0], "prompt_tokens", 7)), "prompt_tokens"),
         (broken(lambda s: setattr(s.trajectories[0].version_spans[0], "end", 7)), "version_spans"),
         (broken(lambda s: s.trajectories[0].segments.pop()), "segments"),

@@ -84,7 +84,7 @@ async def test_inspect_shows_counts_groups_filtered_and_sessions(collector: Serv
     assert (entry["session_id"], entry["reason"]) == ("late", "FILTER_REASON_SURPLUS")
     (session,) = lines(tool(collector, "inspect", "--session", "c"))
     assert session["group_id"] == "g"
-    assert "token_ids_u32le" not in session["trajectories"][0]
+    assert "tokens" not in session["trajectories"][0]
 
 
 async def test_replay_brings_acknowledged_units_back(collector: ServiceProcess) -> None:

@@ -196,7 +196,7 @@ async def test_sessions_are_read_without_a_consumer(stub: Any) -> None:
     assert read == [record("b"), record("a")]
     only = pb.ReadSessionsRequest(session_id="a", without_arrays=True)
     (one,) = [one.session async for one in stub.ReadSessions(only)]
-    assert not one.trajectories[0].token_ids_u32le
+    assert not one.trajectories[0].HasField("tokens")
     call = stub.ReadSessions(pb.ReadSessionsRequest(session_id="x"))
     assert isinstance(await refused(call.read()), SessionUnknownError)
 

@@ -230,10 +230,10 @@ async def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None
     ],
 )
 async def test_a_constraint_that_is_none_is_refused(engine: Engine, tag: str, says: str) -> None:
-    request = engine.request(4, 0, constraint=engine_pb2.Constraint(structural_tag=tag))
+    request = engine.request(4, 0, constraint=engine_pb2.Constraint(structural_tag_json=tag))
     with pytest.raises(InvalidConstraintError, match=says) as caught:
         await engine.generate(request)
-    assert caught.value.field == "constraint.structural_tag"
+    assert caught.value.field == "constraint.structural_tag_json"
 
 
 async def test_leaving_a_stream_aborts_the_request(engine: Engine) -> None:

@@ -44,7 +44,7 @@ async def test_a_damaged_row_is_set_aside_by_name_and_can_be_mended(
         ]
         answers = [await say(mesh, session, ASK) for session in (whole, damaged, lost)]
         await mesh.processes["gateway"].kill()
-        damage = "UPDATE nodes SET unit = ? || unit WHERE session_id = ?"
+        damage = "UPDATE nodes SET messages = ? || messages WHERE session_id = ?"
         write(mesh, damage, "?", damaged.session_id)
         write(mesh, "UPDATE sessions SET spec = 'x' WHERE session_id = ?", lost.session_id)
         gateway = await mesh.start("gateway", metrics_port=0)
@@ -62,7 +62,7 @@ async def test_a_damaged_row_is_set_aside_by_name_and_can_be_mended(
             info = await stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=30)
         assert (info.dead_letters, info.live_sessions) == (2, 1)
 
-        mend = "UPDATE nodes SET unit = substr(unit, 2) WHERE session_id = ?"
+        mend = "UPDATE nodes SET messages = substr(messages, 2) WHERE session_id = ?"
         await mesh.processes["gateway"].terminate()
         write(mesh, mend, damaged.session_id)
         await mesh.start("gateway")

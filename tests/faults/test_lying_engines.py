@@ -73,8 +73,13 @@ async def replica(mesh: Mesh, name: str) -> router_pb2.Replica:
     return next(one for one in found if one.hello.replica_id == name)
 
 
-async def why_left_out(mesh: Mesh, name: str) -> str:
-    return (await replica(mesh, name)).left_out
+async def why_excluded(mesh: Mesh, name: str) -> str:
+    exclusion = (await replica(mesh, name)).exclusion
+    assert exclusion.reason in {
+        router_pb2.EXCLUSION_REASON_UNSPECIFIED,
+        router_pb2.EXCLUSION_REASON_FAULT,
+    }
+    return exclusion.explanation
 
 
 async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
@@ -89,9 +94,10 @@ async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
     async with lying_mesh(tmp_path, tokenizer_dir) as mesh:
         for lie, stream, why in lies:
             async with liar(mesh) as engine:
-                assert not (await replica(mesh, "liar")).left_out  # it registered anew
+                found = await replica(mesh, "liar")
+                assert not found.HasField("exclusion")  # it registered anew
                 engine.answers = lie
                 assert await ask(mesh, stream=stream) == REPLY
-                left_out = await until(lambda: why_left_out(mesh, "liar"))
-            assert "out of service" in left_out
-            assert why in left_out
+                excluded = await until(lambda: why_excluded(mesh, "liar"))
+            assert "out of service" in excluded
+            assert why in excluded

@@ -14,6 +14,7 @@ from rollmesh.client import Session
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
+from rollmesh.v1 import gateway_pb2
 from tests.meshes import Mesh, scripted_mesh
 from tests.processes import run_refused
 
@@ -98,7 +99,7 @@ def test_an_open_session_that_was_set_aside_is_refused_to_another_model_too() ->
         db.executescript(journal.SCHEMA)
         journal.adopt_model(db, theirs)
         journal.insert_session(db, SessionSpec("s", 0))
-        closed.set_aside(db, [closed.DeadLetter("s", "DAMAGED", "why", 0)])
+        closed.set_aside(db, [gateway_pb2.DeadLetter(session_id="s", message="why")])
         with pytest.raises(journal.OtherModelError):
             journal.adopt_model(db, others)
         closed.give_up(db, "s")

@@ -10,7 +10,7 @@ from rollmesh.chat.messages import Message, ToolCall, group_messages
 from rollmesh.gateway.conversation.reasons import Finish, Lineage
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree
 from rollmesh.gateway.export.trajectories import export_tree
-from rollmesh.runtime.codec.arrays import Mask, unpack_ids, unpack_logprobs, unpack_mask
+from rollmesh.runtime.codec.arrays import Mask, unpack_tokens
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 END = 1
@@ -76,8 +76,8 @@ class World:
         """What must hold of any export."""
         trained: dict[int, int] = {}
         for trajectory in self.export():
-            ids = unpack_ids(trajectory.token_ids_u32le, "token_ids_u32le").tolist()
-            logprobs = unpack_logprobs(trajectory.logprobs_f32le, "logprobs_f32le")
+            packed, logprobs, _ = unpack_tokens(trajectory.tokens, "tokens")
+            ids = packed.tolist()
             assert len(ids) == len(logprobs) == len(mask_of(trajectory))
             assert [s.start for s in trajectory.segments] == [
                 0,
@@ -101,7 +101,7 @@ class World:
 
 
 def mask_of(trajectory: trajectory_pb2.Trajectory) -> Mask:
-    return unpack_mask(trajectory.loss_mask_u8, "loss_mask_u8")
+    return unpack_tokens(trajectory.tokens, "tokens")[2]
 
 
 def user(text: str) -> Message:

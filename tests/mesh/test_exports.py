@@ -46,7 +46,7 @@ async def test_a_session_can_be_exported_as_its_tree(shared: Mesh) -> None:
     assert (tree.reasons, len(tree.nodes), len(tree.paths())) == (("EXACT",), 6, 2)
     for at, node in enumerate(tree.nodes):
         if node.sampled:
-            start = node.start + node.glue_tokens
+            start = node.start + node.scaffold_tokens
             assert tree.loss_mask[start : node.end].all()
             assert (tree.policy_versions[start : node.end] == 0).all()
             prompt = tree.path(at)[: tree.position_ids[start]]

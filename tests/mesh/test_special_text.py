@@ -35,7 +35,7 @@ async def browse(mesh: Mesh, delivered: list[Any]) -> None:
             delivered.append(delivery.sessions[0].trajectories[0])
 
 
-async def setting_of(mesh: Mesh) -> str:
+async def setting_of(mesh: Mesh) -> gateway_pb2.SpecialTextPolicy.ValueType:
     """The setting as the gateway says it."""
     async with open_channel(mesh.processes["gateway"].address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -48,7 +48,7 @@ async def test_each_setting_does_what_it_says_and_is_said(
 ) -> None:
     tokenizer = Tokenizer(tokenizer_dir)
     delivered: list[Any] = []
-    said: list[str] = []
+    said: list[gateway_pb2.SpecialTextPolicy.ValueType] = []
     async with scripted_mesh(tmp_path, tokenizer_dir, [("look", CALL)]) as mesh:
         await browse(mesh, delivered)
         said.append(await setting_of(mesh))
@@ -59,7 +59,11 @@ async def test_each_setting_does_what_it_says_and_is_said(
         said.append(await setting_of(mesh))
         with pytest.raises(openai.BadRequestError, match=r"messages\[2\]: spells a special token"):
             await browse(mesh, delivered)
-    assert said == ["parity", "plain", "refuse"]
+    assert said == [
+        gateway_pb2.SPECIAL_TEXT_POLICY_PARITY,
+        gateway_pb2.SPECIAL_TEXT_POLICY_PLAIN,
+        gateway_pb2.SPECIAL_TEXT_POLICY_REFUSE,
+    ]
     parity, plain = delivered
     texts = [
         tokenizer.rust.decode(one.token_ids.tolist(), skip_special_tokens=False)

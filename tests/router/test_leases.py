@@ -5,6 +5,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollmesh.router.leases import Booker, Engine, Grant, LeaseTable, Refusal, Target, pick
+from rollmesh.v1 import router_pb2 as pb
 
 
 def engine(name: str, sessions: int = 0, leases: int = 0, picked: int = 0) -> Engine:
@@ -57,15 +58,17 @@ def granted(result: Grant | Refusal) -> str:
 
 
 @pytest.mark.parametrize(
-    "unfit",
+    ("unfit", "reason"),
     [
-        pytest.param({"draining": True}, id="draining"),
-        pytest.param({"policy_version": 1}, id="behind"),
-        pytest.param({"policy_version": 3}, id="ahead"),
-        pytest.param({"push_id": "y"}, id="another-push"),
+        pytest.param({"draining": True}, pb.EXCLUSION_REASON_DRAINING, id="draining"),
+        pytest.param({"policy_version": 1}, pb.EXCLUSION_REASON_FENCED, id="behind"),
+        pytest.param({"policy_version": 3}, pb.EXCLUSION_REASON_FENCED, id="ahead"),
+        pytest.param({"push_id": "y"}, pb.EXCLUSION_REASON_FENCED, id="another-push"),
     ],
 )
-def test_an_unfit_engine_is_not_leased_even_to_its_own_session(unfit: dict[str, Any]) -> None:
+def test_an_unfit_engine_is_not_leased_even_to_its_own_session(
+    unfit: dict[str, Any], reason: pb.ExclusionReason.ValueType
+) -> None:
     leases = table("a", "b")
     first = granted(leases.acquire("g", "1", "s"))
     leases.targets["m"] = Target(2, "x")
@@ -73,7 +76,9 @@ def test_an_unfit_engine_is_not_leased_even_to_its_own_session(unfit: dict[str, 
         engine.policy_version, engine.push_id = leases.targets["m"]
     for name, value in unfit.items():
         setattr(leases.engines[first], name, value)
-    assert leases.left_out(leases.engines[first])
+    found = leases.exclusion(leases.engines[first])
+    assert found
+    assert found.reason == reason
     assert granted(leases.acquire("g", "2", "s")) != first
 
 
@@ -98,11 +103,16 @@ def test_models_and_tokenizers_are_never_mixed(
     result = leases.acquire("g", "1", "s")
     if not why:
         assert granted(result) == "a"
-        assert not leases.left_out(added)
+        assert leases.exclusion(added) is None
         return
     assert isinstance(result, Refusal)
     assert why in result.message
-    assert (why in leases.left_out(added)) == (booker.model == model)
+    found = leases.exclusion(added)
+    if booker.model != model:
+        assert found is None
+        return
+    assert found
+    assert (found.reason, why in found.explanation) == (pb.EXCLUSION_REASON_MISFIT, True)
 
 
 def test_who_names_no_model_gets_the_only_one_or_learns_of_all() -> None:
@@ -118,11 +128,13 @@ def test_an_engine_with_a_fault_is_out_until_it_registers_anew() -> None:
     leases = table("a", "b")
     first = granted(leases.acquire("g", "1", "s"))
     assert leases.take_out("g", "1", "it lies") is leases.engines[first]
-    assert "it lies" in leases.left_out(leases.engines[first])
+    found = leases.exclusion(leases.engines[first])
+    assert found
+    assert (found.reason, "it lies" in found.explanation) == (pb.EXCLUSION_REASON_FAULT, True)
     assert granted(leases.acquire("g", "2", "s")) != first
     assert leases.take_out("g", "unknown", "it lies") is None
     leases.add_engine(Engine(first, "x:1", "m", 8))
-    assert not leases.left_out(leases.engines[first])
+    assert leases.exclusion(leases.engines[first]) is None
 
 
 def test_a_full_mesh_names_the_reason_and_the_delay() -> None:

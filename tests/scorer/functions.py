@@ -26,7 +26,7 @@ def behaves(record: session_pb2.SessionRecord) -> session_pb2.SessionRewards:
             return session_pb2.SessionRewards(trajectory_rewards={"x": 1.0})
         case "hang-once" if Path(record.metadata["pipe"]).exists():
             _hang_with_child(Path(record.metadata["pipe"]))
-    return session_pb2.SessionRewards(reward=float(len(record.trajectories[0].loss_mask_u8)))
+    return session_pb2.SessionRewards(reward=float(len(record.trajectories[0].tokens.loss_mask_u8)))
 
 
 def _hang_with_child(path: Path) -> None:

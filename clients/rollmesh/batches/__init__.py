@@ -6,7 +6,6 @@ that does not fit is refused, or left out and counted.
 """
 
 from rollmesh.batches.errors import (
-    MissingLogprobsError,
     MissingRewardError,
     PackageMissingError,
     TrajectoryTooLongError,
@@ -23,7 +22,6 @@ __all__ = [
     "Batch",
     "Heads",
     "LeftOut",
-    "MissingLogprobsError",
     "MissingRewardError",
     "PackageMissingError",
     "RaggedBatch",

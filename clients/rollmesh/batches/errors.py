@@ -36,21 +36,6 @@ class MissingRewardError(RollmeshError):
         )
 
 
-class MissingLogprobsError(RollmeshError):
-    """The engine gave no log-probabilities for tokens that are to be trained."""
-
-    code = "FAILED_PRECONDITION"
-    reason = "MISSING_LOGPROBS"
-
-    def __init__(self, trajectory_id: str, *, kind: str = "trajectory") -> None:
-        """Names the trajectory, or what else `kind` says."""
-        super().__init__(
-            f"{kind} {trajectory_id}: trained tokens have no log-probabilities; "
-            'missing_logprobs="leave_out" goes on without it',
-            trajectory_id=trajectory_id,
-        )
-
-
 class PackageMissingError(RollmeshError):
     """What was asked for needs a package that is not installed."""
 

@@ -8,10 +8,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.batches.errors import MissingLogprobsError, MissingRewardError
+from rollmesh.batches.errors import MissingRewardError
 from rollmesh.client import Delivery, SessionResult, Trajectory
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.v1 import trajectory_pb2
 
 Handling: TypeAlias = Literal["refuse", "leave_out"]
 """Handling of an unsuitable trajectory: raise an error, or leave it out and count it."""
@@ -50,8 +49,7 @@ class LeftOut:
 
     trajectory_id: str
     reason: str
-    """MISSING_REWARD, MISSING_LOGPROBS, TRAJECTORY_TOO_LONG, SUPERSEDED, or UNTRAINED (no token is
-    trained)."""
+    """MISSING_REWARD, TRAJECTORY_TOO_LONG, SUPERSEDED, or UNTRAINED (no token is trained)."""
     trained_tokens: int
     """Number of tokens that are not trained because of it."""
 
@@ -81,7 +79,6 @@ def rows_of(
     sources: Iterable[SessionResult | Delivery],
     *,
     missing_reward: Handling = "refuse",
-    missing_logprobs: Handling = "refuse",
     untrained: Literal["keep", "leave_out"] = "leave_out",
 ) -> Rows:
     """Returns the rows of sessions or deliveries, in their order.
@@ -91,12 +88,10 @@ def rows_of(
     Args:
         sources: Sessions, or deliveries of sessions.
         missing_reward: Handling of trajectories without any reward.
-        missing_logprobs: Handling of trajectories whose trained tokens lack log-probabilities.
         untrained: Handling of trajectories without trained tokens (auxiliary calls).
 
     Raises:
         MissingRewardError: With "refuse"; names the trajectory.
-        MissingLogprobsError: With "refuse"; names the trajectory.
         InvalidFieldError: A session was exported as a tree, not as trajectories.
     """
     rows: list[Row] = []
@@ -117,9 +112,6 @@ def rows_of(
             elif rewards is None:
                 missing = MissingRewardError(trajectory.trajectory_id, session.session_id)
                 left_out.append(refuse_or_leave(trajectory, missing, missing_reward))
-            elif _lacks_logprobs(trajectory):
-                unknown = MissingLogprobsError(trajectory.trajectory_id)
-                left_out.append(refuse_or_leave(trajectory, unknown, missing_logprobs))
             else:
                 rows.append(Row(session, trajectory, index, rewards))
     return Rows(tuple(rows), tuple(left_out))
@@ -140,13 +132,6 @@ def sessions_of(sources: Iterable[SessionResult | Delivery]) -> Iterator[Session
     """Yields sessions, including those inside deliveries, in their order."""
     for source in sources:
         yield from source.sessions if isinstance(source, Delivery) else (source,)
-
-
-def _lacks_logprobs(trajectory: Trajectory) -> bool:
-    if "MISSING_LOGPROBS" not in trajectory.reasons:
-        return False
-    missing = trajectory_pb2.FIDELITY_REASON_MISSING_LOGPROBS
-    return any(segment.trained and missing in segment.reasons for segment in trajectory.segments)
 
 
 def _rewards(session: SessionResult, trajectory: Trajectory) -> NDArray[np.float32] | None:

@@ -7,13 +7,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.batches.errors import MissingLogprobsError, MissingRewardError
+from rollmesh.batches.errors import MissingRewardError
 from rollmesh.batches.heads import TreeHeads, tree_heads_of
 from rollmesh.batches.rows import Handling, LeftOut, sessions_of
 from rollmesh.client import Delivery, SessionResult, TrajectoryTree
 from rollmesh.client.sessions.trees import path_mask
 from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.v1 import trajectory_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,6 @@ def pack_trees(
     sources: Iterable[SessionResult | Delivery],
     *,
     missing_reward: Handling = "refuse",
-    missing_logprobs: Handling = "refuse",
     untrained: Literal["keep", "leave_out"] = "leave_out",
 ) -> TreeBatch:
     """Concatenates the trees of sessions or deliveries in their order.
@@ -112,12 +110,10 @@ def pack_trees(
     Args:
         sources: Sessions opened with `export="tree"`, or deliveries of them.
         missing_reward: Handling of sessions without any reward.
-        missing_logprobs: Handling of trees whose trained tokens lack log-probabilities.
         untrained: Handling of trees without trained tokens.
 
     Raises:
         MissingRewardError: With "refuse"; names the session.
-        MissingLogprobsError: With "refuse"; names the session.
         InvalidFieldError: A session was not exported as a tree.
     """
     kept: list[tuple[SessionResult, TrajectoryTree]] = []
@@ -131,9 +127,6 @@ def pack_trees(
         elif session.reward is None and not _rewarded(tree).any():
             missing = MissingRewardError(name, name, kind="tree of session")
             left_out.append(_refuse_or_leave(name, tree, missing, missing_reward))
-        elif _lacks_logprobs(tree):
-            unknown = MissingLogprobsError(name, kind="tree of session")
-            left_out.append(_refuse_or_leave(name, tree, unknown, missing_logprobs))
         else:
             kept.append((session, tree))
     return _lay_out(kept, tuple(left_out))
@@ -218,11 +211,6 @@ def _token_rewards(tree: TrajectoryTree) -> NDArray[np.float32]:
     for at in np.flatnonzero(_rewarded(tree)):
         rewards[tree.nodes[at].end - 1] = tree.turn_rewards[at]
     return rewards
-
-
-def _lacks_logprobs(tree: TrajectoryTree) -> bool:
-    missing = trajectory_pb2.FIDELITY_REASON_MISSING_LOGPROBS
-    return any(node.trained and missing in node.reasons for node in tree.nodes)
 
 
 def _offsets(sizes: list[int]) -> NDArray[np.int64]:

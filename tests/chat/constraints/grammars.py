@@ -130,7 +130,7 @@ class Compiler:
 def tag_of(wanted: Wanted, format_: AnswerFormat, *, inside: bool = False) -> str:
     constraint = constraint_of(wanted, format_, CONTEXT, inside_reasoning=inside)
     assert constraint is not None
-    return constraint.structural_tag
+    return constraint.structural_tag_json
 
 
 def read(format_: AnswerFormat, text: str, context: RenderContext = CONTEXT) -> Any:

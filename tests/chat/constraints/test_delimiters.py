@@ -42,12 +42,12 @@ def test_a_value_in_tags_holds_no_tag_that_would_end_it(
     )
     constraint = constraint_of(REQUIRED, form, context, inside_reasoning=False)
     assert constraint is not None
-    assert compiler.accepts(constraint.structural_tag, text.replace("VALUE", "a <b> c"))
+    assert compiler.accepts(constraint.structural_tag_json, text.replace("VALUE", "a <b> c"))
     for mark in ("<parameter=text>", "<arg_value>"):
         marked = text.replace("VALUE", f"a {mark} c")
         whole = read(form, marked, context)
         is_read = whole.calls == [("say", json.dumps({"text": f"a {mark} c"}))]
-        assert compiler.accepts(constraint.structural_tag, marked) is is_read
+        assert compiler.accepts(constraint.structural_tag_json, marked) is is_read
 
 
 SAY: dict[str, Any] = {
@@ -90,7 +90,7 @@ def test_marks_sampled_as_the_text_of_a_value_are_its_text_or_are_not_let_throug
             value if name in {"qwen3_coder", "glm45"} else json.dumps(value, ensure_ascii=False)
         )
         text = SAID[name].replace("VALUE", written)
-        if not compiler.spells(constraint.structural_tag, text):
+        if not compiler.spells(constraint.structural_tag_json, text):
             continue
         whole = read(form, text, SAY_CONTEXT)
         assert [(call, json.loads(given)) for call, given in whole.calls] == [
@@ -114,7 +114,7 @@ def test_marks_sampled_as_the_text_of_a_thought_are_its_text_or_are_not_let_thro
         begin, end = ("<think>", "</think>\n")
         if name == HARMONY:
             begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
-        if not compiler.spells(constraint.structural_tag, f"{begin}{thought}{end}{text}"):
+        if not compiler.spells(constraint.structural_tag_json, f"{begin}{thought}{end}{text}"):
             continue
         splitter, parser = ReasoningSplitter(inside=False), form.parser(SAY_CONTEXT)
         assert parser is not None

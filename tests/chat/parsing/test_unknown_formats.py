@@ -40,7 +40,9 @@ async def test_tools_of_a_format_that_nobody_knows_are_refused_and_the_rest_is_s
     ask: Any = {"model": "policy", "messages": [{"role": "user", "content": "call"}]}
     async with scripted_mesh(tmp_path, model, [("call", "Text.")]) as mesh, mesh.client() as client:
         found = await info(mesh)
-        assert (found.tool_format, found.reasoning_format) == ("unknown", "none")
+        assert found.tool_calls == gateway_pb2.TOOL_CALL_PARSING_UNKNOWN
+        assert found.reasoning_format == gateway_pb2.REASONING_FORMAT_NONE
+        assert not found.tool_parser
         async with client.session() as session:
             agent = mesh.openai(session)
             with pytest.raises(openai.BadRequestError, match=r"tool_parser .*glm45.*vllm:"):
@@ -51,7 +53,9 @@ async def test_tools_of_a_format_that_nobody_knows_are_refused_and_the_rest_is_s
             assert stayed.choices[0].message.content == "Text."
             assert (await agent.chat.completions.create(**ask)).choices[0].message.content
         await mesh.restart("gateway", tool_parser="hermes")
-        assert (await info(mesh)).tool_format == "hermes"
+        found = await info(mesh)
+        assert found.tool_calls == gateway_pb2.TOOL_CALL_PARSING_PARSED
+        assert found.tool_parser == "hermes"
         async with client.session() as session:
             read = await mesh.openai(session).chat.completions.create(**ask, tools=OFFERED)
             assert read.choices[0].message.content == "Text."
@@ -71,7 +75,8 @@ async def test_the_channels_of_gemma_are_parted_while_they_are_sampled(tmp_path:
     write_script(tmp_path / "script.json", tokenizer, [("call", SAID)], turn)
     async with scripted_mesh(tmp_path, model) as mesh, mesh.client() as client:
         found = await info(mesh)
-        assert (found.tool_format, found.reasoning_format) == ("gemma4", "gemma4")
+        assert found.tool_parser == "gemma4"
+        assert found.reasoning_format == gateway_pb2.REASONING_FORMAT_GEMMA4
         async with client.session() as session:
             agent = mesh.openai(session)
             ask: Any = {"model": "policy", "messages": [{"role": "user", "content": "call"}]}

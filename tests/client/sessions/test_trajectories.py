@@ -13,9 +13,11 @@ def proto() -> trajectory_pb2.Trajectory:
     return trajectory_pb2.Trajectory(
         trajectory_id="t",
         lineage=trajectory_pb2.LINEAGE_MAIN,
-        token_ids_u32le=bytes(4 * SEGMENTS),
-        logprobs_f32le=bytes(4 * SEGMENTS),
-        loss_mask_u8=bytes(SEGMENTS),
+        tokens=trajectory_pb2.TokenArrays(
+            token_ids_u32le=bytes(4 * SEGMENTS),
+            logprobs_f32le=bytes(4 * SEGMENTS),
+            loss_mask_u8=bytes(SEGMENTS),
+        ),
         segments=[
             trajectory_pb2.TrajectorySegment(start=at, end=at + 1, node_id=at)
             for at in range(SEGMENTS)

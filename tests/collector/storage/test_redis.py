@@ -220,6 +220,20 @@ async def test_a_redis_that_may_lose_writes_is_refused(
                 pass
 
 
+@pytest.mark.parametrize("found", [pytest.param("0", id="other"), pytest.param(None, id="none")])
+async def test_a_redis_that_another_release_wrote_is_refused(
+    tmp_path: Path, found: str | None
+) -> None:
+    async with redis_server(tmp_path) as server:
+        async with connected(server.url) as client:
+            await fill(RedisStore(client, KEEP), [record("a")])
+            key = client.key("format")
+            await (client.run("DEL", key) if found is None else client.run("SET", key, found))
+        with pytest.raises(ConfigError, match="format 0, this release needs"):
+            async with connected(server.url):
+                pass
+
+
 @pytest.mark.parametrize(
     "error", [None, exceptions.ConnectionError("gone")], ids=["answers", "fails"]
 )

@@ -25,7 +25,7 @@ async def test_a_session_comes_back_as_it_was_and_a_repeat_changes_nothing(store
     assert await store.session("a", arrays=True) == record("a")
     head = await store.session("a", arrays=False)
     assert head.trajectories[0].segments == record("a").trajectories[0].segments
-    assert not head.trajectories[0].token_ids_u32le
+    assert not head.trajectories[0].HasField("tokens")
     counts = await store.counts()
     assert (counts.sessions, counts.trajectories, counts.complete_groups) == (1, 1, 1)
     assert counts.stored_bytes

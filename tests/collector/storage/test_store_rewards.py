@@ -37,7 +37,7 @@ async def test_a_session_waits_for_its_rewards(store: Store) -> None:
     (session,) = sessions_of(loaded)
     (one,) = session.trajectories
     assert (session.reward, one.reward, one.segments[1].reward) == (0.5, 2.0, 3.0)
-    assert one.token_ids_u32le == trajectory("a").token_ids_u32le
+    assert one.tokens == trajectory("a").tokens
     assert not await store.tick(1000)
     counts = await store.counts()
     assert (counts.waiting_for_rewards, counts.reward_timeouts) == (0, 0)

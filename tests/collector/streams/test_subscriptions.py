@@ -106,7 +106,7 @@ def test_a_session_reads_as_arrays_of_one_length() -> None:
 @pytest.mark.parametrize("field", ["token_ids_u32le", "logprobs_f32le", "loss_mask_u8"])
 def test_arrays_of_different_lengths_are_refused(field: str) -> None:
     proto = trajectory("s")
-    setattr(proto, field, getattr(proto, field)[:-4])
+    setattr(proto.tokens, field, getattr(proto.tokens, field)[:-4])
     with pytest.raises(InvalidFieldError):
         Trajectory.from_proto(proto)
 

@@ -83,7 +83,8 @@ async function main(gatewayAddress: string, collectorAddress: string): Promise<v
   );
   const record = (await stored(collector, sessionId)).session!;
   const trajectory = record.trajectories[0];
-  const mask = trajectory.lossMaskU8;
+  const tokens = trajectory.tokens!;
+  const mask = tokens.lossMaskU8;
   console.log(JSON.stringify({
     service: info.service,
     apiRevision: info.apiRevision,
@@ -93,8 +94,8 @@ async function main(gatewayAddress: string, collectorAddress: string): Promise<v
     read: record.trajectories.map((one) => one.trajectoryId),
     reward: record.reward,
     turns: trajectory.turns,
-    tokens: trajectory.tokenIdsU32le.length / 4,
-    logprobs: trajectory.logprobsF32le.length / 4,
+    tokens: tokens.tokenIdsU32le.length / 4,
+    logprobs: tokens.logprobsF32le.length / 4,
     mask: mask.length,
     trained: mask.reduce((sum, one) => sum + one, 0),
   }));

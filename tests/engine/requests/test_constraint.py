@@ -61,7 +61,7 @@ def request(
 ) -> engine_pb2.StreamGenerateRequest:
     strict = sampling.pop("strict", False)
     made = engine.request(
-        count, chunk, constraint=engine_pb2.Constraint(structural_tag=text, strict=strict)
+        count, chunk, constraint=engine_pb2.Constraint(structural_tag_json=text, strict=strict)
     )
     made.generate.sampling.CopyFrom(sampling_pb2.SamplingParams(max_tokens=count, **sampling))
     return made
@@ -163,7 +163,7 @@ async def test_rubbish_is_refused_with_its_field_and_harms_nobody(
 ) -> None:
     with pytest.raises(InvalidConstraintError, match=says) as caught:
         await engine.generate(request(engine, text))
-    assert caught.value.field == "constraint.structural_tag"
+    assert caught.value.field == "constraint.structural_tag_json"
     assert (await engine.generate(engine.request(4, 0))).ids
 
 
@@ -195,7 +195,7 @@ async def test_odd_schemas_end_in_an_answer_or_an_error_and_harm_nobody(
             sampling_pb2.FINISH_REASON_LENGTH,
         }
     except InvalidConstraintError as refused:
-        assert "constraint.structural_tag" in str(refused)  # noqa: PT017 - either is right
+        assert "constraint.structural_tag_json" in str(refused)  # noqa: PT017 - either is right
     assert (await engine.generate(engine.request(4, 0))).ids
 
 

@@ -70,7 +70,7 @@ def test_optional_properties_that_may_come_next_are_counted(schema: object, coun
 def test_too_many_are_refused_with_the_field_and_their_number(form: Any) -> None:
     def request(schema: object) -> engine_pb2.GenerateRequest:
         tag = json.dumps({"type": "structural_tag", "format": form(schema)})
-        return engine_pb2.GenerateRequest(constraint=engine_pb2.Constraint(structural_tag=tag))
+        return engine_pb2.GenerateRequest(constraint=engine_pb2.Constraint(structural_tag_json=tag))
 
     sampling = read_sampling(sampling_pb2.SamplingParams(max_tokens=1), 8, 100)
     for schema in (wide(256), wide(1000, 744)):
@@ -78,4 +78,4 @@ def test_too_many_are_refused_with_the_field_and_their_number(form: Any) -> None
     for schema in (wide(257), wide(1000, 743)):
         with pytest.raises(InvalidConstraintError, match="257 optional properties") as caught:
             read_constraint(request(schema), sampling)
-        assert caught.value.field == "constraint.structural_tag"
+        assert caught.value.field == "constraint.structural_tag_json"

@@ -237,7 +237,7 @@ def rows_of(mesh: LiveMesh, result: SessionResult) -> Rows:
             if node.sampled:
                 path = result.tree.path(at)
                 ids, mask = result.tree.token_ids[path], result.tree.loss_mask[path]
-                place = (len(path) - (node.end - node.start - node.glue_tokens), len(path))
+                place = (len(path) - (node.end - node.start - node.scaffold_tokens), len(path))
                 mask[: place[0]] = False
                 rows.add(ids, place, node, mask)
     return rows

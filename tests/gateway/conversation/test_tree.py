@@ -106,7 +106,7 @@ def test_a_cut_turn_is_closed_with_the_end_of_turn_untrained() -> None:
     world.turn((user("q"), said("A"), user("go on")), said("B"))
     (trajectory,) = world.export()
     cut = next(s for s in trajectory.segments if s.sampled)
-    assert unpack_ids(trajectory.token_ids_u32le, "token_ids_u32le")[cut.end] == END
+    assert unpack_ids(trajectory.tokens.token_ids_u32le, "token_ids_u32le")[cut.end] == END
     assert not mask_of(trajectory)[cut.end]
     assert trajectory.reasons == [trajectory_pb2.FIDELITY_REASON_LENGTH_CUT]
     world.check()

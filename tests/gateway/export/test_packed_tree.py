@@ -71,7 +71,7 @@ def test_every_sampled_token_is_in_the_tree_once_and_trained_or_excused(
     tree = tree_of(world)
     found = {}
     for at, node in enumerate(tree.nodes):
-        start = node.start + node.glue_tokens
+        start = node.start + node.scaffold_tokens
         assert set(tree.loss_mask[node.start : start].tolist()) <= {False}
         assert (tree.node_index[node.start : node.end] == at).all()
         if node.sampled:
@@ -145,7 +145,8 @@ def test_a_session_without_a_turn_is_an_empty_tree() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"loss_mask_u8": b""}, "different lengths", id="arrays"),
+        pytest.param({"tokens": {"token_ids_u32le": bytes(32)}}, "by the mask", id="arrays"),
+        pytest.param({"tokens": {}}, "cover", id="arrays-missing"),
         pytest.param({"nodes": []}, "cover", id="nodes-missing"),
         pytest.param({"nodes": [{"end": 8, "parent_index": 0}]}, "before its parent", id="order"),
         pytest.param({"nodes": [{"end": 9}, {"start": 9, "end": 8}]}, "cover", id="backwards"),
@@ -154,9 +155,11 @@ def test_a_session_without_a_turn_is_an_empty_tree() -> None:
 def test_a_tree_that_contradicts_itself_is_refused(change: dict[str, object], message: str) -> None:
     fields = {
         "nodes": [{"end": 8}],
-        "token_ids_u32le": bytes(32),
-        "logprobs_f32le": bytes(32),
-        "loss_mask_u8": bytes(8),
+        "tokens": {
+            "token_ids_u32le": bytes(32),
+            "logprobs_f32le": bytes(32),
+            "loss_mask_u8": bytes(8),
+        },
     }
     TrajectoryTree.from_proto(trajectory_pb2.TrajectoryTree(**fields))  # type: ignore[arg-type]
     with pytest.raises(InvalidFieldError, match=message):

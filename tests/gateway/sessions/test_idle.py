@@ -70,7 +70,8 @@ async def test_a_session_that_cannot_be_closed_is_set_aside_and_the_other_idle_o
             (letter,) = (
                 await mesh.stub.ListDeadLetters(gateway_pb2.ListDeadLettersRequest())
             ).dead_letters
-            assert (letter.session_id, letter.reason) == (wrong.session_id, "UNEXPORTABLE")
+            assert letter.session_id == wrong.session_id
+            assert letter.reason == gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
             assert "a node that is not in the tree" in letter.message
             with pytest.raises(SessionDamagedError), typed_errors():
                 await mesh.stub.GetSession(

@@ -93,7 +93,7 @@ async def forgotten(database: Database) -> None:
 
 def all_rows(db: sqlite3.Connection) -> int:
     """How many rows closed sessions still have, whatever is remembered of them."""
-    tables = ("sessions", "nodes", "frames", "session_frames", "outbox")
+    tables = ("sessions", "nodes", "contexts", "session_contexts", "outbox")
     counts = (db.execute(f"SELECT count(*) FROM {name}") for name in tables)  # noqa: S608
     return sum(found.fetchone()[0] for found in counts)
 
@@ -153,7 +153,7 @@ async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_
         await until(lambda: not outbox.undelivered)
         found = await letters.list("", 100)
         assert [one.session_id for one in found] == sorted(wrong)
-        assert {one.reason for one in found} == {"REFUSED"}
+        assert {one.reason for one in found} == {gateway_pb2.DEAD_LETTER_REASON_REFUSED}
         assert all("group_size" in one.message for one in found)
         dropped, *tried = sorted(wrong)
         await letters.retry(tried[0])
@@ -274,8 +274,8 @@ async def test_a_closed_session_that_is_damaged_is_set_aside_and_the_others_go(
         await collector.has({"a", "d"})
         await until(lambda: not outbox.undelivered)
         assert outbox.dead == {"b", "c"}
-        frames = await database.run(lambda db: db.execute("SELECT * FROM frames").fetchall())
-        assert len(frames) == 1  # of what was set aside
+        contexts = await database.run(lambda db: db.execute("SELECT * FROM contexts").fetchall())
+        assert len(contexts) == 1  # of what was set aside
 
 
 async def test_frames_go_with_the_last_session_that_has_them(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def message(
         pytest.param({"logprobs": (-0.5, float("-inf"))}, "infinite", id="infinite"),
         pytest.param({"logprobs": (-0.5, 0.1)}, "above 0", id="positive"),
         pytest.param({"logprobs": (-0.5,)}, "1 log-probs for 2", id="too few log-probs"),
+        pytest.param({"logprobs": ()}, "0 log-probs for 2", id="no log-probs"),
         pytest.param({"ids": (1, 2, 3, 4, 5)}, "more ids than the 4", id="more than asked for"),
         pytest.param({"spans": ((0, 0, 1), (1, 2, 3))}, "gaps", id="a gap"),
         pytest.param({"spans": ((0, 1, 2),)}, "gaps", id="a late beginning"),

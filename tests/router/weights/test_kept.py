@@ -227,8 +227,10 @@ async def test_an_engine_that_fails_is_left_out_with_the_reason(
         bad.refuses = True
         await push(router.address, 1, FIRST)
         found = {one.hello.replica_id: one for one in (await client.replicas()).replicas}
-        assert not found["well"].left_out
-        assert "do not fit" in found["bad"].left_out
+        assert not found["well"].HasField("exclusion")
+        exclusion = found["bad"].exclusion
+        assert exclusion.reason == router_pb2.EXCLUSION_REASON_FENCED
+        assert "do not fit" in exclusion.explanation
         log = tmp_path / "router.log"
         await until_says(log, "weight update failed")
         assert "brought up to date" not in log.read_text()

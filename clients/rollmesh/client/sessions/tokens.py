@@ -6,21 +6,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.runtime.codec.arrays import (
-    Logprobs,
-    Mask,
-    TokenIds,
-    unpack_ids,
-    unpack_logprobs,
-    unpack_mask,
-)
+from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, unpack_tokens
 from rollmesh.runtime.codec.enums import name_of
-from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import trajectory_pb2
 
 
-class TokenArrays(NamedTuple):
-    """Arrays of equal length N."""
+class TokenColumns(NamedTuple):
+    """One value per token, in arrays of equal length N."""
 
     token_ids: TokenIds
     """uint32 [N]."""
@@ -32,23 +24,17 @@ class TokenArrays(NamedTuple):
     """int64 [N]; -1 for tokens that were not sampled."""
 
 
-def unpack_tokens(proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> TokenArrays:
-    """Reads the arrays of a trajectory or a tree.
+def read_tokens(proto: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> TokenColumns:
+    """Reads the tokens of a trajectory or a tree, without a copy.
 
     Raises:
-        InvalidFieldError: They differ in length.
+        InvalidFieldError: The arrays differ in length.
     """
-    token_ids = unpack_ids(proto.token_ids_u32le, "token_ids_u32le")
-    logprobs = unpack_logprobs(proto.logprobs_f32le, "logprobs_f32le")
-    mask = unpack_mask(proto.loss_mask_u8, "loss_mask_u8")
-    if not len(token_ids) == len(logprobs) == len(mask):
-        raise InvalidFieldError(
-            type(proto).__name__, "has arrays of different lengths; send one entry per token"
-        )
+    token_ids, logprobs, mask = unpack_tokens(proto.tokens, "tokens")
     versions = np.full(len(token_ids), -1, np.int64)
     for span in proto.version_spans:
         versions[span.start : span.end] = span.policy_version
-    return TokenArrays(token_ids, logprobs, mask, versions)
+    return TokenColumns(token_ids, logprobs, mask, versions)
 
 
 def reason_names(reasons: Iterable[trajectory_pb2.FidelityReason.ValueType]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.client.sessions.tokens import reason_names, unpack_tokens
+from rollmesh.client.sessions.tokens import read_tokens, reason_names
 from rollmesh.client.sessions.trees import TrajectoryTree
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
 from rollmesh.runtime.codec.enums import name_of
@@ -51,7 +51,7 @@ class Trajectory:
         Raises:
             InvalidFieldError: The arrays differ in length.
         """
-        arrays = unpack_tokens(proto)
+        arrays = read_tokens(proto)
         path = trajectory_pb2.Trajectory()
         path.segments.MergeFrom(proto.segments)
         return cls(

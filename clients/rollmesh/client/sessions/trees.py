@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.client.sessions.tokens import reason_names, unpack_tokens
+from rollmesh.client.sessions.tokens import read_tokens, reason_names
 from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import trajectory_pb2
@@ -48,7 +48,7 @@ class TrajectoryTree:
             InvalidFieldError: Arrays differ in length, nodes do not cover them, or a child
                 precedes its parent.
         """
-        arrays = unpack_tokens(proto)
+        arrays = read_tokens(proto)
         parents = np.array(
             [node.parent_index if node.HasField("parent_index") else -1 for node in proto.nodes],
             np.int64,

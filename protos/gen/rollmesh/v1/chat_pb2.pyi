@@ -30,25 +30,25 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_SYSTEM: _Role.ValueType  # 1
     """Instructions to the model. OpenAI's "developer" is this role too."""
     ROLE_USER: _Role.ValueType  # 2
-    """The user, or the agent speaking for it."""
+    """The user, or the agent on the user's behalf."""
     ROLE_ASSISTANT: _Role.ValueType  # 3
     """The model."""
     ROLE_TOOL: _Role.ValueType  # 4
-    """The result of a tool call."""
+    """A tool; the message is the result of a call."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """Who wrote a message of a conversation."""
+    """Author of a message."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """The field is not set."""
 ROLE_SYSTEM: Role.ValueType  # 1
 """Instructions to the model. OpenAI's "developer" is this role too."""
 ROLE_USER: Role.ValueType  # 2
-"""The user, or the agent speaking for it."""
+"""The user, or the agent on the user's behalf."""
 ROLE_ASSISTANT: Role.ValueType  # 3
 """The model."""
 ROLE_TOOL: Role.ValueType  # 4
-"""The result of a tool call."""
+"""A tool; the message is the result of a call."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
@@ -61,11 +61,11 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Id that the tool's result refers to; unique within the session."""
+    """Id that the call's result refers to, unique within the session."""
     name: _builtins.str
     """Name of the function."""
     arguments_json: _builtins.str
-    """Arguments as the model wrote them: JSON text, possibly malformed."""
+    """The arguments exactly as the model wrote them: JSON text that may be malformed."""
     def __init__(
         self,
         *,
@@ -93,28 +93,24 @@ class ChatMessage(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
-    IS_ERROR_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
-    """Who wrote it."""
+    """Author of the message."""
     tool_call_id: _builtins.str
-    """On a tool result: the id of the call it answers."""
+    """Id of the call that a tool result answers."""
     reasoning_content: _builtins.str
-    """On an assistant message: the model's reasoning, kept apart from the content."""
+    """Reasoning of an assistant message, separate from its content."""
     name: _builtins.str
-    """Name of the speaker or tool, for templates that show it."""
-    is_error: _builtins.bool
-    """On a tool result: whether the tool failed. Templates do not print it: what the model is to know
-    of a failure belongs into the content too.
-    """
+    """Name of the speaker or the tool. Only some templates render it."""
     @_builtins.property
     def content(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """What it says, in order. No part and an empty text are the same to the template, and texts are
-        joined. Only text is served yet: INVALID_ARGUMENT (UNSUPPORTED_PART) names any other part.
+        """The content in order. The template receives the parts joined to one text, so no part and one
+        empty text are the same. Only text is served; any other part is refused with INVALID_ARGUMENT
+        (UNSUPPORTED_PART). A tool that failed says so here.
         """
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """The calls of an assistant message, in order."""
+        """Calls of an assistant message, in order."""
 
     def __init__(
         self,
@@ -125,11 +121,10 @@ class ChatMessage(_message.Message):
         tool_call_id: _builtins.str | None = ...,
         reasoning_content: _builtins.str | None = ...,
         name: _builtins.str | None = ...,
-        is_error: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "name", b"name", "reasoning_content", b"reasoning_content", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "is_error", b"is_error", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
@@ -159,11 +154,11 @@ class ContentPart(_message.Message):
     """Text."""
     @_builtins.property
     def image(self) -> Global___Media:
-        """An image. Not served yet."""
+        """An image. Refused for now."""
 
     @_builtins.property
     def document(self) -> Global___Media:
-        """A document. Not served yet."""
+        """A document. Refused for now."""
 
     def __init__(
         self,
@@ -193,13 +188,13 @@ class Media(_message.Message):
     URI_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     media_type: _builtins.str
-    """Its media type, such as "image/png"."""
+    """Media type, such as "image/png"."""
     data: _builtins.bytes
     """The bytes themselves."""
     uri: _builtins.str
-    """Where they can be fetched."""
+    """URI of the bytes."""
     name: _builtins.str
-    """Name of the file, where it has one."""
+    """File name. May be empty."""
     def __init__(
         self,
         *,

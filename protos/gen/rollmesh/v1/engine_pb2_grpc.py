@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EngineServiceStub(object):
-    """Generates tokens with one replica of the policy and takes new weights while it runs.
+    """Generates tokens with one replica of the policy, and takes new weights while it runs.
     """
 
     def __init__(self, channel):
@@ -93,12 +93,12 @@ class EngineServiceStub(object):
 
 
 class EngineServiceServicer(object):
-    """Generates tokens with one replica of the policy and takes new weights while it runs.
+    """Generates tokens with one replica of the policy, and takes new weights while it runs.
     """
 
     def Generate(self, request, context):
-        """Samples a continuation of the prompt ids and returns it when it is complete. Cancelling the call
-        aborts the request in the engine at once.
+        """Samples a continuation of the prompt and returns it when it is complete. Cancelling the call
+        aborts the generation at once.
         Errors: INVALID_ARGUMENT (PROMPT_EMPTY, PROMPT_TOO_LONG, TOKEN_OUT_OF_VOCABULARY,
         INVALID_SAMPLING, INVALID_CONSTRAINT, MODEL_MISMATCH) names the field; ALREADY_EXISTS
         (REQUEST_ID_IN_USE); UNAVAILABLE (ENGINE_DEAD).
@@ -108,79 +108,78 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StreamGenerate(self, request, context):
-        """Samples as Generate does, and sends the tokens while they are sampled. The last message has
-        `finish`, and repeats no token. The errors are those of Generate.
+        """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
+        the last message has `finish`. Errors: those of Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends running requests. Each ends its own stream with the tokens it has and FINISH_REASON_ABORT.
+        """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """Says which model this is, what it can take, and what it is doing.
+        """Returns the model, its limits, and the state of the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops sampling; requests that arrive while paused wait for Resume.
+        """Pauses sampling. Requests that arrive meanwhile wait for Resume.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on sampling after Pause. Does nothing when not paused.
+        """Resumes sampling. Does nothing if the engine is not paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """Replaces the weights. The first message is the header, the others carry bytes. Every token
-        sampled after the update carries the new version, in running requests too. A failed update
-        leaves the old weights and version in place. A push that the engine holds already is answered
-        at once.
+        """Replaces the weights. The first message is the header; the others carry bytes. Every token that
+        is sampled after the update has the new version, also in running generations. A failed update
+        changes nothing. An update with a `push_id` that the engine already holds returns at once.
         Errors: INVALID_ARGUMENT (INVALID_WEIGHTS) names the tensor; FAILED_PRECONDITION (STALE_VERSION,
-        WEIGHT_TRANSFER_FAILED: a transfer was refused, or broke off before anything was loaded).
+        or WEIGHT_TRANSFER_FAILED if a transfer was refused or broke off before anything was loaded).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def InitWeightTransfer(self, request, context):
-        """Joins the trainer by the weight transfer backend that the engine was started with; a former
-        trainer is left first. Nothing is sampled meanwhile, and running requests stay.
-        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD): it took longer
-        than the engine waits, and the engine restarts.
+        """Joins the trainer over the weight transfer backend that the engine was started with, and leaves a
+        former trainer first. Running generations stand still meanwhile and continue afterwards.
+        Errors: FAILED_PRECONDITION (WEIGHT_TRANSFER_FAILED); UNAVAILABLE (ENGINE_DEAD) if joining took
+        longer than the engine waits, which restarts the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Frees accelerator memory between rollout phases. Running requests are aborted.
+        """Frees accelerator memory between rollout phases. Running generations are aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeUp(self, request, context):
-        """Takes back the memory that Sleep freed.
+        """Allocates the memory that Sleep freed and samples again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets cached prefixes.
+        """Empties the prefix cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -253,7 +252,7 @@ def add_EngineServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EngineService(object):
-    """Generates tokens with one replica of the policy and takes new weights while it runs.
+    """Generates tokens with one replica of the policy, and takes new weights while it runs.
     """
 
     @staticmethod

@@ -87,51 +87,49 @@ class GatewayServiceServicer(object):
     """
 
     def CreateSession(self, request, context):
-        """Opens a session. A repeat with the same request_id gives the same session while that is open,
-        and an error once it is closed, as long as the close is remembered: `remembered_closes` of the
-        gateway's settings.
-        Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) with the id of
-        the session in its metadata; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
+        """Opens a session. A repeat with the same request_id returns the same session while it is open, and
+        fails with SESSION_CLOSED as long as its close is remembered (setting `remembered_closes`).
+        Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
+        id in its details; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers one chat request with one turn for each of its choices. The turns are durable before the
-        answer is sent. Where one choice fails the call fails.
+        """Answers a chat request with one turn per choice. All turns are durable before the response is
+        sent. If one choice fails, the call fails.
         Errors: NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION (SESSION_CLOSED); UNAUTHENTICATED
         (SESSION_KEY_WRONG); INVALID_ARGUMENT (INVALID_MESSAGES, CONTEXT_LENGTH_EXCEEDED,
         INVALID_CONSTRAINT, UNSUPPORTED_PART, ...) names the field; RESOURCE_EXHAUSTED (ENGINES_BUSY)
-        with a delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
+        has a retry delay; UNAVAILABLE (NO_ENGINE, ENGINE_LOST).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamChat(self, request, context):
-        """Answers as Chat does, and sends the answers while they are sampled: for each choice `begun`,
-        deltas, and then `done`. The turn is durable before `done` is sent. The errors are those of Chat.
+        """Answers as Chat does and streams the answers while they are sampled: for each choice `begun`,
+        then deltas, then `done`. A turn is durable before its `done` is sent. Errors: those of Chat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends a session with its rewards and hands its trajectories to the collector. The close is
-        durable before the answer. The session's id makes the call repeatable: a repeat gets the first
-        answer, as long as the close is remembered, and ALREADY_EXISTS (REPEAT_CONFLICT) with another
-        body; what the first one said stands.
-        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT
-        names the field, also where a reward is of a turn or trajectory that the session does not have:
-        it stays open as it was.
+        """Closes a session with its rewards; the collector receives its trajectories. The close is durable
+        before the response is sent. The session's id makes the call repeatable: as long as the close is
+        remembered, a repeat returns the first response, and a repeat with another body fails with
+        ALREADY_EXISTS (REPEAT_CONFLICT) and changes nothing.
+        Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names
+        the field, such as a reward of an unknown turn or trajectory, and the session stays open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Shows a session's tree.
+        """Returns an open session's tree.
         Errors: UNAUTHENTICATED (SESSION_KEY_WRONG); NOT_FOUND (SESSION_UNKNOWN); FAILED_PRECONDITION
         (SESSION_CLOSED).
         """
@@ -140,34 +138,34 @@ class GatewayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListDeadLetters(self, request, context):
-        """Lists the sessions that were set aside: the collector refused them for good, no record can be
-        made of them, or their rows in the journal are damaged. They stay in the journal, and count
-        neither as open nor as undelivered.
+        """Lists dead letters, the sessions that were set aside because the collector refused them for good,
+        because no record can be made of them, or because their rows in the journal are damaged. They
+        stay in the journal and count neither as open nor as undelivered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetryDeadLetter(self, request, context):
-        """Tries a session that was set aside again: a closed one is sent again, a damaged open one is read
-        again and goes on where it was.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter; DATA_LOSS (SESSION_DAMAGED)
-        where it still cannot be read.
+        """Retries a dead letter: a closed session is sent again; a damaged open one is read again and
+        continues where it was.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter; DATA_LOSS (SESSION_DAMAGED) if it
+        still cannot be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropDeadLetter(self, request, context):
-        """Gives up a session that was set aside: all that the journal has of it is deleted.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) where it is no dead letter.
+        """Drops a dead letter and deletes everything that the journal has of the session.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) if it is no dead letter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetGatewayInfo(self, request, context):
-        """Says which model is served and what is known of its template.
+        """Returns which model is served, how its answers are read, and what its template does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RouterServiceStub(object):
-    """Leases engines to gateways and passes control calls to all engines. Tokens never pass through.
+    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
     """
 
     def __init__(self, channel):
@@ -78,14 +78,14 @@ class RouterServiceStub(object):
 
 
 class RouterServiceServicer(object):
-    """Leases engines to gateways and passes control calls to all engines. Tokens never pass through.
+    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
     """
 
     def Register(self, request_iterator, context):
-        """Makes the caller a member for as long as the stream is open. The first message says who it
-        is, later ones how it is doing, at least every 5 s. When the stream ends it is gone. A caller
-        whose id another process has is answered once that is heard of again, and is refused then; if
-        it stays silent, its place is taken.
+        """Makes the caller a member while the stream is open. The first message identifies it; later ones
+        report its load, at least every 5 s. If another process is a member under the same id, the
+        router waits for its next report and refuses the caller, or gives the id to the caller if no
+        report comes.
         Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -93,52 +93,51 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Dispatch(self, request_iterator, context):
-        """Books and frees places on engines. All leases of a stream are freed when it ends.
+        """Acquires and releases leases of engines. The end of the stream releases all of its leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """Lists the members and what they hold.
+        """Lists the members, and the weights of their models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseEngines(self, request, context):
-        """Pauses all engines of a model in parallel.
+        """Pauses all engines of a model, in parallel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeEngines(self, request, context):
-        """Resumes all engines of a model in parallel.
+        """Resumes all engines of a model, in parallel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PushWeights(self, request_iterator, context):
-        """Passes new weights to all engines of a model in parallel. They are accepted as soon as one
-        engine has taken them: from then on the router leases no engine that holds others, keeps them
-        on disk, and brings engines that failed or come later up to date, for as long as that takes.
-        Weights that every engine refused are dropped, and their version is free again. Weights that
-        came by a transfer backend cannot be kept: an engine that missed them is left out until the
-        next push.
-        Errors: FAILED_PRECONDITION (STALE_VERSION): the version is not above the last one that was
-        offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED (STORE_FULL): the disk has no
-        room for them; DEADLINE_EXCEEDED: the stream fell silent. None of them changes anything.
+        """Passes new weights to all engines of a model, in parallel. The push is accepted once one engine
+        holds the weights. From then on the router leases only engines that hold them, keeps them on
+        disk, and brings late and failed engines up to date. If every engine refuses them, they are
+        dropped and the version may be used again. Weights that came over a transfer backend cannot be
+        kept; an engine that missed them gets no leases until the next push.
+        Errors, none of which changes anything: FAILED_PRECONDITION (STALE_VERSION) if the version is not
+        above the last one that was offered; INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED
+        (STORE_FULL) if the disk has no room; DEADLINE_EXCEEDED if the stream fell silent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetWeights(self, request, context):
-        """Forgets the weights that are kept for a model and the version that its engines must hold, as if
-        nothing had been pushed: engines are leased with what they have, and the next push may have any
-        version. For operators, after a push of a wrong version.
+        """Forgets the weights of a model, as if nothing had been pushed: engines are leased with the
+        weights they hold, and the next push may have any version. For operators, after a push with a
+        wrong version.
         Errors: INVALID_ARGUMENT names the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -146,7 +145,7 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InitWeightTransfers(self, request, context):
-        """Makes all engines of a model join the trainer by a transfer backend, in parallel.
+        """Makes all engines of a model join the trainer over a transfer backend, in parallel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +203,7 @@ def add_RouterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RouterService(object):
-    """Leases engines to gateways and passes control calls to all engines. Tokens never pass through.
+    """Leases engines to gateways and passes control calls on to engines. Tokens never pass through it.
     """
 
     @staticmethod

@@ -47,7 +47,7 @@ class ServerServiceServicer(object):
     """
 
     def GetServerInfo(self, request, context):
-        """Says which release the server is and what it can do. It answers while the server starts.
+        """Returns the server's release and capabilities. It works while the server starts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

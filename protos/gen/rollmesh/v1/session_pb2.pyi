@@ -31,9 +31,9 @@ class _SessionOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sessio
     SESSION_OUTCOME_COMPLETED: _SessionOutcome.ValueType  # 1
     """The agent finished its work."""
     SESSION_OUTCOME_FAILED: _SessionOutcome.ValueType  # 2
-    """The agent or its environment failed; the reward may be absent."""
+    """The agent or its environment failed. The reward may be missing."""
     SESSION_OUTCOME_ABORTED: _SessionOutcome.ValueType  # 3
-    """The runner ended it: a time limit, a cancellation."""
+    """The runner ended it, because of a time limit or a cancellation."""
 
 class SessionOutcome(_SessionOutcome, metaclass=_SessionOutcomeEnumTypeWrapper):
     """How a session ended."""
@@ -43,14 +43,14 @@ SESSION_OUTCOME_UNSPECIFIED: SessionOutcome.ValueType  # 0
 SESSION_OUTCOME_COMPLETED: SessionOutcome.ValueType  # 1
 """The agent finished its work."""
 SESSION_OUTCOME_FAILED: SessionOutcome.ValueType  # 2
-"""The agent or its environment failed; the reward may be absent."""
+"""The agent or its environment failed. The reward may be missing."""
 SESSION_OUTCOME_ABORTED: SessionOutcome.ValueType  # 3
-"""The runner ended it: a time limit, a cancellation."""
+"""The runner ended it, because of a time limit or a cancellation."""
 Global___SessionOutcome: _TypeAlias = SessionOutcome  # noqa: Y015
 
 @_typing.final
 class SessionRewards(_message.Message):
-    """Rewards of one session. What is absent stays as it was."""
+    """Rewards of one session. Rewards that are not set keep their values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -98,14 +98,14 @@ class SessionRewards(_message.Message):
     TRAJECTORY_REWARDS_FIELD_NUMBER: _builtins.int
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
-    """Reward of the whole session."""
+    """Reward of the session."""
     @_builtins.property
     def trajectory_rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Rewards of single trajectories, by trajectory_id; each wins over the session's."""
+        """Rewards of single trajectories by trajectory_id. Each replaces the session's reward there."""
 
     @_builtins.property
     def turn_rewards(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Rewards of single turns, by the node_id of the turn."""
+        """Rewards of single turns by node_id. They add to the reward of the session or trajectory."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ Global___SessionRewards: _TypeAlias = SessionRewards  # noqa: Y015
 
 @_typing.final
 class SessionRecord(_message.Message):
-    """A closed session with all its trajectories, or its tree: the unit of ingest."""
+    """A closed session with its trajectories or its tree. Collectors store it once, by its id."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -158,51 +158,51 @@ class SessionRecord(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
     OPENED_UNIX_MS_FIELD_NUMBER: _builtins.int
     CLOSED_UNIX_MS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
-    TREE_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     REWARD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
-    """Id of the group (the sessions of one prompt); empty means the session is its own group."""
+    """Id of its group, the sessions of one prompt. Empty means that the session is its own group."""
     sample_index: _builtins.int
-    """Place of the session in its group, 0 to group_size - 1."""
+    """Place in the group, 0 to group_size - 1."""
     group_size: _builtins.int
     """Number of sessions in the group, at least 1."""
     outcome: Global___SessionOutcome.ValueType
     """How it ended."""
     reward: _builtins.float
-    """Reward of the whole session."""
+    """Reward of the session. Not set where there is none."""
     opened_unix_ms: _builtins.int
     """When the session was opened, milliseconds since 1970 UTC."""
     closed_unix_ms: _builtins.int
     """When the session was closed, milliseconds since 1970 UTC."""
     turns: _builtins.int
-    """Number of turns answered to the agent."""
+    """Number of turns that the agent got."""
     superseded: _builtins.bool
-    """Whether another session has its place in the group: it failed and was tried again. It is kept
-    and delivered by session, and is no part of its group.
+    """Whether the session failed and another attempt has its place in the group. It is delivered by
+    session and is no part of its group.
     """
     reward_timeout_ms: _builtins.int
-    """The rewards come later, by SetRewards: the collector holds the session back until they are
-    there, or so many milliseconds after it stored it; then it goes out without. Absent: at once.
+    """How long the collector waits for rewards by SetRewards before it delivers the session,
+    milliseconds from its arrival. Afterwards it is delivered without them. Not set means no wait.
     """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """What the opener of the session wanted carried along; opaque to rollmesh."""
+        """Metadata from CreateSession and CloseSession, for the trainer; rollmesh does not read it."""
 
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]:
-        """One trajectory per leaf of the tree, or per turn; empty where the agent never got an answer,
-        and where the session is exported as a tree.
+        """One trajectory per leaf of the tree, or per turn. Empty if the agent never got an answer, and if
+        the session is exported as a tree.
         """
 
     @_builtins.property
     def tree(self) -> _trajectory_pb2.TrajectoryTree:
-        """The tree itself, where the session is exported as one."""
+        """The tree, if the session is exported as one."""
 
     def __init__(
         self,
@@ -215,10 +215,10 @@ class SessionRecord(_message.Message):
         reward: _builtins.float | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         trajectories: _abc.Iterable[_trajectory_pb2.Trajectory] | None = ...,
+        tree: _trajectory_pb2.TrajectoryTree | None = ...,
         opened_unix_ms: _builtins.int = ...,
         closed_unix_ms: _builtins.int = ...,
         turns: _builtins.int = ...,
-        tree: _trajectory_pb2.TrajectoryTree | None = ...,
         superseded: _builtins.bool = ...,
         reward_timeout_ms: _builtins.int | None = ...,
     ) -> None: ...

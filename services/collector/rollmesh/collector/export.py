@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollmesh.collector.delivery import records
-from rollmesh.runtime.codec.arrays import unpack_ids, unpack_logprobs, unpack_mask
+from rollmesh.runtime.codec.arrays import unpack_tokens
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.config import ConfigError
 from rollmesh.v1 import session_pb2, trajectory_pb2
@@ -46,7 +46,7 @@ def rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
                         else None,
                         "start": node.start,
                         "end": node.end,
-                        "glue_tokens": node.glue_tokens,
+                        "scaffold_tokens": node.scaffold_tokens,
                     }
                     for node in session.tree.nodes
                 ]
@@ -55,6 +55,7 @@ def rows_of(session: session_pb2.SessionRecord) -> Iterator[dict[str, Any]]:
 
 
 def _row(session: session_pb2.SessionRecord, one: records.Row) -> dict[str, Any]:
+    token_ids, logprobs, loss_mask = unpack_tokens(one.tokens, "tokens")
     return {
         "session_id": session.session_id,
         "group_id": session.group_id,
@@ -65,10 +66,10 @@ def _row(session: session_pb2.SessionRecord, one: records.Row) -> dict[str, Any]
             name_of(trajectory_pb2.FidelityReason.DESCRIPTOR, reason) for reason in one.reasons
         ],
         "turns": records.turns_of(one),
-        "token_ids": unpack_ids(one.token_ids_u32le, "token_ids_u32le").tolist(),
-        "logprobs": unpack_logprobs(one.logprobs_f32le, "logprobs_f32le").tolist(),
-        "loss_mask": unpack_mask(one.loss_mask_u8, "loss_mask_u8").tolist(),
-        "policy_versions": _versions(one),
+        "token_ids": token_ids.tolist(),
+        "logprobs": logprobs.tolist(),
+        "loss_mask": loss_mask.tolist(),
+        "policy_versions": _versions(one, len(token_ids)),
         "session_reward": session.reward if session.HasField("reward") else None,
         "turn_rewards": [
             {"node_id": run.node_id, "end": run.end, "reward": run.reward}
@@ -112,9 +113,9 @@ async def export(sessions: AsyncIterator[session_pb2.SessionRecord], path: Path)
     return count, rows
 
 
-def _versions(one: records.Row) -> list[int]:
+def _versions(one: records.Row, count: int) -> list[int]:
     """Returns the policy version that sampled each token; -1 if it was not sampled."""
-    versions = [-1] * len(one.loss_mask_u8)
+    versions = [-1] * count
     for span in one.version_spans:
         versions[span.start : span.end] = [span.policy_version] * (span.end - span.start)
     return versions
@@ -168,7 +169,7 @@ def _parquet(part: Path) -> Iterator[_Parquet]:
         [("node_id", arrow.uint32()), ("end", arrow.uint32()), ("reward", arrow.float64())]
     )
     text, whole, real = arrow.string(), arrow.uint32(), arrow.float64()
-    parts = ("node_id", "parent_index", "start", "end", "glue_tokens")
+    parts = ("node_id", "parent_index", "start", "end", "scaffold_tokens")
     node = arrow.struct([(name, whole) for name in parts])
     schema = arrow.schema(
         {

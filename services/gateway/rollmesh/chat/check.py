@@ -30,7 +30,7 @@ def report(profile: TemplateProfile, format_: AnswerFormat) -> str:
         lines += [f"  - {finding}" for finding in sorted(other)]
     if profile.refused:
         lines += ["", "Requests with these orders of roles are refused:"]
-        lines += [f"  - {order}: {why}" for order, why in sorted(profile.refused.items())]
+        lines += sorted(f"  - {order}: {order.why}" for order in profile.refused)
     if format_.tools == UNKNOWN:
         lines += [
             "",

@@ -20,6 +20,12 @@ from rollmesh.chat.tokenizer import ModelFilesError, read_json
 from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation.session import SessionLimits
+from rollmesh.gateway.protocol.info import (
+    write_reasoning,
+    write_special_text,
+    write_template,
+    write_tool_calls,
+)
 from rollmesh.gateway.servicer import GatewayServicer
 from rollmesh.gateway.sessions.idle import close_idle
 from rollmesh.gateway.sessions.registry import Gateway
@@ -70,18 +76,18 @@ class GatewayService:
             raise ConfigError(f"history: give keep: the template {min(moved)}")
         self._vocabulary_tokens = vocabulary_of(config.model_path)
         self._max_context_tokens = config.max_context_tokens or _context_of(config)
+        tool_calls = write_tool_calls(self._format)
+        self._parses_tool_calls = tool_calls == gateway_pb2.TOOL_CALL_PARSING_PARSED
         self._servicer = GatewayServicer(
             gateway_pb2.GetGatewayInfoResponse(
                 gateway_id=config.gateway_id,
                 model=config.model,
-                template_sha256=template.sha256,
-                template_contract=str(self._continuation.profile),
-                template_findings=sorted(self._continuation.profile.findings),
-                refused_orders=self._continuation.profile.refused,
                 max_context_tokens=self._max_context_tokens,
-                tool_format=self._format.tools,
-                reasoning_format=self._format.reasoning_name,
-                special_text=config.special_text,
+                template=write_template(self._continuation.profile, template.sha256),
+                tool_calls=tool_calls,
+                tool_parser=self._format.tools if self._parses_tool_calls else "",
+                reasoning_format=write_reasoning(self._format),
+                special_text=write_special_text(config.special_text),
             ),
             config.max_choices,
         )
@@ -92,7 +98,7 @@ class GatewayService:
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
         """Whether tool calls and reasoning are parsed from answers."""
         found = {
-            server_pb2.CAPABILITY_TOOL_CALLS: self._format.tools not in {UNKNOWN, "none"},
+            server_pb2.CAPABILITY_TOOL_CALLS: self._parses_tool_calls,
             server_pb2.CAPABILITY_REASONING: self._format.reasoning,
         }
         return frozenset(one for one, is_there in found.items() if is_there)

@@ -180,7 +180,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidFieldError("page_size", f"is {size}; give at most {_MAX_PAGE}")
         letters = await self.dead_letters.list(request.page_token, size)
         return gateway_pb2.ListDeadLettersResponse(
-            dead_letters=[gateway_pb2.DeadLetter(**letter._asdict()) for letter in letters],
+            dead_letters=letters,
             next_page_token=letters[-1].session_id if len(letters) == size else "",
         )
 

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+from rollmesh.v1 import router_pb2
+
 RefusalReason: TypeAlias = Literal["NO_ENGINE", "ENGINES_BUSY", "INVALID_LEASE"]
 
 IMBALANCE_FACTOR = 1.5
@@ -204,7 +206,7 @@ class LeaseTable:
             engine
             for engine in own
             if engine.engine_id not in left_out
-            and not self._unfit(engine)
+            and self._unfit(engine) is None
             and not misfit(engine, booker)
         ]
         if not sound:
@@ -257,34 +259,47 @@ class LeaseTable:
             engine.fault = fault
         return engine
 
-    def left_out(self, engine: Engine) -> str:
-        """Returns why some gateways of its model cannot lease an engine; empty if all can."""
+    def exclusion(self, engine: Engine) -> router_pb2.Exclusion | None:
+        """Returns why some gateways of its model cannot lease an engine; None if all can."""
+        if unfit := self._unfit(engine):
+            return unfit
         bookers = (one for one in self._bookers.values() if one.model == engine.model)
-        misfits = (misfit(engine, booker) for booker in bookers)
-        return self._unfit(engine) or next(filter(None, misfits), "")
+        why = next(filter(None, (misfit(engine, booker) for booker in bookers)), "")
+        return (
+            router_pb2.Exclusion(reason=router_pb2.EXCLUSION_REASON_MISFIT, explanation=why)
+            if why
+            else None
+        )
 
     def _why_none(self, engines: Collection[Engine], booker: Booker) -> str:
-        whys = (
-            f"{one.engine_id}: {self._unfit(one) or misfit(one, booker) or 'it failed this turn'}"
-            for one in engines
-        )
+        whys = (f"{one.engine_id}: {self._why_not(one, booker)}" for one in engines)
         of_model = f" of model {booker.model!r}" if booker.model else ""
         return f"none of {len(engines)} engines{of_model} can serve; " + "; ".join(
             itertools.islice(whys, _MOST_WHYS)
         )
 
-    def _unfit(self, engine: Engine) -> str:
-        """Returns why no gateway can lease an engine; empty if it can be leased."""
+    def _why_not(self, engine: Engine, booker: Booker) -> str:
+        unfit = self._unfit(engine)
+        return unfit.explanation if unfit else misfit(engine, booker) or "it failed this turn"
+
+    def _unfit(self, engine: Engine) -> router_pb2.Exclusion | None:
+        """Returns why no gateway can lease an engine; None if it can be leased."""
         if engine.fault:
-            return f"it is out of service until it registers again: {engine.fault}"
+            why = f"it is out of service until it registers again: {engine.fault}"
+            return router_pb2.Exclusion(reason=router_pb2.EXCLUSION_REASON_FAULT, explanation=why)
         if engine.draining:
-            return "it is draining"
+            return router_pb2.Exclusion(
+                reason=router_pb2.EXCLUSION_REASON_DRAINING, explanation="it is draining"
+            )
         if not self.fenced(engine):
-            return ""
+            return None
         wanted, held = self.targets[engine.model].policy_version, engine.policy_version
         other = " of another push" if held == wanted else ""
         why = f": {engine.update_error}" if engine.update_error else ""
-        return f"it holds version {held}{other}, not {wanted}{why}"
+        return router_pb2.Exclusion(
+            reason=router_pb2.EXCLUSION_REASON_FENCED,
+            explanation=f"it holds version {held}{other}, not {wanted}{why}",
+        )
 
     def _sibling(self, session_id: str, group_id: str) -> Engine | None:
         if session_id in self._placed:

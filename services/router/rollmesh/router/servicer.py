@@ -121,7 +121,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 replica.leases = engine.leases
                 replica.sessions = len(engine.sessions)
                 replica.fenced = self._table.fenced(engine)
-                replica.left_out = self._table.left_out(engine)
+                if exclusion := self._table.exclusion(engine):
+                    replica.exclusion.CopyFrom(exclusion)
         return response
 
     async def PauseEngines(
@@ -218,8 +219,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     def _warn_of_misfits(self) -> None:
         for engine in self._table.engines.values():
-            if (why := self._table.left_out(engine)) and not self._table.fenced(engine):
-                _log.warning("engine left out", extra=fields(engine=engine.engine_id, why=why))
+            exclusion = self._table.exclusion(engine)
+            if exclusion and not self._table.fenced(engine):
+                why = exclusion.explanation
+                _log.warning("engine excluded", extra=fields(engine=engine.engine_id, why=why))
 
     def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
         if hello.kind != router_pb2.REPLICA_KIND_ENGINE:

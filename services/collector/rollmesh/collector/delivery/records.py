@@ -18,7 +18,7 @@ Row: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
 Run: TypeAlias = trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode
 _log = logging.getLogger(__name__)
 _BYTES_PER_TOKEN = {"token_ids_u32le": 4, "logprobs_f32le": 4, "loss_mask_u8": 1}
-"""The arrays of a row, in storage order."""
+"""The arrays of `TokenArrays`, in storage order."""
 
 
 def rows_of(record: session_pb2.SessionRecord) -> Sequence[Row]:
@@ -40,9 +40,9 @@ def split(record: session_pb2.SessionRecord) -> tuple[bytes, list[bytes]]:
     """
     arrays: list[bytes] = []
     for row in rows_of(record):
-        for name in _BYTES_PER_TOKEN:
-            arrays.append(getattr(row, name))
-            row.ClearField(name)  # type: ignore[arg-type]  # both kinds of row have them
+        tokens = row.tokens
+        arrays += [getattr(tokens, name) for name in _BYTES_PER_TOKEN]
+        row.ClearField("tokens")
     return record.SerializeToString(), arrays
 
 
@@ -74,9 +74,10 @@ def join(head: session_pb2.SessionRecord, arrays: bytes) -> session_pb2.SessionR
         raise damaged(head.session_id, problem)
     start = 0
     for row in rows:
+        count, restored = tokens_of(row), row.tokens
         for name, width in _BYTES_PER_TOKEN.items():
-            end = start + width * tokens_of(row)
-            setattr(row, name, arrays[start:end])
+            end = start + width * count
+            setattr(restored, name, arrays[start:end])
             start = end
     return head
 

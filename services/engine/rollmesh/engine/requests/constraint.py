@@ -13,7 +13,7 @@ from rollmesh.v1 import engine_pb2
 _MAX_BYTES = 128 * 1024
 _MAX_NESTING = 64
 _MAX_OPTIONAL = 256  # 80 ms of every step for a vocabulary of 150,000 tokens
-_FIELD = "constraint.structural_tag"
+_FIELD = "constraint.structural_tag_json"
 
 
 def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> Constraint | None:
@@ -25,7 +25,7 @@ def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> 
     """
     if not request.HasField("constraint"):
         return None
-    text = request.constraint.structural_tag
+    text = request.constraint.structural_tag_json
     if len(text.encode()) > _MAX_BYTES:
         raise InvalidConstraintError(_FIELD, f"is larger than {_MAX_BYTES} bytes; send less")
     try:

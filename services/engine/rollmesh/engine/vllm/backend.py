@@ -320,7 +320,7 @@ def _failure(request: GenerateInput) -> RollmeshError:
     if request.constraint is None:
         return RollmeshError("vLLM ended the request with an error; see its log")
     return InvalidConstraintError(
-        "constraint.structural_tag", "vLLM could not compile or follow it; see its log"
+        "constraint.structural_tag_json", "vLLM could not compile or follow it; see its log"
     )
 
 

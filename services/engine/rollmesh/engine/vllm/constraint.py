@@ -13,7 +13,7 @@ from rollmesh.engine.requests.schema_cost import subschemas, tag_schemas
 from rollmesh.runtime.errors import InvalidConstraintError
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
-_FIELD = "constraint.structural_tag"
+_FIELD = "constraint.structural_tag_json"
 
 
 def has_tokenizer(model_path: Path) -> bool:

@@ -167,7 +167,7 @@ def constraint_of(
     reasoning = _reasoning(format_, inside=inside_reasoning)
     tag = {"type": "structural_tag", "format": _sequence(*reasoning, _one_of(forms))}
     text = write_json(tag)
-    return engine_pb2.Constraint(structural_tag=text, strict=strict)
+    return engine_pb2.Constraint(structural_tag_json=text, strict=strict)
 
 
 def _is_named(wanted: Wanted) -> bool:

@@ -7,6 +7,7 @@ without that pair.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -31,6 +32,7 @@ from rollmesh.chat.templates.profile import (
     WHITESPACE,
     Finding,
     Kind,
+    RefusedOrder,
     Stripped,
     TemplateProfile,
 )
@@ -117,17 +119,12 @@ class _Probe:
             findings.add(Finding.HEADERS_END)
         if self._cutter.says_after_results:
             findings.add(Finding.TEXT_AFTER_RESULTS)
-        kind = Kind.EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
+        kind = Kind.APPEND_ONLY_EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
         return TemplateProfile(
             kind if plain else Kind.REWRITES,
             shown(ends.text),
             frozenset(findings),
-            {f"{before}, {role}": why for (before, role), why in self._cutter.refused.items()}
-            | {
-                f"{before}, {role} with tools": why
-                for (before, role), why in self._cutter.refused_with_tools.items()
-            }
-            | {f"{last}, answer": why for last, why in self._cutter.refused_prompts.items()},
+            tuple(self._refused_orders()),
             self._counts[_Outcome.EXACT],
             self._counts[_Outcome.KEPT],
             stripped,
@@ -135,6 +132,14 @@ class _Probe:
             shown(ends.call),
             tuple(map(shown, ends.stops)),
         )
+
+    def _refused_orders(self) -> Iterator[RefusedOrder]:
+        for (before, role), why in self._cutter.refused.items():
+            yield RefusedOrder(before, role, with_tools=False, why=why)
+        for (before, role), why in self._cutter.refused_with_tools.items():
+            yield RefusedOrder(before, role, with_tools=True, why=why)
+        for last, why in self._cutter.refused_prompts.items():
+            yield RefusedOrder(last, None, with_tools=False, why=why)
 
     def _find_system_and_tools(self) -> set[Finding]:
         """Examines the head of a conversation and configures the cutter."""
@@ -159,12 +164,12 @@ class _Probe:
     def _find_rewrites(self, *, plain: bool) -> set[Finding]:
         findings: set[Finding] = set()
         if not (self._all(probes.STRIPPED) and plain):
-            findings.add(Finding.ANSWERS_OTHERWISE)
+            findings.add(Finding.REWRITES_ANSWERS)
         several = probes.TWO_CALLS if self._cutter.says_after_results else probes.SAYING
         if not self._all((*probes.CALLING, several)):
-            findings.add(Finding.CALLS_OTHERWISE)
+            findings.add(Finding.REWRITES_CALLS)
         if not self._all(probes.SYSTEMS):
-            findings.add(Finding.SYSTEM_OTHERWISE)
+            findings.add(Finding.MOVES_LATER_SYSTEM)
         if self._drops_reasoning():
             findings.add(Finding.DROPS_REASONING)
         return findings

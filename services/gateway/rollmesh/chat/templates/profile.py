@@ -3,31 +3,37 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rollmesh.chat.messages import RoleName
+from rollmesh.chat.templates.windows import Place
+
 
 class Kind(StrEnum):
-    """How the template treats earlier turns."""
+    """How the template treats earlier turns; the names are those of `TemplateKind`."""
 
     APPEND_ONLY = "append-only"
     """A longer conversation begins with the shorter one, in every order that was probed."""
-    EXCEPT = "append-only except"
+    APPEND_ONLY_EXCEPT = "append-only except"
     """The same, with the exceptions that the findings name."""
     REWRITES = "rewrites"
     """Plain answers of earlier turns are printed differently than they were sampled."""
 
 
 class Finding(StrEnum):
-    """A finding of the probe; the tokens of a session stay as sampled in any case."""
+    """A finding of the probe; the tokens of a session stay as sampled in any case.
+
+    The names are those of `TemplateFinding`.
+    """
 
     DROPS_REASONING = "drops earlier reasoning"
-    ANSWERS_OTHERWISE = "prints earlier answers otherwise than behind the generation prompt"
-    CALLS_OTHERWISE = "prints earlier tool calls otherwise"
-    SYSTEM_OTHERWISE = "moves or merges a system message inside the conversation"
-    TEXT_AFTER_RESULTS = "prints the text beside tool calls behind their results"
+    REWRITES_ANSWERS = "prints earlier answers differently than after the generation prompt"
+    REWRITES_CALLS = "prints earlier tool calls differently"
+    MOVES_LATER_SYSTEM = "moves or merges system messages inside the conversation"
+    TEXT_AFTER_RESULTS = "prints the text beside tool calls after their results"
     MOVES_SYSTEM = "prints the first system message in the last user turn"
     SYSTEM_IN_USER = "prints the first system message together with the first user turn"
-    REPEATS_TOOLS = "prints the tools again behind the conversation"
+    REPEATS_TOOLS = "prints the tools again after the conversation"
     STRIPS_ANSWERS = "strips earlier answers"
-    HEADERS_END = "ends answers with the header of the turn behind them"
+    HEADERS_END = "ends answers with the header of the next turn"
     IGNORES_TOOLS = "does not print tools"
     PRINTS_CALL_IDS = "prints the ids of tool calls"
     PRINTS_DATE = "prints the date"
@@ -36,9 +42,9 @@ class Finding(StrEnum):
 REWRITING = frozenset(
     {
         Finding.DROPS_REASONING,
-        Finding.ANSWERS_OTHERWISE,
-        Finding.CALLS_OTHERWISE,
-        Finding.SYSTEM_OTHERWISE,
+        Finding.REWRITES_ANSWERS,
+        Finding.REWRITES_CALLS,
+        Finding.MOVES_LATER_SYSTEM,
         Finding.MOVES_SYSTEM,
         Finding.REPEATS_TOOLS,
     }
@@ -70,6 +76,23 @@ def _class_of(character: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedOrder:
+    """An order of messages that a template cannot continue."""
+
+    place: Place
+    """What stands before."""
+    role: RoleName | None
+    """The message that cannot follow; None if no answer can be sampled there."""
+    with_tools: bool
+    """Whether the order is refused only if there are tools."""
+    why: str
+
+    def __str__(self) -> str:
+        """Returns the order, such as "assistant, system with tools"."""
+        return f"{self.place}, {self.role or 'answer'}{' with tools' if self.with_tools else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateProfile:
     """What holds for one template, tokenizer and set of template options."""
 
@@ -77,8 +100,8 @@ class TemplateProfile:
     end_text: str
     """The special token that ends an answer in the history; empty if it has none of its own."""
     findings: frozenset[Finding] = frozenset()
-    refused: dict[str, str] = field(default_factory=dict)
-    """Role orders that the template does not accept, such as "assistant, system", and why."""
+    refused: tuple[RefusedOrder, ...] = ()
+    """Orders of messages that the template cannot continue."""
     verified: int = 0
     """Number of probe conversations whose parts equal the template's own render."""
     kept: int = 0
@@ -95,4 +118,4 @@ class TemplateProfile:
     def __str__(self) -> str:
         """Returns a one-line summary."""
         named = "; ".join(sorted(self.findings & REWRITING))
-        return f"{self.kind} {named}" if self.kind is Kind.EXCEPT else str(self.kind)
+        return f"{self.kind} {named}" if self.kind is Kind.APPEND_ONLY_EXCEPT else str(self.kind)

@@ -11,7 +11,7 @@ from rollmesh.gateway.conversation.lineage import lineages
 from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree
 from rollmesh.gateway.protocol.responses import write_role
-from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, pack_mask
+from rollmesh.runtime.codec.arrays import pack_tokens
 from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
 
 _NONE: Mapping[int, Lineage] = {}
@@ -127,7 +127,7 @@ def _packed(
         parent_index=parent_index,
         start=start,
         end=end,
-        glue_tokens=node.scaffold_tokens,
+        scaffold_tokens=node.scaffold_tokens,
         role=write_role(node.messages[0].role),
         lineage=lineage,
     )
@@ -230,9 +230,7 @@ class _Arrays:
 
     def write(self, message: trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree) -> None:
         """Writes the arrays into a message."""
-        message.token_ids_u32le = pack_ids(self._token_ids)
-        message.logprobs_f32le = pack_logprobs(self._logprobs)
-        message.loss_mask_u8 = pack_mask(self._mask)
+        message.tokens.CopyFrom(pack_tokens(self._token_ids, self._logprobs, self._mask))
         message.version_spans.extend(self._spans)
 
     def _add_span(self, span: sampling_pb2.VersionSpan, offset: int) -> None:

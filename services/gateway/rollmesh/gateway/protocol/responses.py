@@ -121,7 +121,7 @@ def _write_node(node: Node, lineage: Lineage) -> gateway_pb2.SessionNode:
         parent_node_id=node.parent.node_id,
         role=write_role(node.messages[0].role),
         token_ids_u32le=pack_ids(node.token_ids),
-        glue_tokens=node.scaffold_tokens,
+        scaffold_tokens=node.scaffold_tokens,
         sampled=node.sample is not None,
         lineage=lineage,
         reasons=sorted(node.reasons),

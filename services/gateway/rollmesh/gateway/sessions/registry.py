@@ -111,7 +111,11 @@ class Gateway:
         self._outbox.dead = await self._database.run(closed.dead_ids)
         await self._outbox.set_aside(
             [
-                dead_letter(id_, "DAMAGED", journal.DamagedSessionError(message))
+                dead_letter(
+                    id_,
+                    gateway_pb2.DEAD_LETTER_REASON_DAMAGED,
+                    journal.DamagedSessionError(message),
+                )
                 for id_, message in damaged.items()
             ]
         )
@@ -295,7 +299,8 @@ class Gateway:
         Raises:
             RollmeshError: The journal cannot be written; the session stays open.
         """
-        letter = dead_letter(session.spec.session_id, "UNEXPORTABLE", error)
+        unexportable = gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
+        letter = dead_letter(session.spec.session_id, unexportable, error)
         session.closing = True
         try:
             await self._outbox.set_aside([letter])

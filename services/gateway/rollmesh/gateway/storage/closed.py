@@ -20,6 +20,7 @@ from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.journal import StoredSession
 from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids
 from rollmesh.runtime.errors import SessionUnknownError
+from rollmesh.v1 import gateway_pb2
 
 PIECE_NODES = 512
 """Number of nodes that one commit reads from a session; a commit deletes up to twice as many."""
@@ -61,15 +62,6 @@ class Letter(NamedTuple):
     contexts: dict[bytes, RenderContext]
     rows: list[Any]
     """Rows of its nodes; initially the first `PIECE_NODES`."""
-
-
-class DeadLetter(NamedTuple):
-    """A session that was set aside."""
-
-    session_id: str
-    reason: str
-    message: str
-    unix_ms: int
 
 
 def close_session(db: sqlite3.Connection, close: Close) -> None:
@@ -184,24 +176,24 @@ def sweep(db: sqlite3.Connection) -> bool:
 def _forget(db: sqlite3.Connection, session_id: str) -> None:
     """Removes the remains of a session without nodes, and render contexts used only by it."""
     keys = db.execute(
-        "DELETE FROM session_frames WHERE session_id = ? RETURNING frame_key", (session_id,)
+        "DELETE FROM session_contexts WHERE session_id = ? RETURNING context_key", (session_id,)
     ).fetchall()
     db.executemany(
-        "DELETE FROM frames WHERE frame_key = ?1"
-        " AND NOT EXISTS (SELECT 1 FROM session_frames WHERE frame_key = ?1)",
+        "DELETE FROM contexts WHERE context_key = ?1"
+        " AND NOT EXISTS (SELECT 1 FROM session_contexts WHERE context_key = ?1)",
         keys,
     )
     db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
     db.execute("DELETE FROM outbox WHERE session_id = ?", (session_id,))
 
 
-def set_aside(db: sqlite3.Connection, letters: Iterable[DeadLetter]) -> None:
+def set_aside(db: sqlite3.Connection, letters: Iterable[gateway_pb2.DeadLetter]) -> None:
     """Makes sessions dead letters: open ones are no longer served, closed ones not sent."""
     for letter in letters:
         db.execute(
             "INSERT OR REPLACE INTO dead_letters (session_id, reason, message, unix_ms)"
             " VALUES (?, ?, ?, ?)",
-            letter,
+            (letter.session_id, letter.reason, letter.message, letter.unix_ms),
         )
         db.execute(
             "UPDATE outbox SET state = ? WHERE session_id = ?", (State.DEAD, letter.session_id)
@@ -212,14 +204,15 @@ def set_aside(db: sqlite3.Connection, letters: Iterable[DeadLetter]) -> None:
         )
 
 
-def dead_letters(db: sqlite3.Connection, after: str, count: int) -> list[DeadLetter]:
+def dead_letters(db: sqlite3.Connection, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
     """Returns up to `count` dead letters with session ids after the given one, in id order."""
     rows = db.execute(
         "SELECT session_id, reason, message, unix_ms FROM dead_letters WHERE session_id > ?"
         " ORDER BY session_id LIMIT ?",
         (after, count),
     )
-    return [DeadLetter(*row) for row in rows.fetchall()]
+    names = ("session_id", "reason", "message", "unix_ms")
+    return [gateway_pb2.DeadLetter(**dict(zip(names, row, strict=True))) for row in rows.fetchall()]
 
 
 def dead_ids(db: sqlite3.Connection) -> set[str]:

@@ -8,6 +8,7 @@ from rollmesh.gateway.storage.journal import DamagedSessionError, StoredSession
 from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import SessionDamagedError, SessionUnknownError
+from rollmesh.v1 import gateway_pb2
 
 
 class DeadLetters:
@@ -31,7 +32,7 @@ class DeadLetters:
         """Number of dead letters."""
         return len(self._outbox.dead)
 
-    async def list(self, after: str, count: int) -> list[closed.DeadLetter]:
+    async def list(self, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
         """Returns up to `count` dead letters with session ids after the given one, in id order."""
         return await self._database.run(lambda db: closed.dead_letters(db, after, count))
 

@@ -18,22 +18,22 @@ from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, u
 from rollmesh.runtime.errors import SessionClosedError
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
-SCHEMA_VERSION = 7  # increment with every change of the schema below
+SCHEMA_VERSION = 8  # incremented with every change of the schema and of the values in it
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS frames (
-  frame_key BLOB PRIMARY KEY, tools_json BLOB NOT NULL, options_json BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS session_frames (
-  session_id TEXT NOT NULL, frame_key BLOB NOT NULL, PRIMARY KEY (session_id, frame_key));
-CREATE INDEX IF NOT EXISTS sessions_of_frames ON session_frames (frame_key);
+CREATE TABLE IF NOT EXISTS contexts (
+  context_key BLOB PRIMARY KEY, tools_json BLOB NOT NULL, options_json BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS session_contexts (
+  session_id TEXT NOT NULL, context_key BLOB NOT NULL, PRIMARY KEY (session_id, context_key));
+CREATE INDEX IF NOT EXISTS sessions_of_contexts ON session_contexts (context_key);
 CREATE TABLE IF NOT EXISTS nodes (
   session_id TEXT NOT NULL, node_id INTEGER NOT NULL, parent_id INTEGER NOT NULL,
-  frame_key BLOB NOT NULL, unit TEXT NOT NULL, token_ids BLOB NOT NULL, glue INTEGER NOT NULL,
-  reasons TEXT NOT NULL, sample TEXT, logprobs BLOB, tops BLOB, answer TEXT,
-  PRIMARY KEY (session_id, node_id));
+  context_key BLOB NOT NULL, messages TEXT NOT NULL, token_ids BLOB NOT NULL,
+  scaffold INTEGER NOT NULL, reasons TEXT NOT NULL, sample TEXT, logprobs BLOB, tops BLOB,
+  answer TEXT, PRIMARY KEY (session_id, node_id));
 CREATE INDEX IF NOT EXISTS nodes_in_order ON nodes (session_id);
 CREATE TABLE IF NOT EXISTS closes (
   n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, request_id TEXT,
@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS outbox (
   closed_unix_ms INTEGER NOT NULL, bytes INTEGER NOT NULL, state INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS outbox_states ON outbox (state, n);
 CREATE TABLE IF NOT EXISTS dead_letters (
-  n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, reason TEXT NOT NULL,
+  n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, reason INTEGER NOT NULL,
   message TEXT NOT NULL, unix_ms INTEGER NOT NULL);
 """
 _OPEN = (
@@ -133,10 +133,10 @@ def insert_turn(
     """Stores those nodes of a turn that are not stored yet; the last one is the sampled node."""
     context = nodes[-1].render_context
     db.execute(
-        "INSERT OR IGNORE INTO frames VALUES (?, ?, ?)",
+        "INSERT OR IGNORE INTO contexts VALUES (?, ?, ?)",
         (context.key, context.tools_json, context.options_json),
     )
-    db.execute("INSERT OR IGNORE INTO session_frames VALUES (?, ?)", (session_id, context.key))
+    db.execute("INSERT OR IGNORE INTO session_contexts VALUES (?, ?)", (session_id, context.key))
     for node in nodes:
         text = json.dumps(dataclasses.asdict(answer)) if node is nodes[-1] else None
         row = (session_id, *_node_row(node), text)
@@ -201,8 +201,8 @@ def read_spec(db: sqlite3.Connection, session_id: str) -> SessionSpec:
 def read_contexts(db: sqlite3.Connection, session_id: str) -> dict[bytes, RenderContext]:
     """Returns the render contexts of a session by their keys."""
     rows = db.execute(
-        "SELECT frame_key, tools_json, options_json FROM session_frames JOIN frames"
-        " USING (frame_key) WHERE session_id = ?",
+        "SELECT context_key, tools_json, options_json FROM session_contexts JOIN contexts"
+        " USING (context_key) WHERE session_id = ?",
         (session_id,),
     )
     return {key: make_context(tools, options) for key, tools, options in rows}
@@ -220,8 +220,8 @@ def read_nodes(
         limit: Maximum number of rows; -1 returns all.
     """
     return db.execute(
-        "SELECT rowid, node_id, parent_id, frame_key, unit, token_ids, glue, reasons, sample,"
-        " logprobs, tops, answer FROM nodes INDEXED BY nodes_in_order"
+        "SELECT rowid, node_id, parent_id, context_key, messages, token_ids, scaffold, reasons,"
+        " sample, logprobs, tops, answer FROM nodes INDEXED BY nodes_in_order"
         " WHERE session_id = ? AND rowid > ? ORDER BY rowid LIMIT ?",
         (session_id, after, limit),
     ).fetchall()

@@ -18,10 +18,11 @@ from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import exported_lineages, write_record
 from rollmesh.gateway.storage import closed
-from rollmesh.gateway.storage.closed import PIECE_NODES, DeadLetter, Letter
+from rollmesh.gateway.storage.closed import PIECE_NODES, Letter
 from rollmesh.gateway.storage.journal import DamagedSessionError, read_nodes
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
+from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.session_records import check_session
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
@@ -53,7 +54,7 @@ class _Turn(NamedTuple):
     """The result of one journal transaction."""
 
     letters: list[Letter]
-    damaged: list[DeadLetter]
+    damaged: list[gateway_pb2.DeadLetter]
     forgotten: list[str]
     """Session ids of closes that are no longer remembered."""
     more: bool
@@ -72,13 +73,13 @@ class _Record(NamedTuple):
 
 def write_letters(
     letters: Sequence[Letter], new_tree: Callable[[], Tree]
-) -> tuple[list[_Record], list[DeadLetter]]:
+) -> tuple[list[_Record], list[gateway_pb2.DeadLetter]]:
     """Returns the records of closed sessions, and dead letters for those that cannot be written.
 
     Runs in a worker thread.
     """
     records: list[_Record] = []
-    broken: list[DeadLetter] = []
+    broken: list[gateway_pb2.DeadLetter] = []
     for letter in letters:
         try:
             stored = closed.rebuilt(letter, new_tree)
@@ -87,20 +88,26 @@ def write_letters(
             record = write_record(session, request, letter.closed_unix_ms)
             check_session(record, "session")
         except Exception as error:  # noqa: BLE001 - any error affects only this session
-            broken.append(dead_letter(letter.session_id, "UNEXPORTABLE", error))
+            reason = gateway_pb2.DEAD_LETTER_REASON_UNEXPORTABLE
+            broken.append(dead_letter(letter.session_id, reason, error))
         else:
             data = collector_pb2.IngestRequest(sessions=[record]).SerializeToString()
             records.append(_Record(letter.session_id, data, exported_lineages(record)))
     return records, broken
 
 
-def dead_letter(session_id: str, reason: str, error: Exception) -> DeadLetter:
+def dead_letter(
+    session_id: str, reason: gateway_pb2.DeadLetterReason.ValueType, error: Exception
+) -> gateway_pb2.DeadLetter:
     """Returns the dead letter of a session that is set aside, and logs its error."""
     message = str(error) if isinstance(error, (RollmeshError, DamagedSessionError)) else repr(error)
+    name = name_of(gateway_pb2.DeadLetterReason.DESCRIPTOR, reason)
     _log.error(
-        "set aside", extra=fields(session=session_id, reason=reason, error=message), exc_info=error
+        "set aside", extra=fields(session=session_id, reason=name, error=message), exc_info=error
     )
-    return DeadLetter(session_id, reason, message, clock.unix_ms())
+    return gateway_pb2.DeadLetter(
+        session_id=session_id, reason=reason, message=message, unix_ms=clock.unix_ms()
+    )
 
 
 def _is_final(error: Exception) -> bool:
@@ -182,7 +189,7 @@ class Outbox:
         """Closes the channel."""
         await self._channel.close()
 
-    async def set_aside(self, letters: list[DeadLetter]) -> None:
+    async def set_aside(self, letters: list[gateway_pb2.DeadLetter]) -> None:
         """Makes sessions dead letters.
 
         Raises:
@@ -222,7 +229,7 @@ class Outbox:
         more = closed.sweep(db)
         forgotten = closed.forget_closes(db, self._remembered)
         letters: list[Letter] = []
-        damaged: list[DeadLetter] = []
+        damaged: list[gateway_pb2.DeadLetter] = []
         size = 0
         for session_id, length in closed.undelivered(db, len(self._busy) + _CALL_SESSIONS):
             if session_id in self._busy:
@@ -234,7 +241,8 @@ class Outbox:
             try:
                 letters.append(closed.read_letter(db, session_id))
             except DamagedSessionError as error:
-                damaged.append(dead_letter(session_id, "DAMAGED", error))
+                reason = gateway_pb2.DEAD_LETTER_REASON_DAMAGED
+                damaged.append(dead_letter(session_id, reason, error))
                 continue
             if alone or len(letters) == _CALL_SESSIONS:
                 break
@@ -298,7 +306,8 @@ class Outbox:
         except RollmeshError as error:
             if len(records) > 1 or not _is_final(error):
                 raise
-            await self._bury([dead_letter(records[0].session_id, "REFUSED", error)])
+            refused = gateway_pb2.DEAD_LETTER_REASON_REFUSED
+            await self._bury([dead_letter(records[0].session_id, refused, error)])
             return
         await faults.reach("gateway-after-handover")
         self._delivered += [record.session_id for record in records]
@@ -317,7 +326,7 @@ class Outbox:
             letter.rows.extend(rows)
             count = len(rows)
 
-    async def _bury(self, letters: list[DeadLetter]) -> None:
+    async def _bury(self, letters: list[gateway_pb2.DeadLetter]) -> None:
         if letters:
             await self.set_aside(letters)
             self.undelivered -= len(letters)

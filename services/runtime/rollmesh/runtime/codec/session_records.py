@@ -1,11 +1,12 @@
 """Validates session records, both where they are created and where they are received."""
 
 import math
+from collections.abc import Sequence
 from typing import TypeAlias
 
-from rollmesh.runtime.codec.arrays import unpack_logprobs, unpack_mask, wrong_logprob
+from rollmesh.runtime.codec.arrays import unpack_tokens, wrong_logprob
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import session_pb2, trajectory_pb2
+from rollmesh.v1 import sampling_pb2, session_pb2, trajectory_pb2
 
 _Rewarded: TypeAlias = (
     session_pb2.SessionRecord
@@ -13,7 +14,6 @@ _Rewarded: TypeAlias = (
     | trajectory_pb2.TrajectorySegment
     | trajectory_pb2.TrajectoryNode
 )
-_Tokens: TypeAlias = trajectory_pb2.Trajectory | trajectory_pb2.TrajectoryTree
 _MAX_ID_CHARS = 128
 
 
@@ -49,10 +49,10 @@ def check_session(record: session_pb2.SessionRecord, path: str) -> None:
 
 def _check_trajectory(trajectory: trajectory_pb2.Trajectory, field: str) -> None:
     _check_finite(trajectory, field)
-    count = _check_arrays(trajectory, field)
+    count = _check_tokens(trajectory.tokens, f"{field}.tokens")
     if not count or trajectory.prompt_tokens > count:
         raise InvalidFieldError(f"{field}.prompt_tokens", f"does not fit {count} tokens")
-    _check_versions(trajectory, count, f"{field}.version_spans")
+    _check_versions(trajectory.version_spans, count, f"{field}.version_spans")
     end = _check_runs(trajectory.segments, count, f"{field}.segments")
     if end != count or sum(s.end - s.start for s in trajectory.segments) != count:
         raise InvalidFieldError(f"{field}.segments", f"do not cover the {count} tokens")
@@ -61,14 +61,16 @@ def _check_trajectory(trajectory: trajectory_pb2.Trajectory, field: str) -> None
 
 
 def _check_tree(tree: trajectory_pb2.TrajectoryTree, field: str) -> None:
-    count = _check_arrays(tree, field)
-    _check_versions(tree, count, f"{field}.version_spans")
+    count = _check_tokens(tree.tokens, f"{field}.tokens")
+    _check_versions(tree.version_spans, count, f"{field}.version_spans")
     end = 0
     for at, node in enumerate(tree.nodes):
         if node.start != end or not end <= node.end <= count:
             raise InvalidFieldError(f"{field}.nodes[{at}]", "does not begin where the last ended")
-        if node.glue_tokens > node.end - node.start:
-            raise InvalidFieldError(f"{field}.nodes[{at}].glue_tokens", "are more than its tokens")
+        if node.scaffold_tokens > node.end - node.start:
+            raise InvalidFieldError(
+                f"{field}.nodes[{at}].scaffold_tokens", "are more than its tokens"
+            )
         if node.HasField("parent_index") and node.parent_index >= at:
             raise InvalidFieldError(f"{field}.nodes[{at}].parent_index", "is no earlier node")
         _check_reward(node, f"{field}.nodes[{at}]")
@@ -92,29 +94,21 @@ def _check_finite(rewarded: _Rewarded, field: str) -> None:
         raise InvalidFieldError(f"{field}.reward", f"{rewarded.reward} is not a finite number")
 
 
-def _check_arrays(holder: _Tokens, field: str) -> int:
-    """Checks the lengths and values of the token arrays; returns the number of tokens."""
-    count = len(holder.loss_mask_u8)
-    unpack_mask(holder.loss_mask_u8, f"{field}.loss_mask_u8")
-    for name in ("token_ids_u32le", "logprobs_f32le"):
-        size = len(getattr(holder, name))
-        if size != 4 * count:
-            raise InvalidFieldError(
-                f"{field}.{name}", f"has {size} bytes; {count} tokens by the mask need {4 * count}"
-            )
-    logprobs = unpack_logprobs(holder.logprobs_f32le, f"{field}.logprobs_f32le")
+def _check_tokens(tokens: trajectory_pb2.TokenArrays, field: str) -> int:
+    """Checks the lengths and values of the arrays; returns the number of tokens."""
+    _, logprobs, _ = unpack_tokens(tokens, field)
     if (wrong := wrong_logprob(logprobs)) is not None:
         raise InvalidFieldError(
             f"{field}.logprobs_f32le",
             f"has {logprobs[wrong]} at token {wrong}; send finite numbers that are not above 0",
         )
-    return count
+    return len(logprobs)
 
 
-def _check_versions(holder: _Tokens, count: int, field: str) -> None:
+def _check_versions(spans: Sequence[sampling_pb2.VersionSpan], count: int, field: str) -> None:
     """Checks that policy versions count from 0 and that their runs ascend."""
-    _check_runs(holder.version_spans, count, field)
-    for at, span in enumerate(holder.version_spans):
+    _check_runs(spans, count, field)
+    for at, span in enumerate(spans):
         if span.policy_version < 0:
             raise InvalidFieldError(
                 f"{field}[{at}].policy_version", f"is {span.policy_version}; give at least 0"

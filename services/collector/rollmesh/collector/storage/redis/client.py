@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 _CONNECTIONS = 32
 _PREFIX = "rollmesh:"
+_FORMAT = 1  # incremented with every change of the keys, their values or `records.split`
 Value: TypeAlias = "str | bytes | int | float"
 
 
@@ -101,10 +102,10 @@ def _sha_of(source: str) -> str:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[RedisClient]:
-    """Connects, and checks that Redis keeps the writes it acknowledges.
+    """Connects; checks that Redis keeps the writes it acknowledges and that its data is readable.
 
     Raises:
-        ConfigError: The URL is invalid, or Redis may lose writes.
+        ConfigError: The URL is invalid, Redis may lose writes, or another release wrote its data.
         StoreAwayError: Redis cannot be reached.
     """
     try:
@@ -121,7 +122,9 @@ async def connected(url: str) -> AsyncIterator[RedisClient]:
         raise ConfigError(f"store: {error}") from error
     client = RedisClient(redis.Redis(connection_pool=pool))
     try:
-        await _check_durable(client, urlsplit(url).netloc.rpartition("@")[2])
+        address = urlsplit(url).netloc.rpartition("@")[2]
+        await _check_durable(client, address)
+        await _check_format(client, address)
         yield client
     finally:
         await pool.disconnect()
@@ -140,6 +143,19 @@ async def _check_durable(client: RedisClient, address: str) -> None:
                 )
     except StoreError as error:  # a managed Redis hides its settings
         _log.warning("redis may lose writes: cannot ask", extra=fields(error=str(error)))
+
+
+async def _check_format(client: RedisClient, address: str) -> None:
+    """Checks the format of the stored data; an empty Redis takes this release's format."""
+    key = client.key("format")
+    if not await client.run("EXISTS", client.key("n")):
+        await client.run("SET", key, _FORMAT)
+    found = await client.run("GET", key)
+    if found != str(_FORMAT).encode():
+        raise ConfigError(
+            f"store: redis at {address} has format {text(found or 0)}, this release needs "
+            f"{_FORMAT}; drain it with the release that wrote it, or give another Redis"
+        )
 
 
 def pairs(found: Sequence[Any]) -> dict[str, str]:

@@ -19,6 +19,7 @@ Every script takes the common key prefix and the time as its first arguments. Ke
     news                      counts newly complete units, and seeks
     moves, seen               hashes by consumer: number of seeks; time of the last stream
     removed                   sorted set of session ids by time of removal
+    format                    version of the keys and their values
 """
 
 _HEAD = r"""

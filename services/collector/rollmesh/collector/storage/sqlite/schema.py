@@ -1,6 +1,6 @@
 """Schema of the SQLite store. Totals are kept in tables, so that no hot path counts rows."""
 
-VERSION = 6  # incremented with every change of the schema or of `records.split`
+VERSION = 7  # incremented with every change of the schema or of `records.split`
 PAGE_BYTES = 16_384  # a trajectory of 10,000 tokens takes 90 KB
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
