@@ -30,6 +30,8 @@ def engine(name: str, sessions: int = 0, leases: int = 0, picked: int = 0) -> En
         pytest.param([engine("a", 12), engine("b")], 0, None, 6, "a", id="factor-without-margin"),
         pytest.param([engine("a", 30), engine("b", 26)], 0, None, 28, "a", id="neither-bound"),
         pytest.param([engine("a", 20), engine("b")], None, 0, 10, "b", id="sibling-overloaded"),
+        pytest.param([engine("a", 24), engine("b")], 0, None, 16, "a", id="margin-and-at-factor"),
+        pytest.param([engine("a", 18), engine("b")], 0, None, 10, "b", id="factor-and-at-margin"),
     ],
 )
 def test_picking(
@@ -133,6 +135,7 @@ def test_an_engine_with_a_fault_is_out_until_it_registers_anew() -> None:
     assert (found.reason, "it lies" in found.explanation) == (pb.EXCLUSION_REASON_FAULT, True)
     assert granted(leases.acquire("g", "2", "s")) != first
     assert leases.take_out("g", "unknown", "it lies") is None
+    assert leases.take_out("nobody", "1", "it lies") is None
     leases.add_engine(Engine(first, "x:1", "m", 8))
     assert leases.exclusion(leases.engines[first]) is None
 
@@ -153,6 +156,45 @@ def test_an_excluded_engine_is_left_out() -> None:
     refusal = leases.acquire("g", "2", "s", excluded=["a", "b"])
     assert isinstance(refusal, Refusal)
     assert refusal.reason == "NO_ENGINE"
+
+
+def test_a_refusal_says_of_the_first_three_engines_why_each_cannot_serve() -> None:
+    leases = table("a", "b", "c", "d")
+    leases.open_stream("h", Booker("h", "m"))
+    leases.engines["b"].draining = True
+    leases.engines["c"].fault = "it lies"
+    for stream, of_model in (("g", ""), ("h", " of model 'm'")):
+        refusal = leases.acquire(stream, "1", "s", excluded=["a", "d"])
+        assert isinstance(refusal, Refusal)
+        assert refusal.message == (
+            f"none of 4 engines{of_model} can serve; a: it failed this turn; b: it is draining; "
+            "c: it is out of service until it registers again: it lies"
+        )
+
+
+def test_a_gateway_that_left_takes_its_sessions_along_and_no_others() -> None:
+    leases = table("a", "b")
+    leases.open_stream("h", Booker("h", "m", "bb"))
+    leases.engines["a"].tokenizer_sha256 = "aa"
+    assert granted(leases.acquire("g", "1", "s", excluded=["b"])) == "a"
+    assert granted(leases.acquire("h", "1", "t")) == "b"
+    assert "h" in leases.left_out(leases.engines["a"])
+    leases.close_stream("h")
+    assert (leases.engines["a"].sessions, leases.engines["b"].sessions) == ({"s"}, set())
+    assert not leases.left_out(leases.engines["a"])
+
+
+def test_nothing_is_kept_of_sessions_and_gateways_that_are_gone() -> None:
+    leases = table("a")
+    leases.open_stream("h")
+    for at, stream in enumerate("ghg"):
+        granted(leases.acquire(stream, str(at), f"s{at}", group_id="x"))
+    leases.forget("s0")
+    assert leases.engines["a"].sessions == {"s1", "s2"}
+    for stream in "gh":
+        leases.close_stream(stream)
+    assert not leases.engines["a"].sessions
+    assert {name for name, state in vars(leases).items() if state} == {"engines", "_picks"}
 
 
 def test_siblings_of_a_group_share_and_strangers_spread() -> None:
@@ -237,4 +279,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseMachine = LeaseMachine.TestCase
-TestLeaseMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLeaseMachine.settings = settings(stateful_step_count=40)
