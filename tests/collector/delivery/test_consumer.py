@@ -93,7 +93,7 @@ class DeliveryMachine(RuleBasedStateMachine):
 
 
 TestDeliveryMachine = DeliveryMachine.TestCase
-TestDeliveryMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDeliveryMachine.settings = settings(stateful_step_count=40)
 
 
 def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
@@ -169,6 +169,19 @@ def test_what_is_settled_while_its_page_is_under_way_does_not_come() -> None:
     consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))
     assert consumer.take(1, 0) == unit(2)
     assert consumer.take(1, 0) is None
+
+
+def test_a_settled_unit_that_the_store_returns_again_is_delivered_again() -> None:
+    consumer = Consumer("trainer", SESSION)
+    stream = consumer.open_stream()
+    consumer.grant(stream, 5)
+    for _ in range(2):
+        consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))
+        assert consumer.ready == 2
+        assert consumer.take(stream, 0) == unit(1)
+        for seq in (1, 2):  # one is leased, the other is ready
+            consumer.settle(f"s{seq}")
+        consumer.wanted()  # a new page is fetched
 
 
 def test_a_consumer_that_is_reset_begins_anew_with_its_streams() -> None:

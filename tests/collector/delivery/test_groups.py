@@ -99,6 +99,7 @@ def sample(session_id: str, index: int, head: bytes | None = None) -> Sample:
 def test_a_group_that_waits_becomes_no_unit() -> None:
     assert form_unit(log(), "g", 3, [sample("a", 0), sample("b", 1)], (0, 10**9)) is None
     assert form_unit(log(deadline_ms=1), "g", 3, [], (0, 1)) is None
+    assert form_unit(log(deadline_ms=5), "g", 3, [sample("a", 0)], (10, 14)) is None
 
 
 def test_a_complete_group_is_a_unit_of_all_its_samples() -> None:

@@ -81,4 +81,6 @@ def test_a_unit_with_a_removed_session_is_gone_and_one_with_a_damaged_head_is_dr
     dropped = judge_unit(unit, [head, head], EVERYTHING)  # the head of a is not that of b
     assert dropped is not None
     assert dropped.verdict.reason == pb.FILTER_REASON_DAMAGED
-    assert [part.session_id for part in dropped.verdict.removed] == ["b"]
+    assert list(dropped.verdict.removed) == [
+        pb.RemovedTrajectories(session_id="b", reason=pb.FILTER_REASON_DAMAGED)
+    ]

@@ -7,6 +7,7 @@ from rollmesh.collector.delivery.units import (
     SESSION_LOG,
     Arrival,
     GroupLog,
+    Settlement,
     group_logs,
     log_of,
     units_in,
@@ -74,3 +75,11 @@ def test_sessions_are_units_of_one_log_and_their_group_is_a_unit_of_the_others()
     assert units_in(SESSION_LOG, "g", ["a", "b"], grouped=True) == ["a", "b"]
     assert units_in("g:c", "g", ["a", "b"], grouped=True) == ["g"]
     assert units_in(GROUP_LOG, "superseded:a", ["a"], grouped=False) == []
+
+
+def test_a_dropped_unit_is_listed_with_what_was_taken_out_and_when() -> None:
+    part = pb.RemovedTrajectories(session_id="s", reason=pb.FILTER_REASON_TURNS, count=2)
+    settled = Settlement("u", pb.FILTER_REASON_NOTHING_LEFT, [part])
+    assert settled.entry(5) == pb.FilteredEntry(
+        delivery_id="u", reason=pb.FILTER_REASON_NOTHING_LEFT, unix_ms=5, removed=[part]
+    )

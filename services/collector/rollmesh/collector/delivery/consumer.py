@@ -125,7 +125,6 @@ class Consumer:
         """Closes a stream; the units it held become ready again."""
         self._credits.pop(stream_id, None)
         self._sending.pop(stream_id, None)
-        self._stalled.discard(stream_id)
         for lease in [lease for lease in self._leased.values() if lease.stream_id == stream_id]:
             self._return(lease)
         self._late = {id_: late for id_, late in self._late.items() if late != stream_id}

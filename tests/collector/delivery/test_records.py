@@ -1,0 +1,42 @@
+"""Sessions in two parts, and the rows that are kept of them."""
+
+import pytest
+
+from rollmesh.collector.delivery.records import keep, split, tokens_of, turns_of
+from rollmesh.v1 import session_pb2, trajectory_pb2
+from tests.collector.records import record, trajectory, tree, tree_record
+
+
+@pytest.mark.parametrize(
+    "session",
+    [pytest.param(record("s"), id="trajectory"), pytest.param(tree_record("s"), id="tree")],
+)
+def test_a_head_has_the_lengths_of_the_arrays_and_not_the_arrays(
+    session: session_pb2.SessionRecord,
+) -> None:
+    row = session.tree if session.HasField("tree") else session.trajectories[0]
+    ids, logprobs, mask = row.token_ids_u32le, row.logprobs_f32le, row.loss_mask_u8
+    head, arrays = split(session)
+    assert arrays == [ids, logprobs, mask]
+    assert ids not in head
+    assert tokens_of(row) == len(mask) == 6
+
+
+def test_turns_are_those_of_the_trajectory_or_the_sampled_nodes_of_the_tree() -> None:
+    assert turns_of(trajectory("s")) == 1
+    assert turns_of(tree()) == 2
+    assert tokens_of(trajectory_pb2.Trajectory()) == 0
+
+
+def test_the_trajectories_that_a_filter_keeps_stay_in_their_order() -> None:
+    session = record("s")
+    for at in range(3):
+        session.trajectories.add(trajectory_id=f"{at}")
+    kept = keep(session, [0, 2])
+    assert [one.trajectory_id for one in kept.trajectories] == ["s-1", "1"]
+
+
+def test_a_tree_is_kept_or_goes_as_one_row() -> None:
+    assert keep(tree_record("s"), [0]) == tree_record("s")
+    session = keep(tree_record("s"), [])
+    assert (session.session_id, session.HasField("tree")) == ("s", False)
