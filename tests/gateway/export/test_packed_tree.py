@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from rollmesh.chat.messages import Message
 from rollmesh.client import SessionResult, TrajectoryTree
@@ -32,7 +32,6 @@ def tree_of(world: World) -> TrajectoryTree:
 
 
 @given(seed=st.integers(0, 2**32), turns=st.integers(0, 25))
-@settings(max_examples=80)
 def test_each_path_of_the_tree_is_the_trajectory_of_its_leaf(seed: int, turns: int) -> None:
     world = random_world(seed, turns)
     tree = tree_of(world)
@@ -52,7 +51,6 @@ def test_each_path_of_the_tree_is_the_trajectory_of_its_leaf(seed: int, turns: i
 
 
 @given(seed=st.integers(0, 2**32), turns=st.integers(0, 12))
-@settings(max_examples=40)
 def test_a_token_sees_its_own_path_up_to_itself(seed: int, turns: int) -> None:
     tree = tree_of(random_world(seed, turns))
     seen = np.zeros((len(tree.token_ids),) * 2, np.bool_)
@@ -63,7 +61,6 @@ def test_a_token_sees_its_own_path_up_to_itself(seed: int, turns: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32), turns=st.integers(1, 25))
-@settings(max_examples=40)
 def test_every_sampled_token_is_in_the_tree_once_and_trained_or_excused(
     seed: int, turns: int
 ) -> None:
@@ -84,7 +81,6 @@ def test_every_sampled_token_is_in_the_tree_once_and_trained_or_excused(
 
 
 @given(seed=st.integers(0, 2**32), turns=st.integers(1, 25), data=st.data())
-@settings(max_examples=40)
 def test_rewards_of_turns_are_on_their_nodes_and_nowhere_else(
     seed: int, turns: int, data: st.DataObject
 ) -> None:
@@ -99,7 +95,6 @@ def test_rewards_of_turns_are_on_their_nodes_and_nowhere_else(
 
 
 @given(seed=st.integers(0, 2**32), turns=st.integers(0, 25))
-@settings(max_examples=40)
 def test_the_trajectories_that_can_be_rewarded_are_those_of_the_record(
     seed: int, turns: int
 ) -> None:
