@@ -1,14 +1,16 @@
-"""Generates docs/errors.md from the error classes.
+"""Generates docs/errors.md.
 
     python -m scripts.pages.errors > docs/errors.md
 
-What an error means is its class's docstring; what to do about it is in advice.toml.
+What an error means and what to do about it are the two paragraphs of its comment in errors.proto.
+For errors of the sidecar and the SDK, which are not part of the contract, they are those of the
+class's docstring.
 """
 
 import inspect
+import re
 import sys
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import rollmesh.batches.errors
@@ -16,8 +18,9 @@ import rollmesh.client.weights.push  # noqa: F401 - defines errors
 from rollmesh.runtime.errors import RemoteError, RollmeshError
 from rollmesh.sidecar.errors import to_http
 
-ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text("utf-8"))
-_UNEXPECTED = "Something unexpected failed inside a service."
+PROTO = Path(__file__).parents[2] / "protos" / "rollmesh" / "v1" / "errors.proto"
+_COMMENTED = re.compile(r"((?:  //.*\n)+)  ERROR_REASON_(\w+) = [1-9]")
+_PAGE = re.compile(r"docs/([\w-]+\.md)(#[\w-]+)?")
 _INTRO = """# Errors
 
 Every error carries a *reason*. Over gRPC it is the `reason` of a `google.rpc.ErrorInfo` (domain
@@ -38,12 +41,31 @@ def classes() -> dict[str, type[RollmeshError]]:
     return dict(sorted((one.reason, one) for one in subclasses(RollmeshError)))
 
 
+def contract(text: str) -> Mapping[str, list[str]]:
+    """Returns the paragraphs of each reason's comment in errors.proto; the first has no code."""
+    found: dict[str, list[str]] = {}
+    for comment, reason in _COMMENTED.findall(text):
+        lines = [line.strip().removeprefix("//").strip() for line in comment.splitlines()]
+        meaning, *rest = "\n".join(lines).split("\n\n")
+        paragraphs = [meaning.partition(". ")[2], *rest]
+        found[reason] = [one.replace("\n", " ").strip() for one in paragraphs]
+    return found
+
+
 def page() -> str:
     """Returns the page."""
-    return _INTRO + "".join(_row(reason, one) for reason, one in classes().items())
+    texts = {reason: _documented(one) for reason, one in classes().items()}
+    texts |= contract(PROTO.read_text("utf-8"))
+    return _INTRO + "".join(_row(one, *texts[reason]) for reason, one in classes().items())
 
 
-def _row(reason: str, one: type[RollmeshError]) -> str:
+def _documented(one: type[RollmeshError]) -> list[str]:
+    """Returns the first two paragraphs of a class's docstring."""
+    paragraphs = (inspect.getdoc(one) or "").split("\n\n")
+    return [paragraph.replace("\n", " ") for paragraph in paragraphs[:2]]
+
+
+def _row(one: type[RollmeshError], meaning: str, remedy: str) -> str:
     error = one.__new__(one)
     RollmeshError.__init__(error, "")
     code, status = one.code, ""
@@ -51,12 +73,12 @@ def _row(reason: str, one: type[RollmeshError]) -> str:
         code = "any"
     elif one.__module__.startswith(("rollmesh.runtime", "rollmesh.sidecar")):
         status = str(_http_status(error))
-    meaning = _UNEXPECTED if one is RollmeshError else _first_paragraph(one)
-    return f"| `{reason}` | `{code}` | {status} | {meaning} | {ADVICE[reason]} |\n"
+    cells = (f"`{one.reason}`", f"`{code}`", status, meaning, _linked(remedy))
+    return f"| {' | '.join(cells)} |\n"
 
 
-def _first_paragraph(one: type[RollmeshError]) -> str:
-    return (inspect.getdoc(one) or "").split("\n\n")[0].replace("\n", " ")
+def _linked(text: str) -> str:
+    return _PAGE.sub(r"[\1](\1\2)", text)
 
 
 def _http_status(error: RollmeshError) -> int:

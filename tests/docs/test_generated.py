@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rollmesh.runtime.config import describe
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.v1.errors_pb2 import ErrorReason
 from scripts.curve import CURVE, TABLE, draw, measured
 from scripts.pages import configuration, errors
 from tests.chat.parsing import page as parsers
@@ -30,8 +31,10 @@ def test_the_page_of_parsers_is_current() -> None:
     assert (ROOT / "docs" / "parsers.md").read_text("utf-8") == parsers.document(), AGAIN
 
 
-def test_every_reason_says_what_to_do() -> None:
-    assert errors.classes().keys() == errors.ADVICE.keys()
+def test_every_reason_of_the_contract_says_what_it_means_and_what_to_do() -> None:
+    found = errors.contract(errors.PROTO.read_text("utf-8"))
+    assert found.keys() == {name.removeprefix("ERROR_REASON_") for name in ErrorReason.keys()[1:]}
+    assert all(len(paragraphs) == 2 and all(paragraphs) for paragraphs in found.values())
 
 
 def test_a_reason_is_that_of_one_error() -> None:

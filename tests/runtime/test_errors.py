@@ -95,7 +95,7 @@ def test_the_contract_has_every_reason_and_no_other() -> None:
 
 def test_the_comment_of_every_reason_begins_with_its_code() -> None:
     text = (ROOT / "protos/rollmesh/v1/errors.proto").read_text()
-    found = re.findall(r"((?:  // .*\n)+)  ERROR_REASON_(\w+) = [1-9]", text)
+    found = re.findall(r"((?:  //.*\n)+)  ERROR_REASON_(\w+) = [1-9]", text)
     codes = {reason: comment.removeprefix("  // ").split(".")[0] for comment, reason in found}
     expected = {cls.reason: cls.code for cls in RUNTIME_ERRORS if cls is not RemoteError}
     assert codes == expected | {RemoteError.reason: "Any code"}

@@ -4,7 +4,10 @@ from rollmesh.runtime.errors import RollmeshError
 
 
 class TrajectoryTooLongError(RollmeshError):
-    """A trajectory has more tokens than a row may hold; nothing is cut."""
+    """A trajectory has more tokens than a row may hold; nothing is cut.
+
+    Use longer rows, or leave it out (`too_long="leave_out"`).
+    """
 
     code = "OUT_OF_RANGE"
     reason = "TRAJECTORY_TOO_LONG"
@@ -21,7 +24,11 @@ class TrajectoryTooLongError(RollmeshError):
 
 
 class MissingRewardError(RollmeshError):
-    """A trajectory has no reward: none of its session, none of its own, none of a turn."""
+    """A trajectory has no reward: none of its session, none of its own, none of a turn.
+
+    Set a reward before the session closes, use `set_rewards`, or pass
+    `missing_reward="leave_out"`.
+    """
 
     code = "FAILED_PRECONDITION"
     reason = "MISSING_REWARD"
@@ -37,7 +44,10 @@ class MissingRewardError(RollmeshError):
 
 
 class PackageMissingError(RollmeshError):
-    """What was asked for needs a package that is not installed."""
+    """What was asked for needs a package that is not installed.
+
+    Install the package that the message names.
+    """
 
     code = "FAILED_PRECONDITION"
     reason = "PACKAGE_MISSING"

@@ -45,58 +45,85 @@ _PARAMS = {
 
 
 class ModelUnknownError(InvalidFieldError):
-    """A request names another model, and the sidecar is set to refuse such requests."""
+    """A request names another model, and the sidecar is set to refuse such requests.
+
+    Ask for the model that `/v1/models` names.
+    """
 
     code = "NOT_FOUND"
     reason = "MODEL_NOT_FOUND"
 
 
 class BodyTooLargeError(InvalidFieldError):
-    """A request body is over the limit."""
+    """A request body is over the limit.
+
+    Send a shorter history, or raise the sidecar's `--max-body-bytes`.
+    """
 
     reason = "BODY_TOO_LARGE"
 
 
 class HttpInvalidError(RollmeshError):
-    """The client did not send a valid HTTP/1.1 request."""
+    """The client did not send a valid HTTP/1.1 request.
+
+    Send HTTP/1.1; the connection was closed.
+    """
 
     code = "INVALID_ARGUMENT"
     reason = "HTTP_INVALID"
 
 
 class HeadersTooLargeError(HttpInvalidError):
-    """The headers of a request or the trailers of a body are over the limit."""
+    """The headers of a request or the trailers of a body are over the limit.
+
+    Send smaller headers, or raise the sidecar's `--max-header-bytes`.
+    """
 
     reason = "HEADERS_TOO_LARGE"
 
 
 class UrlTooLongError(HttpInvalidError):
-    """A URL is over the limit."""
+    """A URL is over the limit.
+
+    Send a shorter URL.
+    """
 
     reason = "URL_TOO_LONG"
 
 
 class RequestTimeoutError(HttpInvalidError):
-    """A request did not arrive in time."""
+    """A request did not arrive in time.
+
+    Send the request faster, or raise the time limit that the message names.
+    """
 
     reason = "REQUEST_TIMEOUT"
 
 
 class PipelineTooLongError(HttpInvalidError):
-    """A client pipelined too many requests on one connection."""
+    """A client pipelined too many requests on one connection.
+
+    Wait for answers before you send more requests on one connection.
+    """
 
     reason = "PIPELINE_TOO_LONG"
 
 
 class TooManyConnectionsError(RollmeshError):
-    """The sidecar has its maximum of connections."""
+    """The sidecar has its maximum of connections.
+
+    Reuse connections, or raise the sidecar's `--max-connections`.
+    """
 
     code = "UNAVAILABLE"
     reason = "TOO_MANY_CONNECTIONS"
 
 
 class PathUnknownError(RollmeshError):
-    """Nothing is served at this path with this method."""
+    """Nothing is served at this path with this method.
+
+    Call `.../v1/chat/completions` or `.../v1/models`.
+    """
 
     code = "NOT_FOUND"
     reason = "PATH_UNKNOWN"

@@ -22,7 +22,10 @@ _MODES = {
 
 
 class WeightsPushError(RollmeshError):
-    """An engine did not apply new weights; `results` has the result of every engine."""
+    """An engine did not apply new weights; `results` has the result of every engine.
+
+    Read the results. Engines that failed get no leases until they are brought up to date.
+    """
 
     code = "INTERNAL"
     reason = "WEIGHTS_PUSH_FAILED"
