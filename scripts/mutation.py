@@ -1,6 +1,6 @@
 """Mutation tests of the cores: mutmut changes one expression, and the core's tests must notice.
 
-python -m scripts.mutation [CORE ...] [--all] [--processes N]
+python -m scripts.mutation [CORE ...] [--sample N] [--processes N]
 
 `[tool.mutation]` in pyproject.toml names the cores, their modules and the tests that guard them.
 Each core is tested on a sample: the mutants whose names have the smallest hashes, so that an edit
@@ -192,12 +192,12 @@ def read_arguments(path: Path = ARGUED) -> dict[Argument, str]:
     }
 
 
-def check(core: Core, sample: int | None, processes: int) -> list[str]:
+def check(core: Core, sample: int, processes: int) -> list[str]:
     """Tests the mutants of a core.
 
     Args:
         core: The core.
-        sample: How many mutants are tested; None: all.
+        sample: How many mutants are tested, at most.
         processes: Processes that test at the same time.
 
     Returns:
@@ -249,13 +249,13 @@ def main() -> None:
     known = cores()
     parser = argparse.ArgumentParser(prog="python -m scripts.mutation")
     parser.add_argument("cores", nargs="*", choices=[*known, []], help="default: all")
-    parser.add_argument("--all", action="store_true", help="every mutant, not a sample")
+    parser.add_argument("--sample", type=int, help="mutants of each core, instead of the default")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
     survivors = [
         name
         for core in (known[name] for name in given.cores or known)
-        for name in check(core, None if given.all else core.settings["sample"], given.processes)
+        for name in check(core, given.sample or core.settings["sample"], given.processes)
     ]
     if survivors:
         sys.exit(

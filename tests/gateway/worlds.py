@@ -11,7 +11,7 @@ from rollmesh.gateway.conversation.reasons import Finish, Lineage
 from rollmesh.gateway.conversation.tree import Node, Sample, Tree
 from rollmesh.gateway.export.trajectories import export_tree
 from rollmesh.runtime.codec.arrays import Mask, unpack_tokens
-from rollmesh.v1 import sampling_pb2, trajectory_pb2
+from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
 
 END = 1
 BARE = make_context(b"", b"")
@@ -78,6 +78,7 @@ class World:
         for trajectory in self.export():
             packed, logprobs, _ = unpack_tokens(trajectory.tokens, "tokens")
             ids = packed.tolist()
+            assert trajectory.session_id == "s"
             assert len(ids) == len(logprobs) == len(mask_of(trajectory))
             assert [s.start for s in trajectory.segments] == [
                 0,
@@ -87,6 +88,7 @@ class World:
                 mask = mask_of(trajectory)[segment.start : segment.end]
                 assert bool(mask.all()) == segment.trained == bool(mask.any())
                 if segment.sampled:
+                    assert segment.role == chat_pb2.ROLE_ASSISTANT
                     prompt, sampled = self.seen[segment.node_id]
                     assert ids[: segment.start] == prompt  # what the engine saw
                     assert ids[segment.start : segment.end] == sampled  # what it sampled

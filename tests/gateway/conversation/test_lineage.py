@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, TOOLS, World, mask_of, said, user
 
+OTHER_TOOLS = make_context(b'[{"type": "function", "function": {"name": "g"}}]', b"")
 SYSTEM, OTHER = Message("system", "You work."), Message("system", "Write a title.")
 
 
@@ -206,3 +208,37 @@ def test_an_auxiliary_call_at_the_end_leaves_the_work_before_it_trained() -> Non
     world.turn(after, said("A summary"), context=TOOLS, said=trajectory_pb2.LINEAGE_AUXILIARY)
     (trajectory,) = world.export()
     assert [one.trained for one in trajectory.segments if one.sampled] == [True, False]
+
+
+def test_the_conversation_that_continues_is_the_main_one() -> None:
+    world = World()
+    world.turn((user("first"),), said("once"))
+    world.turn((user("second"),), said("A"))
+    world.turn((user("second"), said("A"), user("on")), said("B"))
+    assert main_of(world) == ["B"]
+
+
+def test_a_probe_with_the_tools_and_system_message_of_the_work_is_auxiliary() -> None:
+    world = World()
+    worked(world, 2)
+    cut = sampling_pb2.FINISH_REASON_LENGTH
+    world.turn((SYSTEM, user("quota")), said("x"), context=TOOLS, finish=cut, tokens=1)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_AUXILIARY]
+
+
+def test_a_conversation_with_tools_of_its_own_is_a_sub_agent() -> None:
+    world = World()
+    worked(world, 2)
+    world.turn((SYSTEM, user("find it")), said("found"), context=OTHER_TOOLS)
+    assert found(world) == [trajectory_pb2.LINEAGE_MAIN, trajectory_pb2.LINEAGE_SUB_AGENT]
+
+
+def test_of_two_ways_on_the_one_that_continues_is_the_main_one() -> None:
+    world = World()
+    start = (SYSTEM, user(WORK))
+    world.turn(start, said("step"), context=TOOLS)
+    one, other = ((*start, said("step"), user(text)) for text in ("one", "other"))
+    world.turn(one, said("once"), context=TOOLS)
+    world.turn(other, said("A"), context=TOOLS)
+    world.turn((*other, said("A"), user("on")), said("B"), context=TOOLS)
+    assert main_of(world) == ["B"]

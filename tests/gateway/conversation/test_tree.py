@@ -1,9 +1,13 @@
+import dataclasses
+
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Fidelity
-from rollmesh.gateway.conversation.tree import Tree
+from rollmesh.gateway.conversation.sampled import Tops
+from rollmesh.gateway.conversation.tree import Tree, path_bytes
 from rollmesh.gateway.export.trajectories import export_turns
 from rollmesh.runtime.codec.arrays import unpack_ids
 from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
@@ -213,6 +217,11 @@ def test_another_reasoning_of_the_agents_own_is_another_message() -> None:
         pytest.param(said("", CALL), said("", ToolCall("call_1", "f", '{"a": 7}')), id="arguments"),
         pytest.param(said("", CALL), said("", CALL, CALL), id="one-more-call"),
         pytest.param(said("A"), Message("assistant", "A", (), "", "other thought"), id="reasoning"),
+        pytest.param(
+            Message("assistant", " A", reasoning="thought"),
+            Message("assistant", "A", reasoning="other thought"),
+            id="stripped-with-other-reasoning",
+        ),
     ],
 )
 def test_what_is_no_echo_is_not_taken_for_one(sampled: Message, other: Message) -> None:
@@ -300,4 +309,72 @@ def test_ids_that_an_agent_made_up_part_nothing() -> None:
     first = world.turn((user("q"), one, result_one), said("A"))
     last = world.turn((user("q"), other, result_other, said("A"), user("more")), said("B"))
     assert first in last.path()
+    world.check()
+
+
+def test_an_echo_of_one_sample_goes_before_one_that_mends_another() -> None:
+    world = World()
+    echoed = world.turn((user("q"),), said(" now", ToolCall("", "f", "{}")))
+    world.turn((user("q"),), said("now", ToolCall("", "f", '{"a": ')))
+    last = world.turn(
+        (user("q"), said("now", ToolCall("", "f", "{}")), Message("tool", "r")), said("A")
+    )
+    assert echoed in last.path()
+    world.check()
+
+
+def test_an_answer_ends_its_turn_unless_it_was_cut() -> None:
+    world = World()
+    whole = world.turn((user("q"),), said("A"))
+    cut = world.turn((user("q"),), said("B"), finish=sampling_pb2.FINISH_REASON_LENGTH)
+    assert whole.parent is not None
+    assert [node.ends_turn for node in (whole.parent, whole, cut)] == [True, True, False]
+
+
+def counted(tree: Tree) -> tuple[int, int, int]:
+    """Tokens, and the bytes of a record by leaf and by turn, counted anew."""
+    row = path_bytes(0, 0)
+    turns = [node for node in tree.nodes.values() if node.sample is not None]
+    return (
+        sum(len(node.token_ids) for node in tree.nodes.values()),
+        sum(node.record_bytes + row for node in tree.leaves()),
+        sum(node.record_bytes + row for node in turns),
+    )
+
+
+@given(seed=st.integers(0, 2**32), turns=st.integers(1, 12), kept=st.integers(0, 12))
+def test_a_trees_counts_are_those_of_its_nodes_whatever_is_detached(
+    seed: int, turns: int, kept: int
+) -> None:
+    tree = random_world(seed, turns).tree
+    assert (tree.tokens, tree.leaf_bytes, tree.turn_bytes) == counted(tree)
+    for node in list(tree.nodes.values())[kept:][::-1]:
+        tree.detach(node)
+        assert (tree.tokens, tree.leaf_bytes, tree.turn_bytes) == counted(tree)
+    assert len(tree.nodes) <= kept
+    assert bool(tree.tokens) == bool(tree.text_bytes) == bool(tree.nodes)
+
+
+def test_the_text_that_a_tree_holds_is_counted_with_reasoning_calls_and_alternatives() -> None:
+    world = World()
+    call = ToolCall("c", "f", '{"a": 1}')
+    node = world.turn((user("four"),), Message("assistant", "A", (call,), "", "why"))
+    assert world.tree.text_bytes == len("four") + len("A") + len("why") + len(call.arguments)
+    assert node.sample is not None
+    assert node.parent is not None
+    tops = Tops(np.zeros((4, 2), np.uint32), np.zeros((4, 2), np.float32))
+    sample = dataclasses.replace(node.sample, tops=tops)
+    before = world.tree.text_bytes
+    world.tree.add_sample(node.parent, said("B"), world.ids(1), sample, frozenset())
+    assert world.tree.text_bytes - before == len("B") + 2 * 4 * 4 * 2
+
+
+def test_a_node_that_is_stored_or_continued_stays() -> None:
+    world = World()
+    first = world.turn((user("q"),), said("A"))
+    last = world.turn((user("q"), said("A"), user("x")), said("B"))
+    last.stored = True
+    for node in (first, last):
+        world.tree.detach(node)
+        assert world.tree.nodes[node.node_id] is node
     world.check()

@@ -1,0 +1,51 @@
+"""Runs of sampled tokens: cut, joined, and shown as a request wants them."""
+
+import numpy as np
+import pytest
+
+from rollmesh.chat.tokenizer import Tokenizer
+from rollmesh.gateway.conversation.sampled import Returns, Sampled, Tops, joined, no_tops, show
+
+
+def run(*ids: int, tops: int = 2) -> Sampled:
+    """Tokens whose values and alternatives are told apart by their ids."""
+    own = np.array(ids, np.uint32)
+    others = own[:, None] + np.arange(tops, dtype=np.uint32)
+    return Sampled(own, -own.astype(np.float32), Tops(others, -others.astype(np.float32)))
+
+
+def assert_equal(one: Sampled, other: Sampled) -> None:
+    for ours, theirs in (
+        (one.token_ids, other.token_ids),
+        (one.logprobs, other.logprobs),
+        (one.tops.ids, other.tops.ids),
+        (one.tops.logprobs, other.tops.logprobs),
+    ):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("end", [0, 2, 3, 9])
+def test_runs_are_cut_and_joined_with_all_that_belongs_to_their_tokens(end: int) -> None:
+    ids = (11, 21, 31)
+    assert_equal(run(*ids).until(end), run(*ids[:end]))
+    assert_equal(joined([run(*ids[:end]), run(*ids[end:])]), run(*ids))
+    assert len(run(*ids).until(end)) == len(ids[:end])
+
+
+def test_tokens_without_alternatives_have_none_at_each_position() -> None:
+    tops = no_tops(3)
+    assert (tops.ids.shape, tops.logprobs.shape) == ((3, 0), (3, 0))
+    assert (tops.ids.dtype, tops.logprobs.dtype) == (np.uint32, np.float32)
+
+
+def test_texts_are_shown_to_who_wants_log_probabilities(tokenizer: Tokenizer) -> None:
+    sampled = run(5, 7)
+    plain = show(sampled, Returns(token_ids=True), tokenizer)
+    assert (plain.sampled, plain.texts, plain.top_texts) == (sampled, None, ())
+    told = show(sampled, Returns(logprobs=True), tokenizer)
+    assert told.sampled is sampled
+    assert told.texts == tuple(map(tokenizer.token_bytes, (5, 7)))
+    assert told.top_texts == tuple(map(tokenizer.token_bytes, (5, 6, 7, 8)))
+    wanted = [Returns(), Returns(token_ids=True), Returns(logprobs=True)]
+    assert [bool(returns) for returns in wanted] == [False, True, True]
