@@ -18,6 +18,7 @@ session keeps what was sampled. Each template is probed when it is loaded (`prob
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -29,15 +30,16 @@ from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
 from rollmesh.chat.templates.path import HeldGroup
 from rollmesh.chat.templates.printing import Comparison, compare, divide
-from rollmesh.chat.templates.probe import Probed, probe
+from rollmesh.chat.templates.probing.probe import Probed, probe
 from rollmesh.chat.templates.profile import REWRITING, Finding
 from rollmesh.chat.templates.windows import place
 from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.runtime.caches import ByteCache
 from rollmesh.runtime.codec.arrays import TokenIds
 
 Show: TypeAlias = Callable[[Sequence[MessageGroup]], list[MessageGroup]]
 """Returns groups as a template will see them."""
-_CACHED = 64
+_PROBED, _FIRST_BYTES = 64, 16 * 1024 * 1024
 
 
 class Continuation:
@@ -51,10 +53,10 @@ class Continuation:
         """
         self._template = template
         self._tokenizer = tokenizer
-        self._probed: dict[bytes, Probed] = {}
-        self._heads: dict[bytes, TokenIds] = {}
-        probed = self._of(RenderContext())
-        self.profile = probed.profile
+        self._probed = lru_cache(_PROBED)(partial(probe, template, tokenizer))
+        self._first_ids: ByteCache[bytes, TokenIds] = ByteCache(_FIRST_BYTES)
+        """Ids of first groups: many conversations begin with the same system message."""
+        self.profile = self._of(RenderContext()).profile
         """The result of probing the template without options."""
         self._headers = {role: self._id_of(text) for role, text in self.profile.headers.items()}
         self.stop_ids = tuple(sorted(map(self._id_of, self.profile.stops)))
@@ -80,18 +82,18 @@ class Continuation:
             TemplateRefusedError: It cannot be continued exactly under the context's options.
         """
         cutter = self._of(context).cutter
-        if start == 0:
-            first = spelling_key(groups[0]) + context.key
-            known = self._heads.get(first)
-            if known is not None:
-                return [known, *self._encode(cutter.texts(groups, 1, context))]
-            texts = self._encode(cutter.texts(groups, 0, context))
-            texts[0].flags.writeable = False
-            if len(self._heads) >= _CACHED:
-                self._heads.clear()  # one step: several threads tokenize
-            self._heads[first] = texts[0]
-            return texts
-        return self._encode(cutter.texts(groups, start, context))
+        if start > 0:
+            return self._encode(cutter.texts(groups, start, context))
+
+        def first() -> TokenIds:
+            (ids,) = self._encode(cutter.texts(groups[:1], 0, context))
+            ids.flags.writeable = False
+            return ids
+
+        key = spelling_key(groups[0]) + context.key
+        size = len(groups[0][0].content) + len(context.tools_json)
+        known = self._first_ids.get(key, size, first)
+        return [known, *self._encode(cutter.texts(groups, 1, context))]
 
     def after(self, node: HeldGroup, ids: TokenIds) -> TokenIds:
         """Returns ids that follow a node, adapted to what the node really holds.
@@ -161,7 +163,8 @@ class Continuation:
         except TemplateRenderError:  # each message renders alone, but not all of them together
             sampled = (at for at, node in enumerate(path) if node.sample is not None)
             return Comparison(next(sampled, len(path)))
-        return compare(render, generation_prompt, path, added, self._tokenizer, probed.cutter.ends)
+        ends = probed.cutter.boundaries.ends
+        return compare(render, generation_prompt, path, added, self._tokenizer, ends)
 
     def reprint(
         self,
@@ -278,10 +281,4 @@ class Continuation:
         return [self._tokenizer.encode(text) for text in texts]
 
     def _of(self, context: RenderContext) -> Probed:
-        found = self._probed.get(context.options_json)
-        if found is None:
-            found = probe(self._template, self._tokenizer, context.options_json)
-            if len(self._probed) >= _CACHED:
-                self._probed.clear()
-            self._probed[context.options_json] = found
-        return found
+        return self._probed(context.options_json)

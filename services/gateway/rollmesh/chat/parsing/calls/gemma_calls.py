@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.chat.json_values import read_json, write_json
+from rollmesh.chat.parsing.calls.literals import LiteralReader, NoLiteralError
 from rollmesh.chat.parsing.calls.xml_calls import Schemas, kinds
 from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent
 from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
@@ -27,10 +28,9 @@ _LABEL = "thought\n"
 _OUTSIDE = (_CHANNEL, _CHANNEL_END, _CALL)
 _IN_CALL = re.compile("|".join(map(re.escape, (_CALL, _CALL_END, _QUOTE))))
 _NAME = re.compile(r"\s*(?:call)?:(?P<name>[\w.-]+)(?=\{)")
+_STRING = re.compile(f"{re.escape(_QUOTE)}.*?{re.escape(_QUOTE)}", re.DOTALL)
 _BARE = re.compile(r"[^,:{}\[\]<]+")
-_WHITESPACE = re.compile(r"\s*")
 _WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
-_MOST_DEPTH = 64
 
 
 class GemmaParser(StepParser):
@@ -139,10 +139,6 @@ class GemmaParser(StepParser):
         self._looked, self._quoted = 0, False
 
 
-class _NoCallError(Exception):
-    """The text is not such a call."""
-
-
 def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
     """Returns name and arguments; None if the body is not a complete call of a known tool."""
     call = _NAME.match(body)
@@ -152,97 +148,41 @@ def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
     try:
         arguments = reader.read_object(schemas[call["name"]])
         reader.end()
-    except _NoCallError:
+    except NoLiteralError:
         return None
     return call["name"], arguments
 
 
-class _Reader:
-    """Reads from the front; `_at` is the current index."""
-
-    def __init__(self, source: str, at: int) -> None:
-        self._source = source
-        self._at = at
-        self._depth = 0
-
-    def end(self) -> None:
-        self._skip()
-        if self._at != len(self._source):
-            raise _NoCallError
-
+class _Reader(LiteralReader):
     def read_object(self, schema: object) -> dict[str, Any]:
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         known = properties if isinstance(properties, Mapping) else {}
         found: dict[str, Any] = {}
-        self._take("{")
-        while not self._closes("}", first=not found):
-            key = self._string() if self._stands(_QUOTE) else self._bare()
-            self._take(":")
+        for _ in self.entries("{", "}"):
+            key = self._string() if self.stands(_QUOTE) else self._bare()
+            self.take_delimiter(":")
             found[key] = self._value(known.get(key))
         return found
 
-    def _list(self, schema: object) -> list[Any]:
-        items = schema.get("items") if isinstance(schema, Mapping) else None
-        found: list[Any] = []
-        self._take("[")
-        while not self._closes("]", first=not found):
-            found.append(self._value(items))
-        return found
-
     def _value(self, schema: object) -> Any:
-        self._skip()
-        self._depth += 1
-        if self._depth > _MOST_DEPTH:
-            raise _NoCallError
-        if self._stands(_QUOTE):
-            value: Any = self._string()
-        elif self._stands("{"):
-            value = self.read_object(schema)
-        elif self._stands("["):
-            value = self._list(schema)
-        else:
-            value = _scalar(self._bare(), schema)
-        self._depth -= 1
-        return value
+        self.skip()
+        if self.stands(_QUOTE):
+            return self._string()
+        if self.stands("{"):
+            return self.read_object(schema)
+        if self.stands("["):
+            items = schema.get("items") if isinstance(schema, Mapping) else None
+            return [self._value(items) for _ in self.entries("[", "]")]
+        return _scalar(self._bare(), schema)
 
     def _string(self) -> str:
-        begin = self._at + len(_QUOTE)
-        end = self._source.find(_QUOTE, begin)
-        if end < 0:
-            raise _NoCallError
-        self._at = end + len(_QUOTE)
-        return self._source[begin:end]
+        return self.take(_STRING)[len(_QUOTE) : -len(_QUOTE)]
 
     def _bare(self) -> str:
-        found = _BARE.match(self._source, self._at)
-        if found is None or not found.group().strip():
-            raise _NoCallError
-        self._at = found.end()
-        return found.group().strip()
-
-    def _skip(self) -> None:
-        whitespace = _WHITESPACE.match(self._source, self._at)
-        self._at = whitespace.end() if whitespace else self._at
-
-    def _stands(self, delimiter: str) -> bool:
-        return self._source.startswith(delimiter, self._at)
-
-    def _take(self, delimiter: str) -> None:
-        self._skip()
-        if not self._stands(delimiter):
-            raise _NoCallError
-        self._at += len(delimiter)
-        self._skip()
-
-    def _closes(self, delimiter: str, *, first: bool) -> bool:
-        """Returns whether `delimiter` closes; consumes it, and the comma between entries."""
-        self._skip()
-        if not first and not self._stands(delimiter):
-            self._take(",")
-        if not self._stands(delimiter):
-            return False
-        self._at += len(delimiter)
-        return True
+        text = self.take(_BARE).strip()
+        if not text:
+            raise NoLiteralError
+        return text
 
 
 def _scalar(text: str, schema: object) -> Any:

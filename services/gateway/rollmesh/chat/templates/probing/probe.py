@@ -6,7 +6,6 @@ roles at which the difference begins is refused. The template itself is refused 
 without that pair.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -19,24 +18,22 @@ from rollmesh.chat.messages import (
     MessageGroup,
     RenderContext,
     RoleName,
-    ToolCall,
     group_messages,
 )
-from rollmesh.chat.parsing.reasoning import OPEN
-from rollmesh.chat.templates import probes
 from rollmesh.chat.templates.cutter import Cutter
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ModelTemplate, TemplateRenderError
+from rollmesh.chat.templates.probing import conversations as probes
+from rollmesh.chat.templates.probing.questions import Questions
 from rollmesh.chat.templates.profile import (
     REWRITING,
-    WHITESPACE,
     Finding,
     Kind,
     RefusedOrder,
     Stripped,
     TemplateProfile,
 )
-from rollmesh.chat.templates.windows import CALL, Place, place
+from rollmesh.chat.templates.windows import Place, place
 from rollmesh.chat.tokenizer import ModelTokenizer
 
 _ESSENTIAL: set[tuple[Place, RoleName]] = {
@@ -44,7 +41,6 @@ _ESSENTIAL: set[tuple[Place, RoleName]] = {
     ("user", "assistant"),
     ("assistant", "user"),
 }
-_DATE = re.compile(r"strftime_now|date_string")
 _GREETS: set[tuple[Place, RoleName]] = {("start", "assistant"), ("first system", "assistant")}
 """Role orders in which an agent begins; a failure after one of them is attributed to it."""
 
@@ -97,27 +93,29 @@ class _Probe:
         self._bare = options
         self._tools = make_context(probes.TOOLS, options.options_json)
         self._contexts: tuple[RenderContext, ...] = (self._bare, self._tools)
+        self._boundaries = cutter.boundaries
+        self._ask = Questions(template, cutter.boundaries, self._bare, self._tools)
         self._counts = dict.fromkeys(_Outcome, 0)
 
     def profile(self) -> TemplateProfile:
         findings = self._find_system_and_tools()
-        plain = self._all(probes.BASIC) and self._generation_prompt_begins_answers()
+        plain = self._all(probes.BASIC) and self._ask.generation_prompt_begins_answers()
         findings |= self._find_rewrites(plain=plain)
         self._all(probes.TWICE)
         self._all(probes.ENDING)
         self._all(probes.THINKING)
         self._find_greetings()
-        stripped = self._stripped()
+        stripped = self._ask.stripped()
         if stripped != Stripped():
             findings.add(Finding.STRIPS_ANSWERS)
-        if self._prints_call_ids():
+        if self._ask.prints_call_ids(self._contexts[-1]):
             findings.add(Finding.PRINTS_CALL_IDS)
-        if _DATE.search(self._template.source):
+        if self._ask.prints_date():
             findings.add(Finding.PRINTS_DATE)
-        ends, shown = self._cutter.ends, self._tokenizer.shown
+        ends, shown = self._boundaries.ends, self._tokenizer.shown
         if ends.headers:
             findings.add(Finding.HEADERS_END)
-        if self._cutter.says_after_results:
+        if self._boundaries.says_after_results:
             findings.add(Finding.TEXT_AFTER_RESULTS)
         kind = Kind.APPEND_ONLY_EXCEPT if findings & REWRITING else Kind.APPEND_ONLY
         return TemplateProfile(
@@ -142,16 +140,16 @@ class _Probe:
             yield RefusedOrder(last, None, with_tools=False, why=why)
 
     def _find_system_and_tools(self) -> set[Finding]:
-        """Examines the head of a conversation and configures the cutter."""
+        """Examines the beginning of a conversation and configures the cutter."""
         findings: set[Finding] = set()
-        if self._ignores_tools():
+        if self._ask.ignores_tools():
             findings.add(Finding.IGNORES_TOOLS)
             self._cutter.ignores_tools = True
             self._contexts = (self._bare,)
-        elif self._repeats_tools():
+        elif self._ask.repeats_tools():
             findings.add(Finding.REPEATS_TOOLS)
             self._cutter.repeats_tools = True
-        if self._moves_system():
+        if self._ask.moves_system():
             findings.add(Finding.MOVES_SYSTEM)
             self._cutter.moves_system = True
         for context in self._contexts:
@@ -165,12 +163,12 @@ class _Probe:
         findings: set[Finding] = set()
         if not (self._all(probes.STRIPPED) and plain):
             findings.add(Finding.REWRITES_ANSWERS)
-        several = probes.TWO_CALLS if self._cutter.says_after_results else probes.SAYING
+        several = probes.TWO_CALLS if self._boundaries.says_after_results else probes.SAYING
         if not self._all((*probes.CALLING, several)):
             findings.add(Finding.REWRITES_CALLS)
         if not self._all(probes.SYSTEMS):
             findings.add(Finding.MOVES_LATER_SYSTEM)
-        if self._drops_reasoning():
+        if self._ask.drops_reasoning(self._contexts[-1]):
             findings.add(Finding.DROPS_REASONING)
         return findings
 
@@ -308,75 +306,7 @@ class _Probe:
             return _Outcome.EXACT, ""
         answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
         tail = "".join(texts[answers[-1] + 1 :]) if answers else ""
-        ends = (self._cutter.ends.text, self._cutter.ends.call)
+        ends = (self._boundaries.ends.text, self._boundaries.ends.call)
         if tail and full.endswith(tuple(end + tail for end in ends)):
             return _Outcome.KEPT, ""
         return _Outcome.REFUSED, "the template prints it depending on what stands further before"
-
-    def _ignores_tools(self) -> bool:
-        return self._render((probes.USER,), self._bare) == self._render((probes.USER,), self._tools)
-
-    def _repeats_tools(self) -> bool:
-        """Returns whether a later turn prints the tools again."""
-        first = self._render((probes.USER,), self._tools).count('"look_up"')
-        later = (probes.USER, probes.PLAIN, probes.USER, probes.PLAIN, probes.USER)
-        whole = self._render(later, self._tools)
-        return first > 0 and '"look_up"' in whole.rpartition(self._cutter.last_end)[2]
-
-    def _moves_system(self) -> bool:
-        """Returns whether a later user turn prints the first system message."""
-        try:
-            whole = self._render(
-                (probes.SYSTEM, probes.USER, probes.PLAIN, probes.USER), self._bare
-            )
-        except TemplateRenderError:
-            return False
-        return probes.SYSTEM.content.strip() in whole.rpartition(self._cutter.last_end)[2]
-
-    def _generation_prompt_begins_answers(self) -> bool:
-        asked = self._template.render((probes.USER,), self._bare, generation_prompt=True)
-        answered = self._render((probes.USER, probes.PLAIN, probes.USER), self._bare)
-        return answered.startswith(f"{asked}{probes.PLAIN.content}{self._cutter.ends.text}")
-
-    def _drops_reasoning(self) -> bool:
-        """Returns whether an answer's reasoning is dropped once another answer follows."""
-        kept, thinks = set[bool](), OPEN in self._template.source
-        for answer in (probes.THOUGHT, probes.INLINE):
-            last = self._render((probes.USER, answer), self._bare)
-            earlier = self._render((probes.USER, answer, probes.USER), self._bare)
-            if probes.THOUGHT.reasoning in last or thinks:
-                kept.add(probes.THOUGHT.reasoning in earlier)
-        return False in kept or self._drops_reasoning_of_calls()
-
-    def _drops_reasoning_of_calls(self) -> bool:
-        called = (probes.USER, probes.THOUGHT_CALLS, probes.RESULT)
-        try:
-            last = self._render(called, self._contexts[-1])
-            earlier = self._render((*called, probes.PLAIN, probes.USER), self._contexts[-1])
-        except TemplateRenderError:
-            return False
-        return probes.THOUGHT.reasoning in last and probes.THOUGHT.reasoning not in earlier
-
-    def _stripped(self) -> Stripped:
-        def earlier(said: str) -> str:
-            return self._render((probes.USER, Message("assistant", said), probes.USER), self._bare)
-
-        plain = earlier("Here.")
-        leading = (space for space in WHITESPACE if earlier(f"{space}Here.") == plain)
-        trailing = (space for space in WHITESPACE if earlier(f"Here.{space}") == plain)
-        return Stripped("".join(leading), "".join(trailing))
-
-    def _prints_call_ids(self) -> bool:
-        other = ToolCall("other9zq1", CALL.name, CALL.arguments)
-        renders = []
-        for call in (CALL, other):
-            result = Message("tool", "x", tool_call_id=call.id, name=call.name)
-            messages = (probes.USER, Message("assistant", "", (call,)), result)
-            try:
-                renders.append(self._render(messages, self._contexts[-1]))
-            except TemplateRenderError:
-                return False
-        return renders[0] != renders[1]
-
-    def _render(self, messages: tuple[Message, ...], context: RenderContext) -> str:
-        return self._template.render(messages, context)
