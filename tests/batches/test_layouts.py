@@ -40,7 +40,7 @@ def test_unpacking_gives_back_every_column_of_every_trajectory(
             expected = token_columns(row)[name]
             assert found.dtype == expected.dtype
             assert np.array_equal(found, expected)
-    assert batch.heads.trajectory_ids == tuple(row.trajectory.trajectory_id for row in rows)
+    assert batch.trajectories.trajectory_ids == tuple(row.trajectory.trajectory_id for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,16 @@ def test_every_trained_token_and_all_reward_is_there_exactly_once(
     batch = layout(rows_of(delivered))
     everything = [one for result in delivered for one in result.trajectories]
     assert batch.loss_mask.sum() == sum(one.loss_mask.sum() for one in everything)
-    assert np.isclose(batch.rewards.sum(dtype=np.float64), batch.heads.reward.sum(dtype=np.float64))
-    assert len(batch.heads) + len(batch.left_out) == len(everything)
+    totals = batch.trajectories.reward.sum(dtype=np.float64)
+    assert np.isclose(batch.rewards.sum(dtype=np.float64), totals)
+    assert len(batch.trajectories) + len(batch.left_out) == len(everything)
 
 
 @given(delivered=sessions())
 def test_padding_is_marked_and_says_nothing(delivered: list[SessionResult]) -> None:
     batch = pack(rows_of(delivered), _LENGTH, pad_id=5)
     nothing = ~batch.attention_mask
-    assert batch.attention_mask.sum() == batch.heads.num_tokens.sum()
+    assert batch.attention_mask.sum() == batch.trajectories.num_tokens.sum()
     assert np.all(batch.token_ids[nothing] == 5)
     assert not batch.loss_mask[nothing].any()
     assert np.all(batch.policy_versions[nothing] == -1)
@@ -148,7 +149,7 @@ def test_a_trajectory_that_does_not_fit_is_left_out_whole_when_that_is_asked_for
     layout: Callable[..., Any], words: str
 ) -> None:
     batch = layout(_rows(6), too_long="leave_out")
-    assert len(batch.heads) == 0
+    assert len(batch.trajectories) == 0
     assert [(one.trajectory_id, one.trained_tokens) for one in batch.left_out] == [("t0", 5)]
 
 
@@ -190,7 +191,7 @@ def test_a_ragged_batch_is_the_trajectories_one_after_the_other(
 )
 def test_a_batch_of_nothing_has_the_dtypes_of_any_other(layout: Callable[[Rows], Any]) -> None:
     empty, full = layout(rows_of([])), layout(_rows(3))
-    assert len(empty.heads) == 0
+    assert len(empty.trajectories) == 0
     for name in _NAMES:
         if hasattr(full, name):
             assert getattr(empty, name).dtype == getattr(full, name).dtype

@@ -88,11 +88,11 @@ def test_a_session_whose_turns_are_in_no_trajectory_is_refused() -> None:
 def test_a_delivery_is_read_like_its_sessions() -> None:
     one, two = session("a", [linear("t", 2, 3)]), session("b", [linear("u", 2, 3)])
     delivery = Delivery("d", 1, (one, two))
-    heads = ragged(rows_of([delivery])).heads
-    assert (heads.session_ids, heads.trajectory_ids) == (("a", "b"), ("t", "u"))
+    columns = ragged(rows_of([delivery])).trajectories
+    assert (columns.session_ids, columns.trajectory_ids) == (("a", "b"), ("t", "u"))
 
 
-def test_heads_say_which_group_session_and_place_a_trajectory_is_of() -> None:
+def test_columns_name_the_group_the_session_and_the_index_of_a_trajectory() -> None:
     rows = rows_of(
         [
             session("a", [linear("t", 2, 3), linear("u", 4, 1)], group="g", index=0),
@@ -100,30 +100,30 @@ def test_heads_say_which_group_session_and_place_a_trajectory_is_of() -> None:
             session("c", [linear("w", 1, 1)]),
         ]
     )
-    heads = ragged(rows).heads
-    assert heads.group_ids == ("g", "g", "g", "c")
-    assert heads.group_index.tolist() == [0, 0, 0, 1]
-    assert heads.session_index.tolist() == [0, 0, 1, 2]
-    assert heads.sample_index.tolist() == [0, 0, 1, 0]
-    assert heads.trajectory_index.tolist() == [0, 1, 0, 0]
-    assert heads.num_turns.tolist() == [1, 1, 2, 1]
-    assert heads.prompt_tokens.tolist() == [2, 4, 2, 1]
-    assert heads.num_tokens.tolist() == [5, 5, 8, 2]
-    assert heads.reward.tolist() == [1.0, 1.0, 0.5, 1.0]
+    columns = ragged(rows).trajectories
+    assert columns.group_ids == ("g", "g", "g", "c")
+    assert columns.group_index.tolist() == [0, 0, 0, 1]
+    assert columns.session_index.tolist() == [0, 0, 1, 2]
+    assert columns.sample_index.tolist() == [0, 0, 1, 0]
+    assert columns.trajectory_index.tolist() == [0, 1, 0, 0]
+    assert columns.num_turns.tolist() == [1, 1, 2, 1]
+    assert columns.prompt_tokens.tolist() == [2, 4, 2, 1]
+    assert columns.num_tokens.tolist() == [5, 5, 8, 2]
+    assert columns.reward.tolist() == [1.0, 1.0, 0.5, 1.0]
 
 
 def test_a_session_counts_once_in_its_groups_mean_however_many_trajectories_it_has() -> None:
     many = session("a", [linear(f"t{at}", 2, 3) for at in range(3)], group="g", reward=1.0)
     one = session("b", [linear("u", 2, 3)], group="g", index=1, reward=0.0)
-    heads = ragged(rows_of([many, one])).heads
-    assert group_advantages(heads).tolist() == [0.5, 0.5, 0.5, -0.5]
-    scaled = group_advantages(heads, by_deviation=True, epsilon=0.0)
+    columns = ragged(rows_of([many, one])).trajectories
+    assert group_advantages(columns).tolist() == [0.5, 0.5, 0.5, -0.5]
+    scaled = group_advantages(columns, by_deviation=True, epsilon=0.0)
     assert np.allclose(scaled, np.array([0.5, 0.5, 0.5, -0.5]) / np.std([1, 0], ddof=1))
 
 
 def test_groups_do_not_mix_and_a_group_of_one_has_no_advantage() -> None:
     alone = session("c", [linear("w", 1, 1)], reward=9.0)
     pair = [session(f"s{at}", [linear("t", 1, 1)], group="g", reward=float(at)) for at in range(2)]
-    heads = ragged(rows_of([alone, *pair])).heads
-    assert group_advantages(heads, by_deviation=True, epsilon=0.0).tolist()[0] == 0.0
-    assert group_advantages(heads).tolist() == [0.0, -0.5, 0.5]
+    columns = ragged(rows_of([alone, *pair])).trajectories
+    assert group_advantages(columns, by_deviation=True, epsilon=0.0).tolist()[0] == 0.0
+    assert group_advantages(columns).tolist() == [0.0, -0.5, 0.5]

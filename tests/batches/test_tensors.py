@@ -36,7 +36,7 @@ def test_tensors_are_the_arrays_without_a_copy(batch: Any) -> None:
     for name, tensor in tensors.items():
         array = getattr(batch, name, None)
         if array is None:
-            array = getattr(batch.heads, name)
+            array = getattr(batch.trajectories, name)
         assert np.shares_memory(tensor.numpy(), array)
         assert tensor.shape == array.shape
     assert tensors["logprobs"].dtype == torch.float32

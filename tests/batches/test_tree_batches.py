@@ -91,7 +91,7 @@ def test_offsets_say_which_tokens_are_of_which_node_and_tree(seeds: list[int], t
     batch = pack_trees(trees, untrained="keep")
     parts = [one.tree.token_ids.tolist() for one in trees if one.tree is not None]
     assert [part.tolist() for part in batch.unpack(batch.token_ids)] == parts
-    assert batch.heads.num_tokens.tolist() == list(map(len, parts))
+    assert batch.trees.num_tokens.tolist() == list(map(len, parts))
     sizes = np.diff(batch.node_offsets)
     assert np.repeat(np.arange(len(sizes)), sizes).tolist() == batch.node_index.tolist()
     assert len(batch.parents) == len(batch.turn_rewards) == len(sizes)
@@ -108,7 +108,7 @@ def test_rewards_of_turns_are_by_node_and_the_sessions_is_of_its_tree() -> None:
     at = [node.node_id for node in first.tree.nodes].index(sampled[0])
     assert np.flatnonzero(~np.isnan(batch.turn_rewards)).tolist() == [at]
     assert np.flatnonzero(batch.rewards).tolist() == [first.tree.nodes[at].end - 1]
-    assert batch.heads.reward.tolist() == [2.5, -1.0]
+    assert batch.trees.reward.tolist() == [2.5, -1.0]
 
 
 def test_the_reward_of_a_turn_that_is_not_trained_is_by_its_node_only() -> None:
@@ -119,14 +119,14 @@ def test_the_reward_of_a_turn_that_is_not_trained_is_by_its_node_only() -> None:
     batch = pack_trees([both])
     assert np.nanmax(batch.turn_rewards) == 4.0
     assert not batch.rewards.any()
-    assert batch.heads.reward.tolist() == [1.0]
+    assert batch.trees.reward.tolist() == [1.0]
     alone = exported(world, "s", turn_rewards={title.node_id: 4.0})
     assert pack_trees([alone], missing_reward="leave_out").left_out[0].reason == "MISSING_REWARD"
 
 
 def test_advantages_of_a_group_reach_the_trained_tokens_of_each_tree() -> None:
     batch = pack_trees([one_tree("a", reward=1.0), one_tree("b", reward=0.0, seed=4)])
-    advantages = group_advantages(batch.heads)
+    advantages = group_advantages(batch.trees)
     assert advantages.tolist() == [0.5, -0.5]
     batch.advantages[:] = batch.spread(advantages)
     masks = batch.unpack(batch.loss_mask)
@@ -140,8 +140,8 @@ def test_advantages_of_a_group_reach_the_trained_tokens_of_each_tree() -> None:
 def test_deliveries_are_read_like_their_sessions_and_sessions_without_a_turn_have_no_tree() -> None:
     never = exported(World(), "never", reward=1.0)
     batch = pack_trees([Delivery("d", 1, (one_tree("a"), never, one_tree("b")))])
-    assert batch.heads.session_ids == ("a", "b")
-    assert (batch.heads.group_ids, batch.left_out) == (("g", "g"), ())
+    assert batch.trees.session_ids == ("a", "b")
+    assert (batch.trees.group_ids, batch.left_out) == (("g", "g"), ())
     empty = pack_trees([never])
     assert (len(empty.token_ids), empty.paths(), empty.unpack(empty.token_ids)) == (0, [], [])
 
@@ -155,7 +155,7 @@ def test_what_has_no_place_is_refused_by_name_or_left_out_and_counted() -> None:
     idle = replace(whole, tree=replace(whole.tree, loss_mask=np.zeros_like(whole.tree.loss_mask)))
     failed = replace(one_tree("failed", reward=None), superseded=True)
     batch = pack_trees([unrewarded, idle, failed, one_tree("good")], missing_reward="leave_out")
-    assert batch.heads.session_ids == ("good",)
+    assert batch.trees.session_ids == ("good",)
     assert [(left.trajectory_id, left.reason) for left in batch.left_out] == [
         ("unrewarded", "MISSING_REWARD"),
         ("idle", "UNTRAINED"),

@@ -5,12 +5,12 @@ complete trees; `to_torch` and `to_tensordict` convert batches. Nothing is trunc
 that does not fit is refused, or left out and counted.
 """
 
+from rollmesh.batches.columns import TrajectoryColumns, TreeColumns, group_advantages
 from rollmesh.batches.errors import (
     MissingRewardError,
     PackageMissingError,
     TrajectoryTooLongError,
 )
-from rollmesh.batches.heads import Heads, TreeHeads, group_advantages
 from rollmesh.batches.layouts import Batch, pack, pad
 from rollmesh.batches.ragged import RaggedBatch, ragged
 from rollmesh.batches.rows import LeftOut, Row, Rows, rows_of
@@ -20,7 +20,6 @@ from rollmesh.batches.tree_batches import TreeBatch, pack_trees
 
 __all__ = [
     "Batch",
-    "Heads",
     "LeftOut",
     "MissingRewardError",
     "PackageMissingError",
@@ -28,9 +27,10 @@ __all__ = [
     "Row",
     "Rows",
     "SplitBatch",
+    "TrajectoryColumns",
     "TrajectoryTooLongError",
     "TreeBatch",
-    "TreeHeads",
+    "TreeColumns",
     "group_advantages",
     "pack",
     "pack_trees",

@@ -7,11 +7,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.batches.columns import TrajectoryColumns, trajectory_columns
 from rollmesh.batches.errors import TrajectoryTooLongError
-from rollmesh.batches.heads import Heads, heads_of
 from rollmesh.batches.rows import Handling, LeftOut, Row, Rows, refuse_or_leave
 
-Place: TypeAlias = tuple[int, int]
+Cell: TypeAlias = tuple[int, int]
 """Row of the batch and column of the first token."""
 
 
@@ -40,15 +40,15 @@ class Batch:
     """int64 [B]: row of each trajectory."""
     start: NDArray[np.int64]
     """int64 [B]: column of the trajectory's first token."""
-    heads: Heads
+    trajectories: TrajectoryColumns
     """One value per trajectory, in the order of the input rows."""
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch, including those left out earlier."""
 
     def unpack(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Splits any [R, L, ...] into one [N, ...] per trajectory, in the order of `heads`."""
-        places = zip(self.row_index, self.start, self.heads.num_tokens, strict=True)
-        return [values[row, start : start + tokens] for row, start, tokens in places]
+        """Splits any [R, L, ...] into one [N, ...] for each of `trajectories`, in their order."""
+        cells = zip(self.row_index, self.start, self.trajectories.num_tokens, strict=True)
+        return [values[row, start : start + tokens] for row, start, tokens in cells]
 
     def cu_seqlens(self, row: int) -> NDArray[np.int32]:
         """Returns the start of each trajectory of a row, and the end of the last; int32 [S + 1]."""
@@ -78,8 +78,8 @@ def pad(
     """
     fitting, left_out = fit(rows, length, too_long)
     longest = max(map(len, fitting), default=0) if length is None else length
-    places = [(at, 0 if side == "right" else longest - len(row)) for at, row in enumerate(fitting)]
-    return _lay_out(fitting, places, (len(fitting), longest), pad_id, left_out)
+    cells = [(at, 0 if side == "right" else longest - len(row)) for at, row in enumerate(fitting)]
+    return _lay_out(fitting, cells, (len(fitting), longest), pad_id, left_out)
 
 
 def pack(rows: Rows, length: int, *, pad_id: int = 0, too_long: Handling = "refuse") -> Batch:
@@ -95,16 +95,16 @@ def pack(rows: Rows, length: int, *, pad_id: int = 0, too_long: Handling = "refu
         TrajectoryTooLongError: With "refuse"; names the trajectory.
     """
     fitting, left_out = fit(rows, length, too_long)
-    places: list[Place] = [(0, 0)] * len(fitting)
+    cells: list[Cell] = [(0, 0)] * len(fitting)
     used: list[int] = []
     for at in sorted(range(len(fitting)), key=lambda at: -len(fitting[at])):
         tokens = len(fitting[at])
         row = next((row for row, full in enumerate(used) if full + tokens <= length), len(used))
         if row == len(used):
             used.append(0)
-        places[at] = (row, used[row])
+        cells[at] = (row, used[row])
         used[row] += tokens
-    return _lay_out(fitting, places, (len(used), length), pad_id, left_out)
+    return _lay_out(fitting, cells, (len(used), length), pad_id, left_out)
 
 
 def fit(
@@ -154,15 +154,15 @@ def filled(shape: tuple[int, ...], pad_id: int) -> dict[str, NDArray[Any]]:
 
 def _lay_out(
     rows: Sequence[Row],
-    places: Sequence[Place],
+    cells: Sequence[Cell],
     shape: tuple[int, int],
     pad_id: int,
     left_out: Iterable[LeftOut],
 ) -> Batch:
     columns = filled(shape, pad_id)
     segment_ids = np.zeros(shape, np.int32)
-    number = _numbers(places)
-    for row, (at, start) in zip(rows, places, strict=True):
+    number = _numbers(cells)
+    for row, (at, start) in zip(rows, cells, strict=True):
         here = (at, slice(start, start + len(row)))
         segment_ids[here] = number[at, start]
         for name, values in token_columns(row).items():
@@ -171,17 +171,17 @@ def _lay_out(
         **columns,
         attention_mask=segment_ids > 0,
         segment_ids=segment_ids,
-        row_index=np.array([at for at, _ in places], np.int64),
-        start=np.array([start for _, start in places], np.int64),
-        heads=heads_of(rows),
+        row_index=np.array([at for at, _ in cells], np.int64),
+        start=np.array([start for _, start in cells], np.int64),
+        trajectories=trajectory_columns(rows),
         left_out=tuple(left_out),
     )
 
 
-def _numbers(places: Sequence[Place]) -> Mapping[Place, int]:
+def _numbers(cells: Sequence[Cell]) -> Mapping[Cell, int]:
     """Numbers the trajectories of each row from 1, by column."""
-    numbers: dict[Place, int] = {}
+    numbers: dict[Cell, int] = {}
     in_row: dict[int, int] = {}
-    for place in sorted(places):
-        in_row[place[0]] = numbers[place] = in_row.get(place[0], 0) + 1
+    for cell in sorted(cells):
+        in_row[cell[0]] = numbers[cell] = in_row.get(cell[0], 0) + 1
     return numbers

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.batches.heads import Heads, heads_of
+from rollmesh.batches.columns import TrajectoryColumns, trajectory_columns
 from rollmesh.batches.layouts import filled, token_columns
 from rollmesh.batches.rows import LeftOut, Rows
 
@@ -29,7 +29,7 @@ class RaggedBatch:
     """float32 [T]: see `Row.rewards`."""
     offsets: NDArray[np.int64]
     """int64 [B + 1]: start of each trajectory, then T; the `cu_seqlens` of the batch."""
-    heads: Heads
+    trajectories: TrajectoryColumns
     """One value per trajectory."""
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch."""
@@ -45,5 +45,8 @@ def ragged(rows: Rows) -> RaggedBatch:
         for name, values in token_columns(row).items():
             columns[name][start:end] = values
     return RaggedBatch(
-        **columns, offsets=offsets, heads=heads_of(rows.rows), left_out=rows.left_out
+        **columns,
+        offsets=offsets,
+        trajectories=trajectory_columns(rows.rows),
+        left_out=rows.left_out,
     )

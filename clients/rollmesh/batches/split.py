@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.batches.columns import TrajectoryColumns, trajectory_columns
 from rollmesh.batches.errors import TrajectoryTooLongError
-from rollmesh.batches.heads import Heads, heads_of
 from rollmesh.batches.layouts import filled, token_columns
 from rollmesh.batches.rows import Handling, LeftOut, Row, Rows, refuse_or_leave
 
@@ -34,7 +34,7 @@ class SplitBatch:
     """int64 [B, R]: version that sampled the token; -1 if it was not sampled."""
     rewards: NDArray[np.float32]
     """float32 [B, R]: see `Row.rewards`."""
-    heads: Heads
+    trajectories: TrajectoryColumns
     """One value per trajectory."""
     left_out: tuple[LeftOut, ...]
     """Trajectories that are not in the batch, including those left out earlier."""
@@ -86,7 +86,7 @@ def split(
         response_mask=present[:, middle:],
         position_ids=columns["position_ids"],
         **_behind(columns, middle),
-        heads=heads_of(fitting),
+        trajectories=trajectory_columns(fitting),
         left_out=tuple(left_out),
     )
 

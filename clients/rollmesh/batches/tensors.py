@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.batches.columns import TrajectoryColumns, TreeColumns
 from rollmesh.batches.errors import PackageMissingError
 from rollmesh.batches.layouts import Batch
 from rollmesh.batches.ragged import RaggedBatch
@@ -17,7 +18,7 @@ Layout: TypeAlias = Batch | RaggedBatch | SplitBatch | TreeBatch
 
 
 def to_torch(batch: Layout, device: Any = None) -> dict[str, Any]:
-    """Returns the arrays of a batch and of its heads as tensors with the same names.
+    """Returns the arrays of a batch, per token and per trajectory, as tensors with the same names.
 
     Per-token tensors of a `RaggedBatch` are nested tensors with the jagged layout: [B, j], where j
     is the length of each trajectory.
@@ -31,7 +32,7 @@ def to_torch(batch: Layout, device: Any = None) -> dict[str, Any]:
         PackageMissingError: torch is not installed.
     """
     torch = _imported("torch", "a batch of tensors")
-    arrays = _arrays(batch) | _arrays(batch.heads)
+    arrays = _arrays(batch) | _arrays(_per_trajectory(batch))
     found = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if isinstance(batch, RaggedBatch):
         offsets = found.pop("offsets")
@@ -54,11 +55,12 @@ def to_tensordict(batch: Layout, device: Any = None) -> Any:
     """
     tensordict = _imported("tensordict", "a TensorDict")
     tensors = to_torch(batch, device)
-    count = len(batch.heads)
+    columns = _per_trajectory(batch)
+    count = len(columns)
     texts = {
         field.name: tensordict.NonTensorStack(*value)
-        for field in fields(batch.heads)
-        if isinstance(value := getattr(batch.heads, field.name), tuple) and count
+        for field in fields(columns)
+        if isinstance(value := getattr(columns, field.name), tuple) and count
     }
     if isinstance(batch, TreeBatch):
         return tensordict.TensorDict(tensors | texts, batch_size=[], device=device)
@@ -75,6 +77,10 @@ def to_tensordict(batch: Layout, device: Any = None) -> Any:
     )
 
 
+def _per_trajectory(batch: Layout) -> TrajectoryColumns | TreeColumns:
+    return batch.trees if isinstance(batch, TreeBatch) else batch.trajectories
+
+
 def _arrays(holder: Any) -> dict[str, NDArray[Any]]:
     found = {field.name: getattr(holder, field.name) for field in fields(holder)}
     return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
@@ -82,7 +88,7 @@ def _arrays(holder: Any) -> dict[str, NDArray[Any]]:
 
 def _is_row_each(batch: Batch) -> bool:
     """Returns whether row i is trajectory i for every i."""
-    count = len(batch.heads)
+    count = len(batch.trajectories)
     return len(batch.token_ids) == count and np.array_equal(batch.row_index, np.arange(count))
 
 

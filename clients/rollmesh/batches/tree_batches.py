@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.batches.columns import TreeColumns, tree_columns
 from rollmesh.batches.errors import MissingRewardError
-from rollmesh.batches.heads import TreeHeads, tree_heads_of
 from rollmesh.batches.rows import Handling, LeftOut, sessions_of
 from rollmesh.client import Delivery, SessionResult, TrajectoryTree
 from rollmesh.client.sessions.trees import path_mask
@@ -37,7 +37,7 @@ class TreeBatch:
     """int64 [T]: version that sampled the token; -1 if it was not sampled."""
     rewards: NDArray[np.float32]
     """float32 [T]: the reward of each trained turn at the last token of its node. The session's
-    reward belongs to no single token; it is in `heads.reward`."""
+    reward belongs to no single token; it is in `trees.reward`."""
     advantages: NDArray[np.float32]
     """float32 [T]: zeros, for the trainer to fill; see `spread`."""
     parents: NDArray[np.int64]
@@ -48,7 +48,7 @@ class TreeBatch:
     """int64 [M + 1]: start of each node's tokens, then T."""
     tree_offsets: NDArray[np.int64]
     """int64 [B + 1]: start of each tree's tokens, then T."""
-    heads: TreeHeads
+    trees: TreeColumns
     """One value per tree."""
     left_out: tuple[LeftOut, ...]
     """Sessions that are not in the batch, by id."""
@@ -64,11 +64,11 @@ class TreeBatch:
         return [self._path(int(leaf)) for leaf in leaves]
 
     def unpack(self, values: NDArray[Any]) -> list[NDArray[Any]]:
-        """Splits any [T, ...] array into one [N, ...] per tree, in the order of `heads`."""
-        return np.split(values, self.tree_offsets[1:-1]) if len(self.heads) else []
+        """Splits any [T, ...] array into one [N, ...] per tree, in the order of `trees`."""
+        return np.split(values, self.tree_offsets[1:-1]) if len(self.trees) else []
 
     def spread(self, values: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-        """Spreads one value per tree, such as `group_advantages(batch.heads)`, to trained tokens.
+        """Spreads one value per tree, such as `group_advantages(batch.trees)`, to trained tokens.
 
         Args:
             values: float [B], one per tree.
@@ -166,7 +166,7 @@ def _lay_out(
         turn_rewards=_joined([tree.turn_rewards for tree in trees], np.float32),
         node_offsets=_offsets(tokens_of_nodes),
         tree_offsets=_offsets([len(tree.token_ids) for tree in trees]),
-        heads=tree_heads_of(kept, totals),
+        trees=tree_columns(kept, totals),
         left_out=left_out,
     )
 

@@ -6,7 +6,7 @@ from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscripti
 from rollmesh.client.rollouts.groups import Group, GroupOutcome, SampleOutcome
 from rollmesh.client.rollouts.rollout import Rollout, rollout, rollout_groups
 from rollmesh.client.rollouts.scoring import Episode, RewardFunction
-from rollmesh.client.rollouts.settings import Limits, Retries, RolloutSettings
+from rollmesh.client.rollouts.settings import Retries, RolloutSettings, TimeLimits
 from rollmesh.client.rollouts.summary import RolloutSummary
 from rollmesh.client.runners import AgentRunner, register_runner
 from rollmesh.client.sessions.rewards import Rewards
@@ -23,7 +23,6 @@ __all__ = [
     "Episode",
     "Group",
     "GroupOutcome",
-    "Limits",
     "MeshAddresses",
     "Retries",
     "RewardFunction",
@@ -36,6 +35,7 @@ __all__ = [
     "SessionResult",
     "SubscribeOptions",
     "Subscription",
+    "TimeLimits",
     "Trajectory",
     "TrajectoryTree",
     "Transcript",

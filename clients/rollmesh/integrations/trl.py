@@ -22,13 +22,13 @@ from rollmesh.client import (
     AgentRunner,
     Client,
     Group,
-    Limits,
     MeshAddresses,
     Retries,
     RewardFunction,
     RolloutSettings,
     SampleOutcome,
     SessionResult,
+    TimeLimits,
     rollout,
 )
 from rollmesh.runtime.errors import InvalidFieldError
@@ -45,7 +45,7 @@ class MeshRollouts:
         consumer: str = "trl",
         concurrency: int = RolloutSettings.concurrency,
         timeout_s: float = RolloutSettings.timeout_s,
-        limits: Limits | None = None,
+        limits: TimeLimits | None = None,
         retries: Retries | None = None,
         reward: RewardFunction | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class MeshRollouts:
             "runner": runner,
             "concurrency": concurrency,
             "timeout_s": timeout_s,
-            "limits": limits or Limits(),
+            "limits": limits or TimeLimits(),
             "retries": retries or Retries(),
             "reward": reward,
         }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rollmesh.client import Client, Limits, Retries, Session, rollout_groups
+from rollmesh.client import Client, Retries, Session, TimeLimits, rollout_groups
 from rollmesh.client.rollouts.rollout import rollout
 from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.v1 import session_pb2
@@ -153,7 +153,7 @@ async def test_cancelling_twice_still_closes_what_is_open(
             cleaning.set()
             await asyncio.Event().wait()
 
-    limits = Limits(grace_s=0.2)
+    limits = TimeLimits(grace_s=0.2)
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         running = group.create_task(rollout(client, [None], runner=run, n=1, limits=limits))
         await started.wait()

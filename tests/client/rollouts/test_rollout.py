@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, Limits, SampleOutcome, Session, register_runner
+from rollmesh.client import Client, SampleOutcome, Session, TimeLimits, register_runner
 from rollmesh.client.rollouts import progress
 from rollmesh.client.rollouts.rollout import rollout
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError
@@ -168,7 +168,7 @@ async def test_a_setting_that_makes_no_sense_is_named(
 
 def test_a_limit_that_makes_no_sense_is_named() -> None:
     with pytest.raises(InvalidFieldError, match=r"limits\.grace_s: is 0"):
-        Limits(grace_s=0)
+        TimeLimits(grace_s=0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.client import Client, Episode, Limits, Rewards, SampleOutcome, Session
+from rollmesh.client import Client, Episode, Rewards, SampleOutcome, Session, TimeLimits
 from rollmesh.client.rollouts.rollout import rollout
 from rollmesh.client.rollouts.scoring import RewardCalls
 from rollmesh.client.sessions.rewards import read_rewards
@@ -96,7 +96,7 @@ async def test_a_reward_function_that_hangs_in_its_thread_is_given_up(client: Cl
         return 1.0
 
     try:
-        outcome = await score(client, reward, limits=Limits(reward_s=0.05))
+        outcome = await score(client, reward, limits=TimeLimits(reward_s=0.05))
     finally:
         release.set()
     assert (outcome.outcome, outcome.error_type) == ("FAILED", "RewardTimeLimitError")
@@ -111,7 +111,7 @@ async def test_a_reward_function_over_its_time_fails_its_session_alone(
         return 1.0  # in one step: no machine is too slow for it
 
     summary = await rollout(
-        client, ["q"], runner=answer, n=3, reward=reward, limits=Limits(reward_s=0.05)
+        client, ["q"], runner=answer, n=3, reward=reward, limits=TimeLimits(reward_s=0.05)
     )
     assert summary.counts == {"COMPLETED": 2, "FAILED": 1}
     assert summary.errors == {"RewardTimeLimitError": 1}

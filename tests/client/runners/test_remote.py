@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.client import Client, Limits, Retries, Session
+from rollmesh.client import Client, Retries, Session, TimeLimits
 from rollmesh.client.rollouts.rollout import rollout
 from rollmesh.client.runners.remote import RemoteAgentError, RemoteAgentLostError, RemoteRunner
 from rollmesh.v1 import session_pb2
@@ -191,7 +191,7 @@ async def test_a_run_that_is_to_end_is_cancelled_on_the_server(
     await server.start()
     async with running(server) as runner, asyncio.TaskGroup() as tasks:
         sample = {"wait_for": str(tmp_path / "never")}
-        limits = Limits(grace_s=60)
+        limits = TimeLimits(grace_s=60)
         rolling = tasks.create_task(rollout(client, [sample], runner=runner, n=1, limits=limits))
         await server.logged("began")
         rolling.cancel()

@@ -42,7 +42,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
         self._settings = settings
         self._show = show
         self._attempts = attempts
-        self._places = asyncio.Semaphore(settings.concurrency)
+        self._slots = asyncio.Semaphore(settings.concurrency)
         self._running: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[GroupOutcome | None] = asyncio.Queue(settings.concurrency)
         self._source_error: Exception | None = None
@@ -67,7 +67,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
             async for sample in _each(self._samples):
                 group, stop = self._begin(sample), asyncio.get_running_loop().create_future()
                 for index in range(group.size):
-                    await self._places.acquire()
+                    await self._slots.acquire()
                     place = Place(group, index, stop)
                     task = tasks.create_task(self._run(place))
                     self._running.add(task)
@@ -126,7 +126,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
             if group is not None:
                 await self._ended.put(group)
         finally:
-            self._places.release()
+            self._slots.release()
 
 
 def _with_settings(

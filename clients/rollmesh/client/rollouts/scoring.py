@@ -41,7 +41,7 @@ class RewardCalls:
         """Takes the function and the limits of one call."""
         self._function = function
         self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(threads)
+        self._slots = asyncio.Semaphore(threads)
 
     async def __call__(self, episode: Episode) -> Score:
         """Returns the score of an episode.
@@ -66,12 +66,12 @@ class RewardCalls:
             ) from error
 
     async def _in_thread(self, episode: Episode) -> Any:
-        await self._places.acquire()
+        await self._slots.acquire()
         loop = asyncio.get_running_loop()
         scored: asyncio.Future[Any] = loop.create_future()
 
         def give(set_result: Callable[[Any], None], value: Any) -> None:
-            self._places.release()
+            self._slots.release()
             if not scored.done():
                 set_result(value)
 
@@ -90,6 +90,6 @@ class RewardCalls:
         try:
             threading.Thread(target=work, name="rollmesh-reward", daemon=True).start()
         except BaseException:  # the machine has no more threads
-            self._places.release()
+            self._slots.release()
             raise
         return await scored

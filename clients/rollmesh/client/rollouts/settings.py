@@ -14,7 +14,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class TimeLimits:
     """Time limits of everything but the agents' own work, seconds."""
 
     grace_s: float = 30.0
@@ -81,7 +81,7 @@ class RolloutSettings:
     """Maximum number of concurrent sessions."""
     timeout_s: float = 1800.0
     """Time limit of one agent, seconds."""
-    limits: Limits = field(default_factory=Limits)
+    limits: TimeLimits = field(default_factory=TimeLimits)
     retries: Retries = field(default_factory=Retries)
     needed: Needed = "any"
     """How many sessions of a group must complete for it to succeed: "all", "any", or a number.

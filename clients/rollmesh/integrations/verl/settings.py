@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollmesh.client import Limits, MeshAddresses, Retries, RolloutSettings
+from rollmesh.client import MeshAddresses, Retries, RolloutSettings, TimeLimits
 from rollmesh.integrations.verl.queue import PromptStatus, checked_status
 from rollmesh.runtime.errors import InvalidFieldError
 
@@ -22,7 +22,7 @@ class Settings:
     """Consumer name at the collector; one per trainer."""
     concurrency: int = RolloutSettings.concurrency
     timeout_s: float = RolloutSettings.timeout_s
-    limits: Limits = field(default_factory=Limits)
+    limits: TimeLimits = field(default_factory=TimeLimits)
     retries: Retries = field(default_factory=Retries)
     status: PromptStatus = "any_failed"
     """When a prompt counts as a failure."""
@@ -57,7 +57,7 @@ class Settings:
             return cls(
                 addresses=addresses,
                 runners=dict(found.pop("runners")),
-                limits=Limits(**found.pop("limits", {})),
+                limits=TimeLimits(**found.pop("limits", {})),
                 retries=Retries(**found.pop("retries", {})),
                 **found,
             )

@@ -1,4 +1,4 @@
-"""Per-trajectory values of a batch: ids, counts, rewards, advantages."""
+"""Columns of a batch with one value per trajectory: ids, counts, rewards, advantages."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rollmesh.client import SessionResult, TrajectoryTree
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class TrajectoryColumns:
     """One value per trajectory; B trajectories."""
 
     trajectory_ids: tuple[str, ...]
@@ -42,9 +42,9 @@ class Heads:
         return len(self.trajectory_ids)
 
 
-def heads_of(rows: Sequence[Row]) -> Heads:
-    """Returns the heads of rows, in their order."""
-    return Heads(
+def trajectory_columns(rows: Sequence[Row]) -> TrajectoryColumns:
+    """Returns the columns of rows, in their order."""
+    return TrajectoryColumns(
         trajectory_ids=tuple(row.trajectory.trajectory_id for row in rows),
         session_ids=tuple(row.session.session_id for row in rows),
         group_ids=tuple(row.group_id for row in rows),
@@ -62,7 +62,7 @@ def heads_of(rows: Sequence[Row]) -> Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeHeads:
+class TreeColumns:
     """One value per tree; B trees, each from a different session."""
 
     session_ids: tuple[str, ...]
@@ -87,13 +87,13 @@ class TreeHeads:
         return len(self.session_ids)
 
 
-def tree_heads_of(
+def tree_columns(
     kept: Sequence[tuple[SessionResult, TrajectoryTree]], rewards: Sequence[float]
-) -> TreeHeads:
-    """Returns the heads of trees, in their order, with the total reward of each."""
+) -> TreeColumns:
+    """Returns the columns of trees, in their order, with the total reward of each."""
     sessions = [session for session, _ in kept]
     groups = tuple(session.group_id or session.session_id for session in sessions)
-    return TreeHeads(
+    return TreeColumns(
         session_ids=tuple(session.session_id for session in sessions),
         group_ids=groups,
         reasons=tuple(tree.reasons for _, tree in kept),
@@ -107,32 +107,32 @@ def tree_heads_of(
 
 
 def group_advantages(
-    heads: Heads | TreeHeads, *, by_deviation: bool = False, epsilon: float = 1e-6
+    columns: TrajectoryColumns | TreeColumns, *, by_deviation: bool = False, epsilon: float = 1e-6
 ) -> NDArray[np.float32]:
     """Returns each reward minus its group's mean, float32 [B], as in GRPO.
 
     Each session of a group counts once, with the mean over its trajectories.
 
     Args:
-        heads: Heads of complete groups.
+        columns: Columns of complete groups.
         by_deviation: Whether to divide by the group's standard deviation (n - 1; 1.0 if the group
             has one session).
         epsilon: Added to the standard deviation.
     """
-    sessions = int(heads.session_index.max(initial=-1)) + 1
-    groups = int(heads.group_index.max(initial=-1)) + 1
-    reward = heads.reward.astype(np.float64)
-    trajectories = np.bincount(heads.session_index, minlength=sessions)
-    of_session = np.bincount(heads.session_index, reward, sessions) / trajectories
+    sessions = int(columns.session_index.max(initial=-1)) + 1
+    groups = int(columns.group_index.max(initial=-1)) + 1
+    reward = columns.reward.astype(np.float64)
+    trajectories = np.bincount(columns.session_index, minlength=sessions)
+    of_session = np.bincount(columns.session_index, reward, sessions) / trajectories
     group_of = np.zeros(sessions, np.int64)
-    group_of[heads.session_index] = heads.group_index
+    group_of[columns.session_index] = columns.group_index
     size = np.bincount(group_of, minlength=groups)
     mean = np.bincount(group_of, of_session, groups) / size
-    advantages = reward - mean[heads.group_index]
+    advantages = reward - mean[columns.group_index]
     if by_deviation:
         squares = np.bincount(group_of, (of_session - mean[group_of]) ** 2, groups)
         deviation = np.where(size > 1, np.sqrt(squares / np.maximum(size - 1, 1)), 1.0)
-        advantages /= deviation[heads.group_index] + epsilon
+        advantages /= deviation[columns.group_index] + epsilon
     return advantages.astype(np.float32)
 
 
@@ -141,5 +141,5 @@ def _integers(values: list[int]) -> NDArray[np.int64]:
 
 
 def _indexes(values: Sequence[Hashable]) -> NDArray[np.int64]:
-    places: dict[Hashable, int] = {}
-    return _integers([places.setdefault(value, len(places)) for value in values])
+    numbers: dict[Hashable, int] = {}
+    return _integers([numbers.setdefault(value, len(numbers)) for value in values])
