@@ -1,10 +1,17 @@
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollmesh.router.leases import Booker, Engine, Grant, LeaseTable, Refusal, Target, pick
+from rollmesh.router.leases import Engine, LeaseTable, Target, pick
+from rollmesh.runtime.errors import (
+    EnginesBusyError,
+    InvalidLeaseError,
+    NoEngineError,
+    RollmeshError,
+)
 from rollmesh.v1 import router_pb2 as pb
 
 
@@ -50,13 +57,20 @@ def table(*names: str, capacity: int = 8) -> LeaseTable:
     result = LeaseTable()
     for name in names:
         result.add_engine(Engine(name, f"{name}:1", "m", capacity))
-    result.open_stream("g")
+    result.open_stream("g", hello())
     return result
 
 
-def granted(result: Grant | Refusal) -> str:
-    assert isinstance(result, Grant)
-    return result.engine_id
+def granted(grant: pb.LeaseGrant) -> str:
+    return grant.engine_id
+
+
+def hello(
+    model: str = "", sha256: str = "", tokens: int = 0, *, name: str = "g"
+) -> pb.DispatchHello:
+    return pb.DispatchHello(
+        gateway_id=name, model=model, tokenizer_sha256=sha256, vocabulary_tokens=tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,32 +99,31 @@ def test_an_unfit_engine_is_not_leased_even_to_its_own_session(
 
 
 @pytest.mark.parametrize(
-    ("engine", "booker", "why"),
+    ("engine", "gateway", "why"),
     [
-        pytest.param(("m", "", 0), Booker("g", "n"), "none of 0", id="another-model"),
-        pytest.param(("m", "aa", 9), Booker("g", "m", "bb", 9), "tokenizer", id="tokenizer"),
-        pytest.param(("m", "aa", 9), Booker("g", "m", "aa", 8), "token ids", id="vocabulary"),
-        pytest.param(("m", "aa", 9), Booker("g", "m", "aa", 9), "", id="the-same"),
-        pytest.param(("m", "", 9), Booker("g", "m", "aa", 8), "", id="scripted"),
+        pytest.param(("m", "", 0), hello("n"), "none of 0", id="another-model"),
+        pytest.param(("m", "aa", 9), hello("m", "bb", 9), "tokenizer", id="tokenizer"),
+        pytest.param(("m", "aa", 9), hello("m", "aa", 8), "token ids", id="vocabulary"),
+        pytest.param(("m", "aa", 9), hello("m", "aa", 9), "", id="the-same"),
+        pytest.param(("m", "", 9), hello("m", "aa", 8), "", id="scripted"),
     ],
 )
 def test_models_and_tokenizers_are_never_mixed(
-    engine: tuple[str, str, int], booker: Booker, why: str
+    engine: tuple[str, str, int], gateway: pb.DispatchHello, why: str
 ) -> None:
     leases = LeaseTable()
     model, sha256, tokens = engine
     added = Engine("a", "a:1", model, 8, tokenizer_sha256=sha256, vocabulary_tokens=tokens)
     leases.add_engine(added)
-    leases.open_stream("g", booker)
-    result = leases.acquire("g", "1", "s")
+    leases.open_stream("g", gateway)
     if not why:
-        assert granted(result) == "a"
+        assert granted(leases.acquire("g", "1", "s")) == "a"
         assert leases.exclusion(added) is None
         return
-    assert isinstance(result, Refusal)
-    assert why in result.message
+    with pytest.raises(NoEngineError, match=why):
+        leases.acquire("g", "1", "s")
     found = leases.exclusion(added)
-    if booker.model != model:
+    if gateway.model != model:
         assert found is None
         return
     assert found
@@ -121,9 +134,8 @@ def test_who_names_no_model_gets_the_only_one_or_learns_of_all() -> None:
     leases = table("a")
     granted(leases.acquire("g", "1", "s"))
     leases.add_engine(Engine("b", "b:1", "other", 8))
-    refusal = leases.acquire("g", "2", "s")
-    assert isinstance(refusal, Refusal)
-    assert (refusal.reason, "m, other" in refusal.message) == ("INVALID_LEASE", True)
+    with pytest.raises(InvalidLeaseError, match="m, other"):
+        leases.acquire("g", "2", "s")
 
 
 def test_an_engine_with_a_fault_is_out_until_it_registers_anew() -> None:
@@ -143,9 +155,9 @@ def test_an_engine_with_a_fault_is_out_until_it_registers_anew() -> None:
 def test_a_full_mesh_names_the_reason_and_the_delay() -> None:
     leases = table("a", capacity=1)
     granted(leases.acquire("g", "1", "s"))
-    refusal = leases.acquire("g", "2", "t")
-    assert isinstance(refusal, Refusal)
-    assert (refusal.reason, refusal.retry_delay_ms > 0) == ("ENGINES_BUSY", True)
+    with pytest.raises(EnginesBusyError) as refusal:
+        leases.acquire("g", "2", "t")
+    assert (refusal.value.retry_delay_ms or 0) > 0
     leases.release("g", "1")
     granted(leases.acquire("g", "2", "t"))
 
@@ -153,20 +165,19 @@ def test_a_full_mesh_names_the_reason_and_the_delay() -> None:
 def test_an_excluded_engine_is_left_out() -> None:
     leases = table("a", "b")
     assert granted(leases.acquire("g", "1", "s", excluded=["a"])) == "b"
-    refusal = leases.acquire("g", "2", "s", excluded=["a", "b"])
-    assert isinstance(refusal, Refusal)
-    assert refusal.reason == "NO_ENGINE"
+    with pytest.raises(NoEngineError):
+        leases.acquire("g", "2", "s", excluded=["a", "b"])
 
 
 def test_a_refusal_says_of_the_first_three_engines_why_each_cannot_serve() -> None:
     leases = table("a", "b", "c", "d")
-    leases.open_stream("h", Booker("h", "m"))
+    leases.open_stream("h", hello("m", name="h"))
     leases.engines["b"].draining = True
     leases.engines["c"].fault = "it lies"
     for stream, of_model in (("g", ""), ("h", " of model 'm'")):
-        refusal = leases.acquire(stream, "1", "s", excluded=["a", "d"])
-        assert isinstance(refusal, Refusal)
-        assert refusal.message == (
+        with pytest.raises(NoEngineError) as refusal:
+            leases.acquire(stream, "1", "s", excluded=["a", "d"])
+        assert refusal.value.message == (
             f"none of 4 engines{of_model} can serve; a: it failed this turn; b: it is draining; "
             "c: it is out of service until it registers again: it lies"
         )
@@ -174,19 +185,21 @@ def test_a_refusal_says_of_the_first_three_engines_why_each_cannot_serve() -> No
 
 def test_a_gateway_that_left_takes_its_sessions_along_and_no_others() -> None:
     leases = table("a", "b")
-    leases.open_stream("h", Booker("h", "m", "bb"))
+    leases.open_stream("h", hello("m", "bb", name="h"))
     leases.engines["a"].tokenizer_sha256 = "aa"
     assert granted(leases.acquire("g", "1", "s", excluded=["b"])) == "a"
     assert granted(leases.acquire("h", "1", "t")) == "b"
-    assert "h" in leases.left_out(leases.engines["a"])
+    found = leases.exclusion(leases.engines["a"])
+    assert found
+    assert "gateway h" in found.explanation
     leases.close_stream("h")
     assert (leases.engines["a"].sessions, leases.engines["b"].sessions) == ({"s"}, set())
-    assert not leases.left_out(leases.engines["a"])
+    assert leases.exclusion(leases.engines["a"]) is None
 
 
 def test_nothing_is_kept_of_sessions_and_gateways_that_are_gone() -> None:
     leases = table("a")
-    leases.open_stream("h")
+    leases.open_stream("h", hello())
     for at, stream in enumerate("ghg"):
         granted(leases.acquire(stream, str(at), f"s{at}", group_id="x"))
     leases.forget("s0")
@@ -230,7 +243,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(stream=streams)
     def stream_opens(self, stream: str) -> None:
         if stream not in self.table._held:  # noqa: SLF001 - the model mirrors it
-            self.table.open_stream(stream)
+            self.table.open_stream(stream, hello())
 
     @rule(stream=streams)
     def stream_ends(self, stream: str) -> None:
@@ -243,9 +256,9 @@ class LeaseMachine(RuleBasedStateMachine):
         stream = data.draw(st.sampled_from(sorted(self.table._held)))  # noqa: SLF001
         self.count += 1
         lease = str(self.count)
-        result = self.table.acquire(stream, lease, session, group_id=group)
-        if isinstance(result, Grant):
-            self.held[stream, lease] = result.engine_id
+        with suppress(RollmeshError):
+            grant = self.table.acquire(stream, lease, session, group_id=group)
+            self.held[stream, lease] = grant.engine_id
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

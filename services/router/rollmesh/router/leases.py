@@ -10,11 +10,10 @@ Invariants after every step:
 import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
+from rollmesh.runtime.errors import EnginesBusyError, InvalidLeaseError, NoEngineError
 from rollmesh.v1 import router_pb2
-
-RefusalReason: TypeAlias = Literal["NO_ENGINE", "ENGINES_BUSY", "INVALID_LEASE"]
 
 IMBALANCE_FACTOR = 1.5
 """A session leaves an engine with more than this many times the mean number of sessions ..."""
@@ -29,17 +28,6 @@ class Target(NamedTuple):
 
     policy_version: int
     push_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Booker:
-    """The gateway of a stream, and the engines that it can use."""
-
-    gateway_id: str = ""
-    model: str = ""
-    """Empty means the only model of the mesh."""
-    tokenizer_sha256: str = ""
-    vocabulary_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -67,36 +55,18 @@ class Engine:
     """Sequence number of its last pick, so that ties rotate."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A granted lease."""
-
-    engine_id: str
-    address: str
-    policy_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why no lease was granted."""
-
-    reason: RefusalReason
-    message: str
-    retry_delay_ms: int
-
-
-def misfit(engine: Engine, booker: Booker) -> str:
+def misfit(engine: Engine, gateway: router_pb2.DispatchHello) -> str:
     """Returns why an engine cannot serve a gateway of its model; empty if it can."""
-    if not engine.tokenizer_sha256 or not booker.tokenizer_sha256:
+    if not engine.tokenizer_sha256 or not gateway.tokenizer_sha256:
         return ""
-    if engine.tokenizer_sha256 != booker.tokenizer_sha256:
+    if engine.tokenizer_sha256 != gateway.tokenizer_sha256:
         return (
             f"its tokenizer ({engine.tokenizer_sha256[:12]}) is not that of gateway "
-            f"{booker.gateway_id} ({booker.tokenizer_sha256[:12]})"
+            f"{gateway.gateway_id} ({gateway.tokenizer_sha256[:12]})"
         )
-    sizes = engine.vocabulary_tokens, booker.vocabulary_tokens
+    sizes = engine.vocabulary_tokens, gateway.vocabulary_tokens
     if all(sizes) and sizes[0] != sizes[1]:
-        return f"it has {sizes[0]} token ids, and gateway {booker.gateway_id} has {sizes[1]}"
+        return f"it has {sizes[0]} token ids, and gateway {gateway.gateway_id} has {sizes[1]}"
     return ""
 
 
@@ -129,9 +99,6 @@ def pick(
     )
 
 
-_ANYBODY = Booker()
-
-
 class LeaseTable:
     """The router's state; every method is one synchronous step."""
 
@@ -141,7 +108,7 @@ class LeaseTable:
         self.targets: dict[str, Target] = {}
         """The weights that engines must hold, by model; none before the first push."""
         self._held: dict[str, dict[str, str]] = {}  # stream -> lease -> engine id
-        self._bookers: dict[str, Booker] = {}  # by stream
+        self._gateways: dict[str, router_pb2.DispatchHello] = {}  # by stream
         self._placed: dict[str, str] = {}  # session -> engine id
         self._owners: dict[str, str] = {}  # session -> stream that used it last
         self._group_of: dict[str, str] = {}
@@ -170,17 +137,17 @@ class LeaseTable:
             for lease_id in [id_ for id_, holder in leases.items() if holder == engine_id]:
                 del leases[lease_id]
 
-    def open_stream(self, stream_id: str, booker: Booker = _ANYBODY) -> None:
+    def open_stream(self, stream_id: str, gateway: router_pb2.DispatchHello) -> None:
         """Opens a gateway's stream."""
         self._held[stream_id] = {}
-        self._bookers[stream_id] = booker
+        self._gateways[stream_id] = gateway
 
     def close_stream(self, stream_id: str) -> None:
         """Closes a gateway's stream: releases its leases and forgets its sessions."""
         for lease_id in tuple(self._held.get(stream_id, ())):
             self.release(stream_id, lease_id)
         self._held.pop(stream_id, None)
-        self._bookers.pop(stream_id, None)
+        self._gateways.pop(stream_id, None)
         for session_id in [id_ for id_, owner in self._owners.items() if owner == stream_id]:
             self.forget(session_id)
 
@@ -192,25 +159,31 @@ class LeaseTable:
         *,
         group_id: str = "",
         excluded: Iterable[str] = (),
-    ) -> Grant | Refusal:
-        """Grants or refuses a lease for one turn of a session."""
+    ) -> router_pb2.LeaseGrant:
+        """Grants a lease for one turn of a session.
+
+        Raises:
+            InvalidLeaseError: An id is missing or in use, or the gateway has to name its model.
+            NoEngineError: No engine can serve the turn.
+            EnginesBusyError: Every engine that can serve it is full.
+        """
         if not lease_id or not session_id or lease_id in self._held[stream_id]:
-            return Refusal("INVALID_LEASE", "lease_id and session_id must be set and new", 0)
-        booker, models = self._bookers[stream_id], sorted(self.models())
-        if not booker.model and len(models) > 1:
+            raise InvalidLeaseError("acquire", "lease_id and session_id must be set and new")
+        gateway, models = self._gateways[stream_id], sorted(self.models())
+        if not gateway.model and len(models) > 1:
             known = ", ".join(models)
-            return Refusal("INVALID_LEASE", f"model: is empty; give one of {known}", 0)
-        own = [one for one in self.engines.values() if booker.model in {"", one.model}]
+            raise InvalidLeaseError("acquire", f"model: is empty; give one of {known}")
+        own = [one for one in self.engines.values() if gateway.model in {"", one.model}]
         left_out = set(excluded)
         sound = [
             engine
             for engine in own
             if engine.engine_id not in left_out
             and self._unfit(engine) is None
-            and not misfit(engine, booker)
+            and not misfit(engine, gateway)
         ]
         if not sound:
-            return Refusal("NO_ENGINE", self._why_none(own, booker), _NO_ENGINE_MS)
+            raise NoEngineError(self._why_none(own, gateway), retry_delay_ms=_NO_ENGINE_MS)
         free = [engine for engine in sound if engine.leases < engine.capacity]
         engine = pick(
             free,
@@ -219,13 +192,17 @@ class LeaseTable:
             mean_sessions=sum(len(e.sessions) for e in sound) / len(sound),
         )
         if engine is None:
-            return Refusal("ENGINES_BUSY", f"all {len(sound)} engines are full", _BUSY_MS)
+            raise EnginesBusyError(f"all {len(sound)} engines are full", retry_delay_ms=_BUSY_MS)
         self._picks += 1
         engine.last_picked = self._picks
         engine.leases += 1
         self._held[stream_id][lease_id] = engine.engine_id
         self._place(stream_id, session_id, group_id, engine)
-        return Grant(engine.engine_id, engine.address, engine.policy_version)
+        return router_pb2.LeaseGrant(
+            engine_id=engine.engine_id,
+            address=engine.address,
+            policy_version=engine.policy_version,
+        )
 
     def release(self, stream_id: str, lease_id: str) -> None:
         """Releases a lease; unknown leases are ignored."""
@@ -263,24 +240,24 @@ class LeaseTable:
         """Returns why some gateways of its model cannot lease an engine; None if all can."""
         if unfit := self._unfit(engine):
             return unfit
-        bookers = (one for one in self._bookers.values() if one.model == engine.model)
-        why = next(filter(None, (misfit(engine, booker) for booker in bookers)), "")
+        gateways = (one for one in self._gateways.values() if one.model == engine.model)
+        why = next(filter(None, (misfit(engine, gateway) for gateway in gateways)), "")
         return (
             router_pb2.Exclusion(reason=router_pb2.EXCLUSION_REASON_MISFIT, explanation=why)
             if why
             else None
         )
 
-    def _why_none(self, engines: Collection[Engine], booker: Booker) -> str:
-        whys = (f"{one.engine_id}: {self._why_not(one, booker)}" for one in engines)
-        of_model = f" of model {booker.model!r}" if booker.model else ""
+    def _why_none(self, engines: Collection[Engine], gateway: router_pb2.DispatchHello) -> str:
+        whys = (f"{one.engine_id}: {self._why_not(one, gateway)}" for one in engines)
+        of_model = f" of model {gateway.model!r}" if gateway.model else ""
         return f"none of {len(engines)} engines{of_model} can serve; " + "; ".join(
             itertools.islice(whys, _MOST_WHYS)
         )
 
-    def _why_not(self, engine: Engine, booker: Booker) -> str:
+    def _why_not(self, engine: Engine, gateway: router_pb2.DispatchHello) -> str:
         unfit = self._unfit(engine)
-        return unfit.explanation if unfit else misfit(engine, booker) or "it failed this turn"
+        return unfit.explanation if unfit else misfit(engine, gateway) or "it failed this turn"
 
     def _unfit(self, engine: Engine) -> router_pb2.Exclusion | None:
         """Returns why no gateway can lease an engine; None if it can be leased."""

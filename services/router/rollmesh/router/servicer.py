@@ -8,17 +8,11 @@ from contextlib import AbstractAsyncContextManager
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
-from rollmesh.router.leases import Booker, Engine, Grant, LeaseTable, Refusal, RefusalReason
+from rollmesh.router.leases import Engine, LeaseTable
 from rollmesh.router.members import Members
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes
-from rollmesh.runtime.errors import (
-    EnginesBusyError,
-    InvalidFieldError,
-    InvalidLeaseError,
-    NoEngineError,
-    RollmeshError,
-)
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
@@ -85,11 +79,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         first = await anext(request_iterator, None)
         if first is None or not first.HasField("hello"):
             raise InvalidFieldError("hello", "is missing; send it in the first message")
-        hello = first.hello
-        self._table.open_stream(
-            stream_id,
-            Booker(hello.gateway_id, hello.model, hello.tokenizer_sha256, hello.vocabulary_tokens),
-        )
+        self._table.open_stream(stream_id, first.hello)
         self._warn_of_misfits()
         try:
             async for request in request_iterator:
@@ -187,24 +177,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def _acquire(
         self, stream_id: str, acquire: router_pb2.AcquireLease
     ) -> router_pb2.DispatchResponse:
-        result = self._table.acquire(
-            stream_id,
-            acquire.lease_id,
-            acquire.session_id,
-            group_id=acquire.group_id,
-            excluded=acquire.excluded_engine_ids,
-        )
-        response = router_pb2.DispatchResponse(lease_id=acquire.lease_id)
-        match result:
-            case Grant(engine_id, address, policy_version):
-                metrics.LEASE_REQUESTS.labels("granted").inc()
-                response.grant.engine_id = engine_id
-                response.grant.address = address
-                response.grant.policy_version = policy_version
-            case Refusal(reason, message, retry_delay_ms):
-                metrics.LEASE_REQUESTS.labels(reason.lower()).inc()
-                response.refusal.CopyFrom(to_status(_typed(reason, message, retry_delay_ms)))
-        return response
+        try:
+            grant = self._table.acquire(
+                stream_id,
+                acquire.lease_id,
+                acquire.session_id,
+                group_id=acquire.group_id,
+                excluded=acquire.excluded_engine_ids,
+            )
+        except RollmeshError as error:
+            metrics.LEASE_REQUESTS.labels(error.reason.lower()).inc()
+            refusal = to_status(error)
+            return router_pb2.DispatchResponse(lease_id=acquire.lease_id, refusal=refusal)
+        metrics.LEASE_REQUESTS.labels("granted").inc()
+        return router_pb2.DispatchResponse(lease_id=acquire.lease_id, grant=grant)
 
     def _release(self, stream_id: str, release: router_pb2.ReleaseLease) -> None:
         if release.engine_fault:
@@ -240,17 +226,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._warn_of_misfits()
         self._pushes.heed(engine)
         return engine
-
-
-def _typed(reason: RefusalReason, message: str, retry_delay_ms: int) -> RollmeshError:
-    """Returns the error that reports a refusal on the wire."""
-    match reason:
-        case "NO_ENGINE":
-            return NoEngineError(message, retry_delay_ms=retry_delay_ms)
-        case "ENGINES_BUSY":
-            return EnginesBusyError(message, retry_delay_ms=retry_delay_ms)
-        case "INVALID_LEASE":
-            return InvalidLeaseError("acquire", message)
 
 
 def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWeightsHeader:
