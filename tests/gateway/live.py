@@ -15,7 +15,7 @@ from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.service import CollectorService
 from rollmesh.engine.backend import Chunk, GenerateInput, Output
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scripted import ScriptedBackend, ScriptedConfig
+from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.gateway.config import GatewayConfig
@@ -43,7 +43,7 @@ class Generation:
 class RememberingBackend(ScriptedBackend):
     """The scripted model; by chance it dies, is aborted, or gets other weights in the middle."""
 
-    def __init__(self, config: ScriptedConfig, dice: random.Random, faults: float) -> None:
+    def __init__(self, config: EngineConfig, dice: random.Random, faults: float) -> None:
         super().__init__(config)
         self.generations: list[Generation] = []
         self._dice = dice
@@ -114,7 +114,7 @@ class LiveMesh:
         self._model = model
         self._stack = AsyncExitStack()
         self._gateway_stack = AsyncExitStack()
-        config = ScriptedConfig(
+        config = EngineConfig(
             vocabulary_tokens=Tokenizer(model).rust.get_vocab_size(), eos_id=2, reply_tokens=24
         )
         self._backends = [RememberingBackend(config, dice, faults) for _ in range(2)]

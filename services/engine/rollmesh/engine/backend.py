@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
-from rollmesh.v1 import engine_pb2, sampling_pb2
+from rollmesh.v1 import engine_pb2
 
-FinishReason: TypeAlias = sampling_pb2.FinishReason.ValueType
 PauseMode: TypeAlias = engine_pb2.PauseMode.ValueType
 
 
@@ -81,20 +80,8 @@ class Chunk:
     """Their log-probabilities, float32 [K, T]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The end of a generation: the last output."""
-
-    reason: FinishReason
-    stop_token_id: int | None
-    """The sampled stop token that ended the generation, if any; it is included in the ids."""
-    spans: tuple[sampling_pb2.VersionSpan, ...]
-    """Policy versions of all tokens of this generation; indexes count from its first token."""
-    cached_tokens: int = 0
-    """Number of prompt ids whose KV entries were reused."""
-
-
-Output: TypeAlias = Chunk | Finish
+Output: TypeAlias = Chunk | engine_pb2.GenerateFinish
+"""Chunks, and then the finish; the servicer adds what it says about the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +96,8 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of a backend."""
+class ModelLimits:
+    """The limits of a backend's model."""
 
     vocabulary_tokens: int
     max_context_tokens: int
@@ -133,7 +120,7 @@ class Backend(Protocol):
     """Name of the backend."""
     weight_transfer: str
     """Name of vLLM's weight transfer backend; empty if there is none."""
-    limits: Limits
+    limits: ModelLimits
     """Known once `start` has returned."""
     died: asyncio.Event
     """Set when the model's process dies; nothing can be generated after that."""

@@ -2,9 +2,9 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from rollmesh.engine.backend import Backend, Finish
+from rollmesh.engine.backend import Backend
 from rollmesh.runtime.codec.enums import name_of
-from rollmesh.v1 import sampling_pb2
+from rollmesh.v1 import engine_pb2, sampling_pb2
 
 GENERATIONS = Counter(
     "rollmesh_engine_generations_total", "Generations that ended: stop, length, abort.", ["end"]
@@ -28,9 +28,9 @@ def watch(backend: Backend) -> None:
     POLICY_VERSION.set_function(lambda: backend.load().policy_version)
 
 
-def finished(finish: Finish, prompt_tokens: int) -> None:
+def finished(finish: engine_pb2.GenerateFinish) -> None:
     """Counts a finished generation."""
     GENERATIONS.labels(name_of(sampling_pb2.FinishReason.DESCRIPTOR, finish.reason).lower()).inc()
-    TOKENS.labels("prompt").inc(prompt_tokens)
+    TOKENS.labels("prompt").inc(finish.prompt_tokens)
     TOKENS.labels("cached").inc(finish.cached_tokens)
-    TOKENS.labels("sampled").inc(finish.spans[-1].end if finish.spans else 0)
+    TOKENS.labels("sampled").inc(finish.version_spans[-1].end if finish.version_spans else 0)

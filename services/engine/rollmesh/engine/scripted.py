@@ -21,38 +21,21 @@ import safetensors
 
 from rollmesh.engine.backend import (
     Chunk,
-    Finish,
     GenerateInput,
-    Limits,
     Load,
+    ModelLimits,
     Output,
     PauseMode,
     Transfer,
 )
+from rollmesh.engine.config import EngineConfig
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.runtime.errors import InvalidWeightsError, WeightTransferError
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptedConfig:
-    """Behavior of the scripted model."""
-
-    vocabulary_tokens: int = 1000
-    max_context_tokens: int = 131_072
-    eos_id: int = 1
-    """Ends every reply that is not truncated by a limit."""
-    reply_tokens: int = 32
-    """Length of hashed replies, including the end token."""
-    tokens_per_second: float = 0.0
-    """Steps of the token clock per second; 0 is as fast as possible."""
-    max_running: int = 256
-    """Maximum number of requests sampled concurrently; others wait."""
-    script: Path | None = None
-    """JSON file with the replies."""
-    weight_transfer: str = ""
-    """Name of the weight transfer backend to simulate."""
+_CONTEXT_TOKENS = 131_072
+"""Context length where the settings give none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,19 +68,20 @@ class ScriptedBackend:
 
     name = "scripted"
 
-    def __init__(self, config: ScriptedConfig, policy_version: int = 0) -> None:
-        """Takes the configuration and the initial policy version."""
+    def __init__(self, config: EngineConfig) -> None:
+        """Takes the settings of the engine."""
         self._config = config
-        self.limits = Limits(
-            config.vocabulary_tokens, config.max_context_tokens, frozenset({config.eos_id})
+        context_tokens = config.max_context_tokens or _CONTEXT_TOKENS
+        self.limits = ModelLimits(
+            config.vocabulary_tokens, context_tokens, frozenset({config.eos_id})
         )
         self.weight_transfer = config.weight_transfer
         self.died = asyncio.Event()
         self._joined = False
-        self._policy_version = policy_version
+        self._policy_version = 0
         self._rules: list[tuple[TokenIds, TokenIds]] = []
         self._requests: dict[str, _Request] = {}
-        self._places = asyncio.Semaphore(config.max_running)
+        self._slots = asyncio.Semaphore(config.lease_capacity)
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._open = asyncio.Event()  # cleared by a pause, so that new requests wait
@@ -109,8 +93,8 @@ class ScriptedBackend:
 
     async def start(self) -> None:
         """Reads the script."""
-        if self._config.script is not None:
-            text = await asyncio.to_thread(self._config.script.read_text)
+        if self._config.script:
+            text = await asyncio.to_thread(Path(self._config.script).read_text)
             self._rules = [
                 (np.array(rule["after"], np.uint32), np.array(rule["reply"], np.uint32))
                 for rule in json.loads(text)
@@ -132,7 +116,7 @@ class ScriptedBackend:
             while not self._open.is_set() and not state.aborted:
                 await self._open.wait()
             with self._counted():
-                async with self._places:
+                async with self._slots:
                     async for chunk in self._steps(state, request.max_chunk_tokens):
                         yield chunk
             yield self._finish(state, request)
@@ -210,7 +194,7 @@ class ScriptedBackend:
 
     def load(self) -> Load:
         """Returns the load and state."""
-        running = min(len(self._requests), self._config.max_running)
+        running = min(len(self._requests), self._config.lease_capacity)
         return Load(
             self._policy_version,
             running,
@@ -241,7 +225,7 @@ class ScriptedBackend:
             if token in stops and at >= sampling.min_tokens:
                 reply = reply[:at]
                 break
-        room = self._config.max_context_tokens - len(request.token_ids)
+        room = self.limits.max_context_tokens - len(request.token_ids)
         reply = reply[: min(sampling.max_tokens, room)]
         logprobs = (-((reply % 97).astype(np.float32)) / np.float32(50)).astype(np.float32)
         # The sampled id is the most likely one, followed by the next higher ids.
@@ -287,15 +271,18 @@ class ScriptedBackend:
             for chunk in _chunks(state, passed, max_chunk_tokens or state.sampled):
                 yield chunk
 
-    def _finish(self, state: _Request, request: GenerateInput) -> Finish:
-        spans = tuple(state.spans)
+    def _finish(self, state: _Request, request: GenerateInput) -> engine_pb2.GenerateFinish:
+        finish = engine_pb2.GenerateFinish(version_spans=state.spans)
         if state.aborted:
-            return Finish(sampling_pb2.FINISH_REASON_ABORT, None, spans)
+            finish.reason = sampling_pb2.FINISH_REASON_ABORT
+            return finish
         last = int(state.reply[-1])
         eos = last == self._config.eos_id and not request.sampling.ignore_eos
         if eos or last in request.sampling.stop_token_ids:
-            return Finish(sampling_pb2.FINISH_REASON_STOP, last, spans)
-        return Finish(sampling_pb2.FINISH_REASON_LENGTH, None, spans)
+            finish.reason, finish.stop_token_id = sampling_pb2.FINISH_REASON_STOP, last
+        else:
+            finish.reason = sampling_pb2.FINISH_REASON_LENGTH
+        return finish
 
 
 def _chunks(state: _Request, start: int, size: int) -> Iterator[Chunk]:

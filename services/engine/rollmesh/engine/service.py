@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,7 +10,7 @@ import grpc
 from rollmesh.engine import metrics
 from rollmesh.engine.backend import Backend
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.scripted import ScriptedBackend, ScriptedConfig
+from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
@@ -130,33 +129,8 @@ def make_backend(config: EngineConfig) -> Backend:
         ConfigError: vLLM has no such option.
     """
     if config.backend == "scripted":
-        scripted = ScriptedConfig(
-            vocabulary_tokens=config.vocabulary_tokens,
-            max_context_tokens=config.max_context_tokens or 131_072,
-            eos_id=config.eos_id,
-            reply_tokens=config.reply_tokens,
-            tokens_per_second=config.tokens_per_second,
-            max_running=config.lease_capacity,
-            script=Path(config.script) if config.script else None,
-            weight_transfer=config.weight_transfer,
-        )
-        return ScriptedBackend(scripted)
+        return ScriptedBackend(config)
     # Imported here: importing vLLM takes seconds, and the scripted backend does not need it.
     from rollmesh.engine.vllm.backend import VllmBackend  # noqa: PLC0415
-    from rollmesh.engine.vllm.options import read_options  # noqa: PLC0415
-    from rollmesh.engine.vllm.start import VllmConfig  # noqa: PLC0415
 
-    return VllmBackend(
-        VllmConfig(
-            model_path=config.model_path,
-            max_context_tokens=config.max_context_tokens,
-            dtype=config.dtype,
-            enforce_eager=config.enforce_eager,
-            max_running=config.lease_capacity,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            weight_transfer=config.weight_transfer,
-            weight_transfer_timeout_ms=config.weight_transfer_timeout_ms,
-            metrics=config.metrics_port >= 0,
-            options=read_options(config.vllm),
-        )
-    )
+    return VllmBackend(config)

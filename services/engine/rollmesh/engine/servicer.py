@@ -5,12 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from rollmesh.engine import metrics
-from rollmesh.engine.backend import (
-    Backend,
-    Chunk,
-    Finish,
-    PauseMode,
-)
+from rollmesh.engine.backend import Backend, Output, PauseMode
 from rollmesh.engine.requests.generate import read_generate
 from rollmesh.engine.requests.transfer import read_init
 from rollmesh.engine.weights import WeightUpdates
@@ -49,8 +44,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         response = engine_pb2.GenerateResponse()
         async with aclosing(self._run(request, 0)) as outputs:
             async for output in outputs:
-                if isinstance(output, Finish):
-                    response.finish.CopyFrom(_write_finish(output, request))
+                if isinstance(output, engine_pb2.GenerateFinish):
+                    response.finish.CopyFrom(output)
                 else:
                     response.token_ids_u32le += pack_ids(output.token_ids)
                     response.logprobs_f32le += pack_logprobs(output.logprobs)
@@ -65,9 +60,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             raise InvalidFieldError("max_chunk_tokens", "is 0; give at least 1, or call Generate")
         async with aclosing(self._run(request.generate, request.max_chunk_tokens)) as outputs:
             async for output in outputs:
-                if isinstance(output, Finish):
-                    finish = _write_finish(output, request.generate)
-                    yield engine_pb2.StreamGenerateResponse(finish=finish)
+                if isinstance(output, engine_pb2.GenerateFinish):
+                    yield engine_pb2.StreamGenerateResponse(finish=output)
                     continue
                 yield engine_pb2.StreamGenerateResponse(
                     token_ids_u32le=pack_ids(output.token_ids),
@@ -79,7 +73,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     async def _run(
         self, request: engine_pb2.GenerateRequest, max_chunk_tokens: int
-    ) -> AsyncGenerator[Chunk | Finish, None]:
+    ) -> AsyncGenerator[Output, None]:
         """Yields the backend's outputs for a request; the finish comes last."""
         self._check_model(request.model)
         generate = read_generate(request, self._backend.limits, max_chunk_tokens)
@@ -94,9 +88,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             await faults.reach("engine-before-first-token")
             async with aclosing(self._backend.generate(generate)) as outputs:
                 async for output in outputs:
-                    if isinstance(output, Finish):
+                    if isinstance(output, engine_pb2.GenerateFinish):
                         await faults.reach("engine-after-last-token")
-                        metrics.finished(output, len(request.token_ids_u32le) // 4)
+                        output.prompt_tokens = len(generate.token_ids)
+                        output.prompt_crc32 = zlib.crc32(request.token_ids_u32le)
+                        metrics.finished(output)
                     yield output
         finally:
             self._running.discard(request.request_id)
@@ -202,14 +198,3 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 def _check_pause_mode(mode: PauseMode, field: str) -> None:
     if mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
         raise InvalidFieldError(field, "is not set; say what happens to running requests")
-
-
-def _write_finish(finish: Finish, request: engine_pb2.GenerateRequest) -> engine_pb2.GenerateFinish:
-    return engine_pb2.GenerateFinish(
-        reason=finish.reason,
-        stop_token_id=finish.stop_token_id,
-        version_spans=finish.spans,
-        prompt_tokens=len(request.token_ids_u32le) // 4,
-        cached_tokens=finish.cached_tokens,
-        prompt_crc32=zlib.crc32(request.token_ids_u32le),
-    )

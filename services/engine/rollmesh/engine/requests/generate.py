@@ -1,6 +1,6 @@
 """Validates generation requests."""
 
-from rollmesh.engine.backend import GenerateInput, Limits
+from rollmesh.engine.backend import GenerateInput, ModelLimits
 from rollmesh.engine.requests.constraint import read_constraint
 from rollmesh.engine.requests.sampling import MAX_TOP_LOGPROBS, read_sampling
 from rollmesh.runtime.codec.arrays import unpack_ids
@@ -16,7 +16,7 @@ _MAX_ID_CHARS = 128
 
 
 def read_generate(
-    request: engine_pb2.GenerateRequest, limits: Limits, max_chunk_tokens: int
+    request: engine_pb2.GenerateRequest, limits: ModelLimits, max_chunk_tokens: int
 ) -> GenerateInput:
     """Returns the validated request.
 
@@ -49,7 +49,7 @@ def read_generate(
     return result
 
 
-def _check_prompt(request: GenerateInput, limits: Limits) -> None:
+def _check_prompt(request: GenerateInput, limits: ModelLimits) -> None:
     """Checks a prompt against the limits of the model.
 
     Raises:

@@ -16,18 +16,19 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
 from rollmesh.engine.backend import (
     Constraint,
-    Finish,
     GenerateInput,
-    Limits,
     Load,
+    ModelLimits,
     Output,
     PauseMode,
     Sampling,
     Transfer,
 )
+from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.vllm.chunks import chunks
 from rollmesh.engine.vllm.constraint import compilable, has_tokenizer
-from rollmesh.engine.vllm.start import VllmConfig, start_llm
+from rollmesh.engine.vllm.options import read_options
+from rollmesh.engine.vllm.start import start_llm
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import (
@@ -56,26 +57,33 @@ class VllmBackend:
 
     name = "vllm"
 
-    def __init__(self, config: VllmConfig, policy_version: int = 0) -> None:
-        """Takes the settings and the policy version of the weights in `model_path`."""
+    def __init__(self, config: EngineConfig) -> None:
+        """Takes the settings of the engine.
+
+        Raises:
+            ConfigError: vLLM has no such option.
+        """
         self._config = config
+        self._options = read_options(config.vllm)
         self.weight_transfer = config.weight_transfer
-        self._policy_version = policy_version
+        self._policy_version = 0
         self._llm: Any = None
         self._paused = False
         self._sleeping = False
         self._takes_constraints = has_tokenizer(config.model_path)
         self._running: dict[str, bool] = {}
         self._control = asyncio.Lock()
-        self.limits = Limits(0, 0)
+        self.limits = ModelLimits(0, 0)
         self.died = asyncio.Event()
 
     async def start(self) -> None:
         """Loads the model, sets its version and samples one token to warm it up."""
-        self._llm = start_llm(self._config, takes_constraints=self._takes_constraints)
+        self._llm = start_llm(
+            self._config, self._options, takes_constraints=self._takes_constraints
+        )
         model = self._llm.vllm_config.model_config
         eos = model.try_get_generation_config().get("eos_token_id", [])
-        self.limits = Limits(
+        self.limits = ModelLimits(
             model.get_vocab_size(),
             model.max_model_len,
             frozenset(eos if isinstance(eos, list) else [eos]),
@@ -256,7 +264,7 @@ class VllmBackend:
     def load(self) -> Load:
         """Returns the load and state; requests that vLLM has not scheduled are waiting."""
         held = len(self._running)
-        running = min(held, self._config.max_running)
+        running = min(held, self._config.lease_capacity)
         return Load(self._policy_version, running, held - running, self._paused, self._sleeping)
 
     async def _structural_tag(self, constraint: Constraint | None) -> str | None:
@@ -324,7 +332,7 @@ def _failure(request: GenerateInput) -> RollmeshError:
     )
 
 
-def _finish(completion: Any, cached_tokens: int) -> Finish:
+def _finish(completion: Any, cached_tokens: int) -> engine_pb2.GenerateFinish:
     reason = _FINISHES.get(completion.finish_reason)
     if reason is None:
         raise EngineDeadError(f"vLLM ended a request with {completion.finish_reason!r}")
@@ -333,8 +341,14 @@ def _finish(completion: Any, cached_tokens: int) -> Finish:
         reason == sampling_pb2.FINISH_REASON_STOP and stop is None
     ):  # the end token that vLLM knows by itself
         stop = completion.token_ids[-1] if len(completion.token_ids) else None
-    spans = tuple(
-        sampling_pb2.VersionSpan(policy_version=int(span.version), start=span.start, end=span.end)
-        for span in completion.weight_versions or ()
+    return engine_pb2.GenerateFinish(
+        reason=reason,
+        stop_token_id=stop if isinstance(stop, int) else None,
+        version_spans=[
+            sampling_pb2.VersionSpan(
+                policy_version=int(span.version), start=span.start, end=span.end
+            )
+            for span in completion.weight_versions or ()
+        ],
+        cached_tokens=cached_tokens,
     )
-    return Finish(reason, stop if isinstance(stop, int) else None, spans, cached_tokens)

@@ -2,8 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vllm.config import WeightTransferConfig
@@ -14,33 +12,19 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.vllm.failure import failure_log
 from rollmesh.runtime.errors import EngineStartError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmConfig:
-    """Settings for starting vLLM."""
-
-    model_path: Path
-    max_context_tokens: int
-    dtype: str = "auto"
-    enforce_eager: bool = False
-    max_running: int = 256
-    gpu_memory_utilization: float = 0.9
-    weight_transfer: str = ""
-    weight_transfer_timeout_ms: int = 300_000
-    metrics: bool = False
-    """Whether vLLM's metrics are added to this process's Prometheus registry."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `AsyncEngineArgs`, as `read_options` returned them."""
-
-
-def start_llm(config: VllmConfig, *, takes_constraints: bool) -> AsyncLLM:
+def start_llm(
+    config: EngineConfig, options: Mapping[str, Any], *, takes_constraints: bool
+) -> AsyncLLM:
     """Returns vLLM with the model loaded by all of its workers.
 
     Args:
         config: The settings.
+        options: Further arguments of `AsyncEngineArgs`, as `read_options` returned them.
         takes_constraints: Whether the model has the tokenizer that constraints need.
 
     Raises:
@@ -50,15 +34,19 @@ def start_llm(config: VllmConfig, *, takes_constraints: bool) -> AsyncLLM:
         settings = {"logging_config": LoggingConfig(pylogging_config_file=failures.config_file)}
         try:
             return AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**(settings | _arguments(config, takes_constraints))),
-                stat_loggers=[PrometheusStatLogger] if config.metrics else None,
+                AsyncEngineArgs(**(settings | _arguments(config, options, takes_constraints))),
+                stat_loggers=[PrometheusStatLogger] if config.metrics_port >= 0 else None,
             )
         except Exception as error:
             reason = failures.first() or f"{type(error).__name__}: {error}"
             raise EngineStartError(f"vLLM could not start: {' '.join(reason.split())}") from error
 
 
-def _arguments(config: VllmConfig, takes_constraints: bool) -> dict[str, Any]:  # noqa: FBT001
+def _arguments(
+    config: EngineConfig,
+    options: Mapping[str, Any],
+    takes_constraints: bool,  # noqa: FBT001
+) -> dict[str, Any]:
     own: dict[str, Any] = {
         "model": str(config.model_path),
         # The gateway handles text; only constraints need the tokenizer.
@@ -67,7 +55,7 @@ def _arguments(config: VllmConfig, takes_constraints: bool) -> dict[str, Any]:  
         "max_model_len": config.max_context_tokens or None,
         "dtype": config.dtype,
         "enforce_eager": config.enforce_eager,
-        "max_num_seqs": config.max_running,
+        "max_num_seqs": config.lease_capacity,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "disable_log_stats": True,  # vLLM logs no statistics; its metrics go to Prometheus
         "worker_extension_cls": "rollmesh.engine.vllm.worker_extension.WeightReceiver",
@@ -75,7 +63,7 @@ def _arguments(config: VllmConfig, takes_constraints: bool) -> dict[str, Any]:  
             WeightTransferConfig(config.weight_transfer) if config.weight_transfer else None
         ),
     }
-    return {**_cpu_arguments(config.options), **own, **config.options}
+    return {**_cpu_arguments(options), **own, **options}
 
 
 def _cpu_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
