@@ -3,11 +3,10 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass
 from numbers import Integral
-from types import TracebackType
-from typing import Literal
+from typing import Literal, Self
 
 import grpc
 
@@ -21,6 +20,7 @@ from rollmesh.runtime.errors import (
     ShuttingDownError,
 )
 from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 
@@ -49,7 +49,7 @@ class SubscribeOptions:
     """The version being trained; update it with `Subscription.report_version`."""
 
 
-class Subscription(AbstractAsyncContextManager["Subscription"]):
+class Subscription(Background):
     """A named consumer's stream of deliveries; survives restarts of the collector.
 
     A delivery that was handed out and not acknowledged is not handed out twice by this object, even
@@ -80,6 +80,7 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         Raises:
             InvalidFieldError: An argument is invalid.
         """
+        super().__init__()
         self._collector = collector
         options = options or SubscribeOptions()
         _check_credits("credits", credits, least=0)
@@ -106,27 +107,14 @@ class Subscription(AbstractAsyncContextManager["Subscription"]):
         self._acknowledging: dict[str, asyncio.Future[None]] = {}
         self._refusal: RollmeshError | None = None
         self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
-        self._group = asyncio.TaskGroup()
-        self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "Subscription":
+    async def __aenter__(self) -> Self:
         """Starts reading; returns at once."""
-        await self._group.__aenter__()
-        self._task = self._group.create_task(self._stay())
+        await super().__aenter__()
         # However the task ends, nobody keeps waiting for its deliveries.
-        self._task.add_done_callback(lambda _: self._refuse(_ended()))
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Ends the stream; unacknowledged deliveries go to the next subscription."""
         if self._task is not None:
-            self._task.cancel()
-        await self._group.__aexit__(None, None, None)
+            self._task.add_done_callback(lambda _: self._refuse(_ended()))
+        return self
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
         """Iterates over deliveries without end."""

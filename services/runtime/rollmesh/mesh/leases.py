@@ -8,8 +8,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
-from types import TracebackType
+from contextlib import aclosing, asynccontextmanager, suppress
 
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
@@ -21,6 +20,7 @@ from rollmesh.runtime.errors import (
 )
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.rpc.statuses import from_status
+from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -84,8 +84,8 @@ class _Line:
         self._releases.clear()
 
 
-class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
-    """The engine leases of one gateway."""
+class LeaseClient(Background):
+    """The engine leases of one gateway; leaving the context frees them."""
 
     def __init__(
         self,
@@ -105,6 +105,7 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
             tokenizer_sha256: Digest of the tokenizer that the engines must have; empty means any.
             vocabulary_tokens: Vocabulary size of the model, ids; 0 means any.
         """
+        super().__init__()
         self._router = router
         self._hello = router_pb2.DispatchHello(
             gateway_id=gateway_id,
@@ -116,25 +117,6 @@ class LeaseClient(AbstractAsyncContextManager["LeaseClient"]):
         self._waiting: dict[str, asyncio.Future[router_pb2.DispatchResponse]] = {}
         self._line: _Line | None = None
         self._connected = asyncio.Event()
-        self._group = asyncio.TaskGroup()
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> "LeaseClient":
-        """Starts connecting in the background and returns at once."""
-        await self._group.__aenter__()
-        self._task = self._group.create_task(self._stay())
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Ends the stream; the router frees its leases."""
-        if self._task is not None:
-            self._task.cancel()
-        await self._group.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def lease(

@@ -8,8 +8,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from types import TracebackType
+from contextlib import aclosing, suppress
 
 import grpc
 
@@ -18,6 +17,7 @@ from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, read_stream
 from rollmesh.runtime.rpc.statuses import status_code_of
+from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
@@ -28,8 +28,11 @@ _LOG_MS = 30_000  # between two warnings that the router is away
 _FINAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS}
 
 
-class Membership(AbstractAsyncContextManager["Membership"]):
-    """The `Register` stream of one replica; reconnects when the router comes back."""
+class Membership(Background):
+    """The `Register` stream of one replica; reconnects when the router comes back.
+
+    Entering starts to register; leaving ends the stream, and the router forgets the replica.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Membership(AbstractAsyncContextManager["Membership"]):
         load: Callable[[], router_pb2.ReplicaLoad],
     ) -> None:
         """Takes the router's `host:port`, the replica's identity, and a function for its load."""
+        super().__init__()
         self._router = router
         self._hello = router_pb2.ReplicaHello()
         self._hello.CopyFrom(hello)
@@ -49,25 +53,6 @@ class Membership(AbstractAsyncContextManager["Membership"]):
         self._refusal: RollmeshError | None = None
         self._next_log_ms = 0
         self._left = False
-        self._task: asyncio.Task[None] | None = None
-        self._group = asyncio.TaskGroup()
-
-    async def __aenter__(self) -> "Membership":
-        """Starts to register; returns at once."""
-        await self._group.__aenter__()
-        self._task = self._group.create_task(self._stay())
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Ends the stream: the router forgets the replica."""
-        if self._task is not None:
-            self._task.cancel()
-        await self._group.__aexit__(None, None, None)
 
     def notify(self) -> None:
         """Reports the load now instead of within a second."""

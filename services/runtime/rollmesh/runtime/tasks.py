@@ -1,9 +1,11 @@
-"""Work that runs to completion even if the call that started it is cancelled."""
+"""Tasks with an owner: of one object, and work that completes even if its caller is cancelled."""
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from rollmesh.runtime.errors import ShuttingDownError
 
@@ -73,6 +75,36 @@ async def contained(work: Callable[[], Awaitable[object]], event: str) -> None:
         await work()
     except Exception as error:  # noqa: BLE001 - the edge of a task: its group goes on
         _log.error(event, exc_info=error)
+
+
+class Background(ABC):
+    """A context with one task, which runs while it is entered."""
+
+    def __init__(self) -> None:
+        """Starts nothing yet."""
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Starts the task; returns at once."""
+        await self._group.__aenter__()
+        self._task = self._group.create_task(self._stay())
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Cancels the task and waits for its end."""
+        if self._task is not None:
+            self._task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    @abstractmethod
+    async def _stay(self) -> None:
+        """Does the work of the task."""
 
 
 def _seen(outcome: asyncio.Future[Any]) -> None:
