@@ -15,7 +15,8 @@ def test_a_head_has_the_lengths_of_the_arrays_and_not_the_arrays(
     session: session_pb2.SessionRecord,
 ) -> None:
     row = session.tree if session.HasField("tree") else session.trajectories[0]
-    ids, logprobs, mask = row.token_ids_u32le, row.logprobs_f32le, row.loss_mask_u8
+    tokens = row.tokens
+    ids, logprobs, mask = tokens.token_ids_u32le, tokens.logprobs_f32le, tokens.loss_mask_u8
     head, arrays = split(session)
     assert arrays == [ids, logprobs, mask]
     assert ids not in head
