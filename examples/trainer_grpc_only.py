@@ -22,7 +22,7 @@ _TIMEOUT_S = 120
 def read_groups(address: str, consumer: str, count: int) -> list[list[session_pb2.SessionRecord]]:
     """Returns `count` groups, each durably acknowledged by the collector."""
     outgoing: queue.Queue[collector_pb2.SubscribeRequest | None] = queue.Queue()
-    hello = collector_pb2.SubscribeHello(consumer=consumer, unit=collector_pb2.DELIVERY_UNIT_GROUP)
+    hello = collector_pb2.SubscribeHello(consumer=consumer)
     outgoing.put(collector_pb2.SubscribeRequest(hello=hello))
     grant = collector_pb2.GrantCredits(credits=count)
     outgoing.put(collector_pb2.SubscribeRequest(grant=grant))
@@ -36,6 +36,7 @@ def read_groups(address: str, consumer: str, count: int) -> list[list[session_pb
     options = [("grpc.max_receive_message_length", -1)]  # a group may have any size
     with grpc.insecure_channel(address, options=options) as channel:
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        create_consumer(stub, consumer)
         call = stub.Subscribe(requests(), timeout=_TIMEOUT_S)
         for response in call:
             if response.HasField("delivery"):
@@ -50,6 +51,17 @@ def read_groups(address: str, consumer: str, count: int) -> list[list[session_pb
         outgoing.put(None)
         call.cancel()
     return list(groups.values())
+
+
+def create_consumer(stub: collector_pb2_grpc.CollectorServiceStub, name: str) -> None:
+    """Creates a consumer of groups, unless it exists."""
+    consumer = collector_pb2.Consumer(name=name, unit=collector_pb2.DELIVERY_UNIT_GROUP)
+    request = collector_pb2.CreateConsumerRequest(consumer=consumer)
+    try:
+        stub.CreateConsumer(request, timeout=_TIMEOUT_S)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
+            raise
 
 
 def summarise(groups: list[list[session_pb2.SessionRecord]]) -> dict[str, object]:

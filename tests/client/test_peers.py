@@ -84,6 +84,10 @@ async def test_an_answer_that_is_no_message_is_a_typed_error(
     assert tracebacks(caplog) == []
 
 
+def created(request: bytes) -> bytes:
+    return collector_pb2.CreateConsumerResponse().SerializeToString()
+
+
 def delivery(session: session_pb2.SessionRecord) -> Callable[[bytes], bytes]:
     made = collector_pb2.Delivery(delivery_id=session.session_id, attempt=1, sessions=[session])
     data = collector_pb2.SubscribeResponse(delivery=made).SerializeToString()
@@ -99,8 +103,8 @@ def grant(request: bytes) -> bytes:
 
 
 async def first_session(*scripts: Script) -> Any:
-    """Returns the first session that a subscription to a peer gives."""
-    async with answering(*scripts) as address:
+    """Returns the first session that a subscription to a peer gives, which creates its consumer."""
+    async with answering([created], *scripts) as address:
         addresses = MeshAddresses(router="", gateway="", collector=address, sidecar="")
         async with Client(addresses) as client, asyncio.timeout(WAIT_S):
             async with client.subscribe("trainer", unit="session") as sessions:

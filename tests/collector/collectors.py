@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.service import CollectorService
 from rollmesh.runtime.rpc.channels import open_channel
@@ -74,6 +76,21 @@ class Stream:
         return [delivery.delivery_id for delivery in await self.deliveries(count)]
 
 
+async def create_or_update(
+    stub: Any, *, start: collector_pb2.Position | None = None, **settings: Any
+) -> None:
+    empty = {"groups": collector_pb2.GroupPolicy(), "filter": collector_pb2.DeliveryFilter()}
+    consumer = collector_pb2.Consumer(**(empty | settings))
+    try:
+        request = collector_pb2.CreateConsumerRequest(consumer=consumer, start=start)
+        await stub.CreateConsumer(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
+            raise
+        update = collector_pb2.UpdateConsumerRequest(consumer=consumer)
+        await stub.UpdateConsumer(update, timeout=TIMEOUT_S)
+
+
 @asynccontextmanager
 async def subscribing(
     stub: Any,
@@ -81,15 +98,13 @@ async def subscribing(
     unit: collector_pb2.DeliveryUnit.ValueType = SESSION,
     *,
     credits_: int = 0,
-    lease_ms: int | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> AsyncIterator[Stream]:
+    """Creates a consumer, or gives a known one these settings, and opens a stream of it."""
+    await create_or_update(stub, name=consumer, unit=unit, **settings)
     stream = Stream(stub.Subscribe())
     try:
-        hello = collector_pb2.SubscribeHello(
-            consumer=consumer, unit=unit, lease_ms=lease_ms, **options
-        )
-        await stream.send(hello=hello)
+        await stream.send(hello=collector_pb2.SubscribeHello(consumer=consumer))
         if credits_:
             await stream.grant(credits_)
         yield stream

@@ -10,13 +10,13 @@ from rollmesh.collector.storage.redis.client import connected
 from tests.collector.redis_server import redis_server
 
 Damage: TypeAlias = Callable[[str, bytes], Awaitable[None]]
-"""Overwrites a field of session `b`, or the hello of consumer `b`."""
+"""Overwrites a field of session `b`, or the settings of consumer `b`."""
 
 
 IN_SQLITE = {
     "head": "UPDATE sessions SET head = ? WHERE session_id = 'b'",
     "arrays": "UPDATE sessions SET arrays = ? WHERE session_id = 'b'",
-    "hello": "UPDATE consumers SET hello = ? WHERE name = 'b'",
+    "settings": "UPDATE consumers SET settings = ? WHERE name = 'b'",
 }
 
 
@@ -35,7 +35,7 @@ async def damaged_store(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str
     async with redis_server(folder / "redis") as server, connected(server.url) as client:
 
         async def in_redis(field: str, data: bytes) -> None:
-            if field == "hello":
+            if field == "settings":
                 await client.run("HSET", client.key("consumers"), "b", data)
             else:
                 await client.run("HSET", client.key("session", "b"), field, data)

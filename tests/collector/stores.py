@@ -9,12 +9,14 @@ from typing import Any
 from rollmesh.collector.delivery.filters import judge
 from rollmesh.collector.delivery.loads import Loaded
 from rollmesh.collector.delivery.retention import Retention
+from rollmesh.collector.delivery.settings import created
 from rollmesh.collector.delivery.units import Arrival, Settlement, Unit
 from rollmesh.collector.storage.redis.client import connected
-from rollmesh.collector.storage.redis.store import RedisStore
+from rollmesh.collector.storage.redis.store import open_store as open_redis
 from rollmesh.collector.storage.sqlite.store import open_store
 from rollmesh.collector.storage.store import Store
-from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
+from rollmesh.runtime.errors import ConsumerExistsError
+from rollmesh.v1 import collector_pb2 as pb
 from tests.collector.records import record
 
 KEEP = Retention(settled_ms=10**12, max_bytes=2**30)
@@ -31,16 +33,16 @@ async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterat
 async def redis_store(url: str, retention: Retention = KEEP) -> AsyncIterator[Store]:
     async with connected(url) as client:
         await client.run("FLUSHALL")
-        yield RedisStore(client, retention)
+        yield await open_redis(client, retention)
 
 
 class Reader:
     """A consumer that reads a store as a collector does."""
 
-    def __init__(self, store: Store, hello: pb.SubscribeHello) -> None:
+    def __init__(self, store: Store, settings: pb.Consumer) -> None:
         self.store = store
-        self.hello = hello
-        self.name = hello.consumer
+        self.settings = settings
+        self.name = settings.name
         self.cursor = 0
 
     @classmethod
@@ -50,11 +52,18 @@ class Reader:
         name: str = "c",
         unit: pb.DeliveryUnit.ValueType = pb.DELIVERY_UNIT_SESSION,
         now_ms: int = 0,
-        **options: Any,
+        *,
+        start: pb.Position | None = None,
+        **settings: Any,
     ) -> "Reader":
-        hello = pb.SubscribeHello(consumer=name, unit=unit, **options)
-        await store.open_consumer(hello, now_ms)
-        return cls(store, hello)
+        """Creates a consumer, or gives a known one these settings."""
+        empty = {"groups": pb.GroupPolicy(), "filter": pb.DeliveryFilter()}
+        consumer = pb.Consumer(name=name, unit=unit, **(empty | settings))
+        try:
+            await store.create_consumer(created(consumer), start, now_ms)
+        except ConsumerExistsError:
+            await store.update_consumer(consumer, now_ms)
+        return cls(store, await store.consumer(name))
 
     async def fetch(self, limit: int = 100) -> list[Unit]:
         units: list[Unit] = []
@@ -70,7 +79,7 @@ class Reader:
         return [unit.unit_id for unit in await self.fetch(limit)]
 
     async def load(self, unit: Unit, version: int | None = None, now_ms: int = 0) -> Loaded | None:
-        rules = partial(judge, self.hello.filter, version)
+        rules = partial(judge, self.settings.filter, version)
         (loaded,) = await self.store.load(self.name, [unit], rules, now_ms)
         return loaded
 

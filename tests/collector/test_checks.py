@@ -14,7 +14,6 @@ from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import (
     GROUP,
-    SESSION,
     TIMEOUT_S,
     ingest,
     subscribing,
@@ -35,25 +34,24 @@ async def test_an_ingest_of_nothing_is_refused(stub: Any) -> None:
     assert error.field == "sessions"
 
 
-HELLO = {"hello": {"consumer": "c", "unit": SESSION}}
+HELLO = {"hello": {"consumer": "taken"}}
 
 
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
         pytest.param([{"grant": {"credits": 1}}], "hello", id="no hello"),
-        pytest.param([{"hello": {"unit": SESSION}}], "consumer", id="no name"),
-        pytest.param(
-            [{"hello": {"consumer": "c" * 129, "unit": SESSION}}], "consumer", id="long name"
-        ),
-        pytest.param([{"hello": {"consumer": "c"}}], "unit", id="no unit"),
-        pytest.param(
-            [{"hello": {"consumer": "c", "unit": SESSION, "lease_ms": 0}}], "lease_ms", id="lease 0"
-        ),
+        pytest.param([{"hello": {}}], "hello.consumer", id="no name"),
+        pytest.param([{"hello": {"consumer": "c" * 129}}], "hello.consumer", id="long name"),
+        pytest.param([{"hello": {"consumer": "\n"}}], "hello.consumer", id="unprintable name"),
         pytest.param([HELLO, {"grant": {"credits": 0}}], "grant.credits", id="no credits"),
         pytest.param([HELLO, {"grant": {"credits": 65_537}}], "grant.credits", id="many credits"),
         pytest.param([HELLO, HELLO], "part", id="hello twice"),
-        pytest.param([{"hello": {"consumer": "taken", "unit": SESSION}}], "unit", id="other unit"),
+        pytest.param(
+            [HELLO, {"version": {"policy_version": -1}}],
+            "version.policy_version",
+            id="negative version",
+        ),
     ],
 )
 async def test_an_ill_formed_subscription_is_refused_by_field(

@@ -78,8 +78,10 @@ async def test_export_writes_a_row_for_each_trajectory(
 
 
 async def test_inspect_shows_counts_groups_filtered_and_sessions(collector: ServiceProcess) -> None:
-    stats, group, entry = lines(tool(collector, "inspect", "--groups", "--filtered", "trainer"))
+    flags = ("--consumers", "--groups", "--filtered", "trainer")
+    stats, consumer, group, entry = lines(tool(collector, "inspect", *flags))
     assert (stats["sessions"], stats["consumers"][0]["acknowledged"]) == ("4", "1")
+    assert (consumer["name"], consumer["unit"]) == ("trainer", "DELIVERY_UNIT_GROUP")
     assert (group["group_id"], group["samples"], group["group_size"]) == ("g", 1, 2)
     assert (entry["session_id"], entry["reason"]) == ("late", "FILTER_REASON_SURPLUS")
     (session,) = lines(tool(collector, "inspect", "--session", "c"))
@@ -89,15 +91,16 @@ async def test_inspect_shows_counts_groups_filtered_and_sessions(collector: Serv
 
 async def test_replay_brings_acknowledged_units_back(collector: ServiceProcess) -> None:
     done = tool(collector, "replay", "--consumer", "trainer", "--from", "earliest")
-    assert done.stdout == "trainer: 1 units come again, 0 are skipped\n", done.stderr
+    assert done.stdout == "trainer: 1 units redelivered, 0 skipped\n", done.stderr
     async with open_channel(collector.address) as channel:
         stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
         async with subscribing(stub, "trainer", GROUP, credits_=2) as stream:
             assert await stream.delivered(2) == ["a", "b"]
     unknown = tool(collector, "replay", "--consumer", "x", "--from", "latest")
     assert (unknown.returncode, "'x' is not known" in unknown.stderr) == (1, True)
-    said = [tool(collector, "drop", "--consumer", "trainer").stdout for _ in range(2)]
-    assert said == ["trainer: forgotten\n", "trainer: is not known\n"]
+    assert tool(collector, "delete", "--consumer", "trainer").stdout == "trainer: deleted\n"
+    gone = tool(collector, "delete", "--consumer", "trainer")
+    assert (gone.returncode, "'trainer' is not known" in gone.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(

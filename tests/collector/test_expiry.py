@@ -1,4 +1,4 @@
-"""Consumers that nobody uses any more: forgotten, so that they hold nothing."""
+"""Consumers that nobody uses any more: deleted, so that they retain nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,17 @@ async def test_a_consumer_without_a_stream_for_too_long_holds_nothing(store: Sto
     await stays.take_all()
     assert await store.retain(10**13) == 0
     await store.touch(["stays", "nobody"], 1000)
-    assert (await store.standing("stays")).seen_ms == 1000
+    assert (await store.consumer("stays")).seen_unix_ms == 1000
     assert await store.expire_consumers(0) == []
     assert await store.expire_consumers(1000) == ["left"]
     assert await store.expire_consumers(1000) == []
-    assert [hello.consumer for hello in await store.consumers()] == ["stays"]
+    assert [consumer.name for consumer in (await store.consumers(9, ""))[0]] == ["stays"]
     assert await store.retain(10**13) == 1
 
 
 async def test_a_consumer_that_comes_back_in_time_is_seen_anew(store: Store) -> None:
     await Reader.open(store, "c", now_ms=0)
-    await Reader.open(store, "c", now_ms=500)
+    await store.touch(["c"], 500)
     assert await store.expire_consumers(500) == []
 
 
@@ -49,13 +49,13 @@ async def test_a_collector_forgets_who_left_and_keeps_who_waits(
             await other.opened()
 
         async def the_only_one() -> Any:
-            consumers = (await stub.GetStats(pb.GetStatsRequest())).consumers
+            consumers = (await stub.ListConsumers(pb.ListConsumersRequest())).consumers
             return consumers[0] if len(consumers) == 1 else None
 
         left = await until(the_only_one)
-        assert left.consumer == "waits"
+        assert left.name == "waits"
         assert left.seen_unix_ms > 0
         await ingest_all(stub, "a")
         assert await stream.delivered(1) == ["a"]
-    told = [entry for entry in caplog.records if "consumer forgotten" in entry.getMessage()]
+    told = [entry for entry in caplog.records if "consumer deleted" in entry.getMessage()]
     assert [getattr(entry, "fields", {})["consumer"] for entry in told] == ["stranger"]

@@ -15,6 +15,7 @@ from tests.collector.collectors import SESSION, TIMEOUT_S
 from tests.collector.records import record
 
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
+CONSUMER = pb.Consumer(name="c", unit=SESSION)
 REWARDS = session_pb2.SessionRewards(reward=1.0)
 
 
@@ -28,7 +29,15 @@ REWARDS = session_pb2.SessionRewards(reward=1.0)
             id="SetRewards",
         ),
         pytest.param("Seek", pb.SeekRequest(consumer="c", position=EARLIEST), id="Seek"),
-        pytest.param("DropConsumer", pb.DropConsumerRequest(consumer="c"), id="DropConsumer"),
+        pytest.param(
+            "CreateConsumer", pb.CreateConsumerRequest(consumer=CONSUMER), id="CreateConsumer"
+        ),
+        pytest.param("GetConsumer", pb.GetConsumerRequest(consumer="c"), id="GetConsumer"),
+        pytest.param("ListConsumers", pb.ListConsumersRequest(), id="ListConsumers"),
+        pytest.param(
+            "UpdateConsumer", pb.UpdateConsumerRequest(consumer=CONSUMER), id="UpdateConsumer"
+        ),
+        pytest.param("DeleteConsumer", pb.DeleteConsumerRequest(consumer="c"), id="DeleteConsumer"),
         pytest.param("ListFiltered", pb.ListFilteredRequest(consumer="c"), id="ListFiltered"),
         pytest.param("ListOpenGroups", pb.ListOpenGroupsRequest(), id="ListOpenGroups"),
         pytest.param("GetStats", pb.GetStatsRequest(), id="GetStats"),
@@ -43,7 +52,7 @@ async def test_a_call_before_the_store_is_open_is_told_to_come_again(
     collector_pb2_grpc.add_CollectorServiceServicer_to_server(CollectorServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    hello = pb.SubscribeRequest(hello=pb.SubscribeHello(consumer="c", unit=SESSION))
+    hello = pb.SubscribeRequest(hello=pb.SubscribeHello(consumer="c"))
     try:
         async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(TIMEOUT_S):
             stub = collector_pb2_grpc.CollectorServiceStub(channel)

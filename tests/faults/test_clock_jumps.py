@@ -215,9 +215,8 @@ async def test_a_jump_ahead_removes_nothing_before_its_time(
             await stream.acknowledge("new")
             assert await stream.acknowledged() == {"new"}
         jump(AHEAD)
-        await stub.DropConsumer(
-            collector_pb2.DropConsumerRequest(consumer="auditor"), timeout=TIMEOUT_S
-        )
+        auditor = collector_pb2.DeleteConsumerRequest(consumer="auditor")
+        await stub.DeleteConsumer(auditor, timeout=TIMEOUT_S)
 
         async def some_are_removed() -> Any:
             found = await counted(stub)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.collector.streams import subscriptions
-from rollmesh.v1 import collector_pb2, session_pb2
+from rollmesh.collector.streams import stream as streams_stream
+from rollmesh.v1 import collector_pb2
 from tests.collector.collectors import TIMEOUT_S, Stream, stub_at, subscribing
 from tests.collector.records import record, trajectory
 from tests.collector.redis_server import redis_server
@@ -153,7 +153,7 @@ async def test_a_consumer_that_acknowledges_and_does_not_read_is_pushed_back(
     stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, each = [f"unknown{at}" for at in range(4000)], 10
-    monkeypatch.setattr(subscriptions, "_MOST_UNTOLD", 5 * each)
+    monkeypatch.setattr(streams_stream, "_MOST_UNTOLD", 5 * each)
     await ingest(stub, UNITS)
     async with subscribing(stub, credits_=MANY) as stream, asyncio.TaskGroup() as group:
         await filled(stub, "trainer")

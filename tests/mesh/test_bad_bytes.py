@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.statuses import from_rpc_error
-from rollmesh.v1 import collector_pb2, engine_pb2, gateway_pb2, router_pb2
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, engine_pb2, gateway_pb2, router_pb2
+from tests.collector.collectors import SESSION, create_or_update
 from tests.mesh.test_openai import ask, user
 from tests.meshes import Mesh, delivered, scripted_mesh
 
@@ -54,9 +55,7 @@ FIRST: dict[str, Message] = {
     "PushWeights": router_pb2.PushWeightsRequest(header=_PUSH),
     "UpdateWeights": engine_pb2.UpdateWeightsRequest(header=_HEADER),
     "Subscribe": collector_pb2.SubscribeRequest(
-        hello=collector_pb2.SubscribeHello(
-            consumer="stranger", unit=collector_pb2.DELIVERY_UNIT_SESSION
-        )
+        hello=collector_pb2.SubscribeHello(consumer="stranger")
     ),
 }
 """What begins each stream of requests well."""
@@ -99,6 +98,8 @@ async def left_standing(mesh: Mesh) -> AsyncIterator[dict[str, grpc.aio.Channel]
             name: await stack.enter_async_context(open_channel(mesh.processes[name].address))
             for name in SERVICES
         }
+        collector = collector_pb2_grpc.CollectorServiceStub(channels["collector"])
+        await create_or_update(collector, name="stranger", unit=SESSION)
         yield channels
         for name, channel in channels.items():
             stub: Any = health_pb2_grpc.HealthStub(channel)

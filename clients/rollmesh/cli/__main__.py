@@ -15,7 +15,7 @@ _USAGE = """usage: rollmesh up [--config mesh.toml]
                                        serves a reward function to collectors
        rollmesh SERVICE --help         lists the service's flags
        rollmesh router forget-weights [--model NAME]
-       rollmesh collector drop|export|inspect|replay [flags]
+       rollmesh collector delete|export|inspect|replay [flags]
        rollmesh gateway dead-letters list|retry|drop [flags]
        rollmesh template check MODEL   shows what a gateway finds about a chat template
        rollmesh --version

@@ -2,7 +2,10 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollmesh.collector.delivery.consumer import Consumer
-from rollmesh.collector.delivery.units import SESSION, Page, Unit
+from rollmesh.collector.delivery.units import Page, Unit
+from rollmesh.v1 import collector_pb2 as pb
+
+TRAINER = pb.Consumer(name="trainer", unit=pb.DELIVERY_UNIT_SESSION, lease_ms=100)
 
 
 class DeliveryMachine(RuleBasedStateMachine):
@@ -10,7 +13,7 @@ class DeliveryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.consumer = Consumer("trainer", SESSION, lease_ms=100)
+        self.consumer = Consumer(TRAINER)
         self.now = 0
         self.units: dict[str, Unit] = {}
         self.done: set[str] = set()
@@ -97,7 +100,7 @@ TestDeliveryMachine.settings = settings(stateful_step_count=40)
 
 
 def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
-    consumer = Consumer("trainer", SESSION, lease_ms=100)
+    consumer = Consumer(TRAINER)
     slow, fast = consumer.open_stream(), consumer.open_stream()
     unit = Unit(1, "s")
     consumer.add(unit)
@@ -112,7 +115,7 @@ def test_a_unit_goes_to_the_stream_that_did_not_let_its_lease_run_out() -> None:
 
 
 def test_nothing_waits_for_a_stream_whose_consumer_does_not_read() -> None:
-    consumer = Consumer("trainer", SESSION, lease_ms=100)
+    consumer = Consumer(TRAINER)
     slow, fast = consumer.open_stream(), consumer.open_stream()
     for stream in (slow, fast):
         consumer.grant(stream, 3)
@@ -138,7 +141,7 @@ def unit(seq: int) -> Unit:
 
 
 def test_many_credits_do_not_bring_in_the_whole_store() -> None:
-    consumer = Consumer("trainer", SESSION)
+    consumer = Consumer(TRAINER)
     consumer.grant(consumer.open_stream(), 60_000)
     for begin in range(0, 1000, 64):
         wanted = consumer.wanted()
@@ -148,7 +151,7 @@ def test_many_credits_do_not_bring_in_the_whole_store() -> None:
 
 
 def test_as_much_is_fetched_as_the_streams_may_take() -> None:
-    consumer = Consumer("trainer", SESSION)
+    consumer = Consumer(TRAINER)
     assert consumer.wanted() == 0  # nobody has credits
     consumer.grant(consumer.open_stream(), 3)
     consumer.grant(consumer.open_stream(), 2)
@@ -162,7 +165,7 @@ def test_as_much_is_fetched_as_the_streams_may_take() -> None:
 
 
 def test_what_is_settled_while_its_page_is_under_way_does_not_come() -> None:
-    consumer = Consumer("trainer", SESSION)
+    consumer = Consumer(TRAINER)
     consumer.grant(consumer.open_stream(), 5)
     assert consumer.wanted() == 5
     consumer.settle("s1")
@@ -185,7 +188,7 @@ def test_a_settled_unit_that_the_store_returns_again_is_delivered_again() -> Non
 
 
 def test_a_consumer_that_is_reset_begins_anew_with_its_streams() -> None:
-    consumer = Consumer("trainer", SESSION)
+    consumer = Consumer(TRAINER)
     stream = consumer.open_stream()
     consumer.grant(stream, 2)
     consumer.add_page(Page([unit(1), unit(2)], cursor=2, more=False))

@@ -85,10 +85,10 @@ def test_an_over_sampled_group_holds_k_different_usable_samples(
 
 
 def log(**policy: int) -> GroupLog:
-    hello = pb.SubscribeHello(consumer="c", unit=pb.DELIVERY_UNIT_GROUP)
-    hello.groups.CopyFrom(pb.GroupPolicy(**policy))
-    hello.filter.lineages.append(trajectory_pb2.LINEAGE_MAIN)
-    return GroupLog("g:c", hello, ("c",))
+    consumer = pb.Consumer(name="c", unit=pb.DELIVERY_UNIT_GROUP)
+    consumer.groups.CopyFrom(pb.GroupPolicy(**policy))
+    consumer.filter.lineages.append(trajectory_pb2.LINEAGE_MAIN)
+    return GroupLog("c:c", consumer, ("c",))
 
 
 def sample(session_id: str, index: int, head: bytes | None = None) -> Sample:

@@ -15,27 +15,27 @@ from rollmesh.collector.delivery.units import (
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 
-def hello(
-    consumer: str, unit: pb.DeliveryUnit.ValueType = pb.DELIVERY_UNIT_GROUP, **policy: int
-) -> pb.SubscribeHello:
-    groups = pb.GroupPolicy(**policy)
-    return pb.SubscribeHello(consumer=consumer, unit=unit, groups=groups)
+def consumer(
+    name: str, unit: pb.DeliveryUnit.ValueType = pb.DELIVERY_UNIT_GROUP, **policy: int
+) -> pb.Consumer:
+    groups = pb.GroupPolicy(**policy) if policy else None
+    return pb.Consumer(name=name, unit=unit, groups=groups)
 
 
 def test_consumers_without_a_policy_share_a_log_and_others_have_one_each() -> None:
-    one, other, own = hello("a"), hello("b"), hello("c", deadline_ms=1)
-    sessions = hello("d", pb.DELIVERY_UNIT_SESSION)
-    assert [log_of(each) for each in (one, other, own, sessions)] == ["g", "g", "g:c", SESSION_LOG]
+    one, other, own = consumer("a"), consumer("b"), consumer("c", deadline_ms=1)
+    sessions = consumer("d", pb.DELIVERY_UNIT_SESSION)
+    assert [log_of(each) for each in (one, other, own, sessions)] == ["g", "g", "c:c", SESSION_LOG]
     shared, mine = group_logs([one, None, own, sessions, other])
     assert (shared.name, shared.readers) == (GROUP_LOG, ("a", "b"))
-    assert mine == GroupLog("g:c", own, ("c",))
+    assert mine == GroupLog("c:c", own, ("c",))
 
 
 def test_the_shared_log_is_there_without_readers() -> None:
     (shared,) = group_logs([])
     assert (shared.name, shared.readers, shared.judges) == (GROUP_LOG, (), False)
     assert shared.deadline_ms(5) is None
-    assert GroupLog("g:c", hello("c", deadline_ms=7)).deadline_ms(5) == 12
+    assert GroupLog("c:c", consumer("c", deadline_ms=7)).deadline_ms(5) == 12
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_session_waits_for_rewards_as_it_says(
 
 def test_sessions_are_units_of_one_log_and_their_group_is_a_unit_of_the_others() -> None:
     assert units_in(SESSION_LOG, "g", ["a", "b"], grouped=True) == ["a", "b"]
-    assert units_in("g:c", "g", ["a", "b"], grouped=True) == ["g"]
+    assert units_in("c:c", "g", ["a", "b"], grouped=True) == ["g"]
     assert units_in(GROUP_LOG, "superseded:a", ["a"], grouped=False) == []
 
 

@@ -108,7 +108,7 @@ async def test_a_session_whose_file_is_damaged_is_set_aside(
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "redis"])
-async def test_a_consumer_whose_options_are_damaged_holds_up_nobody(
+async def test_a_consumer_whose_settings_are_damaged_holds_up_nobody(
     tmp_path: Path, kind: str
 ) -> None:
     samples = pb.GroupPolicy(samples=1)
@@ -116,7 +116,7 @@ async def test_a_consumer_whose_options_are_damaged_holds_up_nobody(
         async with stub_at(tmp_path, **settings) as stub:
             async with subscribing(stub, "b", GROUP, groups=samples) as stream:
                 await stream.opened()
-        await damage("hello", b"\xff")
+        await damage("settings", b"\xff")
         async with stub_at(tmp_path, **settings) as stub:
             await ingest_all(stub, "a")
             async with subscribing(stub, "other", credits_=1) as stream:

@@ -12,10 +12,10 @@ from redis import exceptions
 from rollmesh.client.deliveries.subscription import Subscription
 from rollmesh.collector.delivery.units import Settlement
 from rollmesh.collector.storage.redis.client import RedisClient, connected
-from rollmesh.collector.storage.redis.store import RedisStore
+from rollmesh.collector.storage.redis.store import RedisStore, open_store
 from rollmesh.collector.streams.subscriptions import Subscriptions
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import ConsumerMovedError, StoreAwayError, StoreFullError
+from rollmesh.runtime.errors import ConsumerMovedError, StoreAwayError, StoreError, StoreFullError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc
 from tests.collector.collectors import GROUP, TIMEOUT_S, collector_at, ingest_all, subscribing
@@ -68,7 +68,7 @@ async def test_what_a_killed_collector_held_goes_to_another(
             await held.settle("a")
         async with connected(server.url) as client:
             heir = RedisStore(client, KEEP)
-            reader = Reader(heir, held.hello)
+            reader = Reader(heir, held.settings)
             async with asyncio.timeout(TIMEOUT_S):
                 while not (taken := await reader.take()):
                     await heir.changed()
@@ -82,9 +82,9 @@ async def test_what_a_living_collector_holds_stays_its_own(tmp_path: Path) -> No
         await fill(one, [record("a")])
         reader = await Reader.open(one)
         assert await reader.ids() == ["a"]
-        assert await Reader(other, reader.hello).fetch() == []
+        assert await Reader(other, reader.settings).fetch() == []
         await reader.restart()
-        assert await Reader(other, reader.hello).ids() == ["a"]
+        assert await Reader(other, reader.settings).ids() == ["a"]
 
 
 async def test_a_seek_at_one_collector_ends_the_streams_at_the_others_too(tmp_path: Path) -> None:
@@ -115,12 +115,35 @@ async def test_a_seek_at_one_collector_ends_the_streams_at_the_others_too(tmp_pa
             assert [(each.delivery_id, each.attempt) for each in deliveries] == [("a", 1), ("b", 1)]
 
 
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        pytest.param("version", "99", id="a newer release"),
+        pytest.param("n", "0", id="a release that wrote no version"),
+    ],
+)
+async def test_a_store_of_another_version_is_refused_untouched(
+    tmp_path: Path, key: str, found: str
+) -> None:
+    async with redis_server(tmp_path / "redis") as server, connected(server.url) as client:
+        await open_store(client, KEEP)
+        await open_store(client, KEEP)  # one of this release
+        await fill(RedisStore(client, KEEP), [record("a")])
+        await client.run("DEL", client.key("version"))
+        await client.run("SET", client.key(key), "99")
+        before = await client.run("DBSIZE")
+        with pytest.raises(StoreError, match=f"version {found}, this release needs .*; drain it"):
+            await open_store(client, KEEP)
+        assert await client.run("DBSIZE") == before
+        assert await client.run("GET", client.key(key)) == b"99"
+
+
 async def test_a_collector_hears_once_of_each_seek_of_another_and_not_of_its_own(
     tmp_path: Path,
 ) -> None:
     earliest = pb.Position(end=pb.LOG_END_EARLIEST)
     async with redis_server(tmp_path) as server, connected(server.url) as client:
-        one, other = RedisStore(client, KEEP), RedisStore(client, KEEP)
+        one, other = await open_store(client, KEEP), await open_store(client, KEEP)
         await fill(one, [record("a")])
         await Reader.open(one)
         assert await one.changed() == await other.changed() == []
@@ -130,10 +153,9 @@ async def test_a_collector_hears_once_of_each_seek_of_another_and_not_of_its_own
         await one.seek("c", earliest)
         await other.seek("c", earliest)
         assert (await one.changed(), await other.changed()) == (["c"], ["c"])
-        late = RedisStore(client, KEEP)
-        await late.consumers()  # as a collector that starts now
+        late = await open_store(client, KEEP)
         assert await late.changed() == []
-        assert await one.drop_consumer("c")
+        assert await one.delete_consumer("c")
         await fill(one, [record("b")])
         assert await other.changed() == []
         assert not await client.run("EXISTS", client.key("moves"))
@@ -151,10 +173,10 @@ async def test_what_was_fetched_before_a_seek_was_heard_of_is_for_everyone_again
             await subscriptions.restore()
             await fill(one, [record("a")])
             assert await reader.ids() == ["a"]
-            assert await Reader(one, reader.hello).fetch() == []
+            assert await Reader(one, reader.settings).fetch() == []
             await subscriptions.moved("c")
             await subscriptions.moved("nobody")
-            assert await Reader(one, reader.hello).ids() == ["a"]
+            assert await Reader(one, reader.settings).ids() == ["a"]
 
 
 async def test_redis_killed_is_survived_and_nothing_acknowledged_is_lost(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ async def test_a_deadline_that_outlived_its_group_being_made_is_forgotten(tmp_pa
         store = RedisStore(client, KEEP)
         await Reader.open(store, "c", GROUP, groups=pb.GroupPolicy(deadline_ms=1))
         await ingest(store, record("a"), 0)
-        await client.run("ZADD", client.key("deadlines"), 0, "g:c\0a")  # by a collector that raced
+        await client.run("ZADD", client.key("deadlines"), 0, "c:c\0a")  # by a collector that raced
         assert [await store.tick(now_ms) for now_ms in (1, 10_000)] == [True, False]
 
 
@@ -335,8 +335,8 @@ async def _opened(store: RedisStore, count: int) -> Hook:
         pytest.param(_timed_out, 5, id="waits that are over"),
         pytest.param(_overdue, 5, id="deadlines"),
         pytest.param(_loaded_and_dropped, 5, id="load and settle"),
-        pytest.param(_opened, 12, id="a log of its own"),
-        pytest.param(_turned, 14, id="another log"),
+        pytest.param(_opened, 15, id="a log of its own"),
+        pytest.param(_turned, 16, id="another log"),
         pytest.param(_sought, 18, id="seek"),
         pytest.param(_left, 12, id="retention"),
     ],

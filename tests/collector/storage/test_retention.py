@@ -94,13 +94,13 @@ async def test_a_group_leaves_as_a_whole_and_what_comes_later_is_surplus(opened:
         assert await store.retain(10**9) == 1
 
 
-async def test_what_a_dropped_consumer_held_may_leave(opened: Opener) -> None:
+async def test_what_a_deleted_consumer_held_may_leave(opened: Opener) -> None:
     async with opened(HOUR) as store:
         one, _ = await Reader.open(store, "one"), await Reader.open(store, "gone")
         await fill(store, [record("a")])
         await one.take_all()
         assert await store.retain(10**9) == 0
-        await store.drop_consumer("gone")
+        await store.delete_consumer("gone")
         assert await store.retain(10**9) == 1
 
 

@@ -31,7 +31,7 @@ class DeliveryCalls(Connections):
         """Returns a subscription: `async with ... as groups: async for delivery in groups: ...`.
 
         Args:
-            consumer: Name; a known consumer resumes where it stopped.
+            consumer: Its name; a known consumer gets these settings and resumes where it stopped.
             unit: Whether a delivery holds a session or a group.
             credits: Maximum number of deliveries that wait in this process; 0: deliveries come only
                 when `Subscription.grant` asks for them.
@@ -86,13 +86,44 @@ class DeliveryCalls(Connections):
                 collector_pb2.SeekRequest(consumer=consumer, position=position), timeout=CALL_S
             )
 
-    async def drop_consumer(self, consumer: str) -> bool:
-        """Deletes a consumer, which then retains no sessions; returns whether it was known."""
+    async def consumers(self) -> list[collector_pb2.Consumer]:
+        """Returns all consumers, ordered by name."""
+        request = collector_pb2.ListConsumersRequest(page_size=_PAGE)
+        consumers: list[collector_pb2.Consumer] = []
         with typed_errors():
-            response = await self._collector().DropConsumer(
-                collector_pb2.DropConsumerRequest(consumer=consumer), timeout=CALL_S
-            )
-        return response.known
+            while True:
+                page = await self._collector().ListConsumers(request, timeout=CALL_S)
+                consumers += page.consumers
+                request.page_token = page.next_page_token
+                if not page.next_page_token:
+                    return consumers
+
+    async def update_consumer(self, changes: collector_pb2.Consumer) -> collector_pb2.Consumer:
+        """Changes the settings of a consumer; returns it as it is now.
+
+        Args:
+            changes: The consumer's `name`, and the settings that change; see `UpdateConsumer` in
+                `collector.proto`. A new group policy ends the consumer's streams, which subscribe
+                again by themselves.
+
+        Raises:
+            ConsumerUnknownError: No consumer has this name.
+            InvalidFieldError: A setting is invalid.
+        """
+        request = collector_pb2.UpdateConsumerRequest(consumer=changes, request_id=uuid.uuid4().hex)
+        response = await self._repeated(self._collector().UpdateConsumer, request)
+        return response.consumer
+
+    async def delete_consumer(self, consumer: str) -> None:
+        """Deletes a consumer, which then retains no sessions.
+
+        Raises:
+            ConsumerUnknownError: No consumer has this name.
+        """
+        request = collector_pb2.DeleteConsumerRequest(
+            consumer=consumer, request_id=uuid.uuid4().hex
+        )
+        await self._repeated(self._collector().DeleteConsumer, request)
 
     async def filtered(self, consumer: str) -> list[collector_pb2.FilteredEntry]:
         """Returns what was filtered out for a consumer, and why, oldest first."""

@@ -14,17 +14,20 @@ from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.sessions.trajectories import Delivery, SessionResult
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
+    ConsumerExistsError,
     ConsumerMovedError,
+    ConsumerUnknownError,
     InvalidFieldError,
     RollmeshError,
     ShuttingDownError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
 
 _log = logging.getLogger(__name__)
+_CALL_S = 60.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 _MAX_CREDITS = 65_536
 _MAX_ACKNOWLEDGED = 4096
@@ -37,20 +40,23 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SubscribeOptions:
-    """Optional settings of a subscription; see docs/delivery.md."""
+    """Optional settings of a consumer; see docs/delivery.md."""
 
     start: collector_pb2.Position | None = None
     """Where a new consumer starts; None: at the oldest session."""
     groups: collector_pb2.GroupPolicy | None = None
     """When a group is delivered; None: when all its samples have arrived."""
     filter: collector_pb2.DeliveryFilter | None = None
-    """Which sessions are filtered out; None: none."""
+    """What is filtered out; None: nothing."""
     policy_version: int | None = None
     """The version being trained; update it with `Subscription.report_version`."""
 
 
 class Subscription(Background):
     """A named consumer's stream of deliveries; survives restarts of the collector.
+
+    Opening it creates the consumer, or gives a known one these settings. A consumer that is deleted
+    later is created again.
 
     A delivery that was handed out and not acknowledged is not handed out twice by this object, even
     if the collector redelivers it after a restart. A process that takes over the name gets it.
@@ -66,11 +72,11 @@ class Subscription(Background):
         lease_ms: int = 600_000,
         options: SubscribeOptions | None = None,
     ) -> None:
-        """Names the consumer.
+        """Describes the consumer.
 
         Args:
             collector: host:port.
-            consumer: Name; a known consumer resumes where it stopped.
+            consumer: Its name; a known consumer resumes where it stopped.
             unit: Whether a delivery holds a session or a group.
             credits: Maximum number of deliveries that wait in this process; 0: deliveries come only
                 when `grant` asks for them.
@@ -84,16 +90,20 @@ class Subscription(Background):
         self._collector = collector
         options = options or SubscribeOptions()
         _check_credits("credits", credits, least=0)
-        self._hello = filled(
-            collector_pb2.SubscribeHello,
-            consumer=consumer,
+        self._hello = filled(collector_pb2.SubscribeHello, consumer=consumer)
+        settings = filled(
+            collector_pb2.Consumer,
+            name=consumer,
             unit=chosen("unit", unit, _UNITS),
             lease_ms=lease_ms,
-            start=options.start,
-            groups=options.groups,
-            filter=options.filter,
+            groups=options.groups or collector_pb2.GroupPolicy(),
+            filter=options.filter or collector_pb2.DeliveryFilter(),
             policy_version=options.policy_version,
         )
+        self._create = filled(
+            collector_pb2.CreateConsumerRequest, consumer=settings, start=options.start
+        )
+        self._created = False
         self._credits = credits
         self._by_hand = credits == 0
         # Bounded by the credits: each delivery taken grants the next. The queue itself has no bound
@@ -176,7 +186,7 @@ class Subscription(Background):
             InvalidFieldError: It is no version.
         """
         message = filled(collector_pb2.ReportPolicyVersion, policy_version=policy_version)
-        self._hello.policy_version = policy_version  # for the next stream
+        self._create.consumer.policy_version = policy_version  # for the next stream
         self._outgoing.put_nowait(collector_pb2.SubscribeRequest(version=message))
 
     def _send_acknowledgements(self, ids: list[str]) -> None:
@@ -197,7 +207,8 @@ class Subscription(Background):
                 except InvalidFieldError as error:
                     self._refuse(error)
                     return
-                except ConsumerMovedError:
+                except (ConsumerMovedError, ConsumerUnknownError) as error:
+                    self._created = isinstance(error, ConsumerMovedError)
                     self._forget_waiting()
                 except RollmeshError as error:
                     _log.info("collector away", extra=fields(error=str(error)))
@@ -223,6 +234,9 @@ class Subscription(Background):
     async def _hold_stream(self, channel: grpc.aio.Channel) -> None:
         self._outgoing = asyncio.Queue()
         stub = collector_pb2_grpc.CollectorServiceStub(channel)
+        if not self._created:
+            await self._create_or_update(stub)
+            self._created = True
         if self._acknowledging:  # the broken stream may have lost them
             self._send_acknowledgements(list(self._acknowledging))
         if (wanted := self._credits - self._ready.qsize()) > 0:
@@ -238,6 +252,15 @@ class Subscription(Background):
                         self._settle(response.acknowledged)
         finally:
             self._outgoing.put_nowait(None)  # ends the request iterator
+
+    async def _create_or_update(self, stub: "collector_pb2_grpc.CollectorServiceAsyncStub") -> None:
+        try:
+            with typed_errors():
+                await stub.CreateConsumer(self._create, timeout=_CALL_S)
+        except ConsumerExistsError:
+            update = collector_pb2.UpdateConsumerRequest(consumer=self._create.consumer)
+            with typed_errors():
+                await stub.UpdateConsumer(update, timeout=_CALL_S)
 
     def _take(self, proto: collector_pb2.Delivery) -> None:
         if proto.delivery_id in self._held:  # redelivered after a restart
@@ -260,7 +283,11 @@ class Subscription(Background):
     async def _requests(
         self, outgoing: asyncio.Queue[collector_pb2.SubscribeRequest | None]
     ) -> AsyncIterator[collector_pb2.SubscribeRequest]:
+        consumer = self._create.consumer
         yield collector_pb2.SubscribeRequest(hello=self._hello)
+        if consumer.HasField("policy_version"):  # the last report may have been lost
+            version = collector_pb2.ReportPolicyVersion(policy_version=consumer.policy_version)
+            yield collector_pb2.SubscribeRequest(version=version)
         while (message := await outgoing.get()) is not None:
             yield message
 

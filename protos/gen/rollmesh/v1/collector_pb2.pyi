@@ -56,7 +56,7 @@ class _LogEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogEnd.ValueTy
     LOG_END_EARLIEST: _LogEnd.ValueType  # 1
     """The oldest unit stored."""
     LOG_END_LATEST: _LogEnd.ValueType  # 2
-    """After the newest: only what becomes whole from now on."""
+    """After the newest: only units that are completed from now on."""
 
 class LogEnd(_LogEnd, metaclass=_LogEndEnumTypeWrapper):
     """An end of what is stored."""
@@ -66,7 +66,7 @@ LOG_END_UNSPECIFIED: LogEnd.ValueType  # 0
 LOG_END_EARLIEST: LogEnd.ValueType  # 1
 """The oldest unit stored."""
 LOG_END_LATEST: LogEnd.ValueType  # 2
-"""After the newest: only what becomes whole from now on."""
+"""After the newest: only units that are completed from now on."""
 Global___LogEnd: _TypeAlias = LogEnd  # noqa: Y015
 
 class _FilterReason:
@@ -78,9 +78,9 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     FILTER_REASON_UNSPECIFIED: _FilterReason.ValueType  # 0
     """The field is not set."""
     FILTER_REASON_POLICY_LAG: _FilterReason.ValueType  # 1
-    """The trajectory is too far behind the consumer's policy version."""
+    """The trajectory was sampled by too old a policy version."""
     FILTER_REASON_FIDELITY: _FilterReason.ValueType  # 2
-    """The trajectory carries a reason that is not allowed."""
+    """The trajectory carries a fidelity reason that is not allowed."""
     FILTER_REASON_LINEAGE: _FilterReason.ValueType  # 3
     """The trajectory is of another lineage."""
     FILTER_REASON_TOKENS: _FilterReason.ValueType  # 4
@@ -90,25 +90,25 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     FILTER_REASON_ZERO_VARIANCE: _FilterReason.ValueType  # 6
     """All rewards of the group are equal."""
     FILTER_REASON_NOTHING_LEFT: _FilterReason.ValueType  # 7
-    """Every trajectory of the unit was taken out."""
+    """Every trajectory of the unit was removed."""
     FILTER_REASON_INCOMPLETE_GROUP: _FilterReason.ValueType  # 8
     """The group had too few samples when it was decided."""
     FILTER_REASON_SURPLUS: _FilterReason.ValueType  # 9
-    """The session came when its group was whole already."""
+    """The session arrived after its group was complete, or was not needed to complete it."""
     FILTER_REASON_DAMAGED: _FilterReason.ValueType  # 10
-    """What is stored of a session of the unit cannot be read; `removed` names the session, with a
-    count of 0. Restore the store from a copy and `Seek` to get it.
+    """A stored session of the unit cannot be read; `removed` names the session, with a count of 0. To
+    get it, restore the store from a copy and call `Seek`.
     """
 
 class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
-    """Why something was kept from a consumer."""
+    """Why a consumer did not get something."""
 
 FILTER_REASON_UNSPECIFIED: FilterReason.ValueType  # 0
 """The field is not set."""
 FILTER_REASON_POLICY_LAG: FilterReason.ValueType  # 1
-"""The trajectory is too far behind the consumer's policy version."""
+"""The trajectory was sampled by too old a policy version."""
 FILTER_REASON_FIDELITY: FilterReason.ValueType  # 2
-"""The trajectory carries a reason that is not allowed."""
+"""The trajectory carries a fidelity reason that is not allowed."""
 FILTER_REASON_LINEAGE: FilterReason.ValueType  # 3
 """The trajectory is of another lineage."""
 FILTER_REASON_TOKENS: FilterReason.ValueType  # 4
@@ -118,14 +118,14 @@ FILTER_REASON_TURNS: FilterReason.ValueType  # 5
 FILTER_REASON_ZERO_VARIANCE: FilterReason.ValueType  # 6
 """All rewards of the group are equal."""
 FILTER_REASON_NOTHING_LEFT: FilterReason.ValueType  # 7
-"""Every trajectory of the unit was taken out."""
+"""Every trajectory of the unit was removed."""
 FILTER_REASON_INCOMPLETE_GROUP: FilterReason.ValueType  # 8
 """The group had too few samples when it was decided."""
 FILTER_REASON_SURPLUS: FilterReason.ValueType  # 9
-"""The session came when its group was whole already."""
+"""The session arrived after its group was complete, or was not needed to complete it."""
 FILTER_REASON_DAMAGED: FilterReason.ValueType  # 10
-"""What is stored of a session of the unit cannot be read; `removed` names the session, with a
-count of 0. Restore the store from a copy and `Seek` to get it.
+"""A stored session of the unit cannot be read; `removed` names the session, with a count of 0. To
+get it, restore the store from a copy and call `Seek`.
 """
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
@@ -162,7 +162,7 @@ class IngestResponse(_message.Message):
     DUPLICATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def duplicates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Of each session, in order: whether it was stored before."""
+        """For each session, in order: whether it was stored before."""
 
     def __init__(
         self,
@@ -176,6 +176,345 @@ class IngestResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___IngestResponse: _TypeAlias = IngestResponse  # noqa: Y015
+
+@_typing.final
+class Consumer(_message.Message):
+    """A named reader of what is stored. It keeps its position while no stream of it is open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    SEEN_UNIX_MS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, 1 to 128 printable characters. It cannot change."""
+    unit: Global___DeliveryUnit.ValueType
+    """What one delivery holds. It cannot change."""
+    lease_ms: _builtins.int
+    """Time to acknowledge a delivery before it goes to another stream, milliseconds, at least 1.
+    Default 600,000.
+    """
+    policy_version: _builtins.int
+    """The policy version that is being trained, at least 0; `filter.max_policy_lag` needs it.
+    ReportPolicyVersion sets it too; the last value wins.
+    """
+    seen_unix_ms: _builtins.int
+    """When it last had a stream, at any collector, milliseconds since 1970 UTC, to the minute; at first
+    when it was created. Set by the collector, ignored in requests.
+    """
+    @_builtins.property
+    def groups(self) -> Global___GroupPolicy:
+        """When a group is complete; only for consumers of groups. Default: with all its samples, however
+        long that takes.
+        """
+
+    @_builtins.property
+    def filter(self) -> Global___DeliveryFilter:
+        """What is filtered out. Default: nothing."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        unit: Global___DeliveryUnit.ValueType = ...,
+        groups: Global___GroupPolicy | None = ...,
+        filter: Global___DeliveryFilter | None = ...,
+        lease_ms: _builtins.int | None = ...,
+        policy_version: _builtins.int | None = ...,
+        seen_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "name", b"name", "policy_version", b"policy_version", "seen_unix_ms", b"seen_unix_ms", "unit", b"unit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
+    _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___Consumer: _TypeAlias = Consumer  # noqa: Y015
+
+@_typing.final
+class CreateConsumerRequest(_message.Message):
+    """Creates a consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
+    @_builtins.property
+    def consumer(self) -> Global___Consumer:
+        """The consumer; `name` and `unit` are required."""
+
+    @_builtins.property
+    def start(self) -> Global___Position:
+        """The first unit that is delivered to it. Default: the oldest one stored."""
+
+    def __init__(
+        self,
+        *,
+        consumer: Global___Consumer | None = ...,
+        start: Global___Position | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateConsumerRequest: _TypeAlias = CreateConsumerRequest  # noqa: Y015
+
+@_typing.final
+class CreateConsumerResponse(_message.Message):
+    """The consumer is created."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def consumer(self) -> Global___Consumer:
+        """The consumer, with its defaults."""
+
+    def __init__(
+        self,
+        *,
+        consumer: Global___Consumer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateConsumerResponse: _TypeAlias = CreateConsumerResponse  # noqa: Y015
+
+@_typing.final
+class GetConsumerRequest(_message.Message):
+    """Asks for a consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetConsumerRequest: _TypeAlias = GetConsumerRequest  # noqa: Y015
+
+@_typing.final
+class GetConsumerResponse(_message.Message):
+    """A consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def consumer(self) -> Global___Consumer:
+        """The consumer."""
+
+    def __init__(
+        self,
+        *,
+        consumer: Global___Consumer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetConsumerResponse: _TypeAlias = GetConsumerResponse  # noqa: Y015
+
+@_typing.final
+class ListConsumersRequest(_message.Message):
+    """Asks for consumers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most consumers to return, 1 to 1,000. Default 100."""
+    page_token: _builtins.str
+    """Where to go on: `next_page_token` of the page before; empty begins."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int | None = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
+    _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
+
+Global___ListConsumersRequest: _TypeAlias = ListConsumersRequest  # noqa: Y015
+
+@_typing.final
+class ListConsumersResponse(_message.Message):
+    """A page of consumers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Gives the next page; empty after the last."""
+    @_builtins.property
+    def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Consumer]:
+        """The consumers, by name."""
+
+    def __init__(
+        self,
+        *,
+        consumers: _abc.Iterable[Global___Consumer] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListConsumersResponse: _TypeAlias = ListConsumersResponse  # noqa: Y015
+
+@_typing.final
+class UpdateConsumerRequest(_message.Message):
+    """Changes the settings of a consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
+    @_builtins.property
+    def consumer(self) -> Global___Consumer:
+        """`name` says which. Of the others, a field that is set replaces the stored one, messages as a
+        whole, and a field that is not set keeps it; an empty `groups` or `filter` restores its default.
+        `unit` may be repeated but not changed. Concurrent updates apply one after the other.
+
+        A new `filter`, `lease_ms` or `policy_version` holds from the next delivery on; what is leased to
+        a stream stays so. A new `groups` decides every group that the consumer has not acknowledged or
+        filtered, including those that were delivered: the consumer's streams end with UNAVAILABLE
+        (CONSUMER_MOVED), acknowledgements of earlier deliveries of them do not count, and they are
+        delivered anew, from attempt 1. Groups that it has acknowledged or filtered stay so. An update
+        that changes nothing ends no stream.
+        """
+
+    def __init__(
+        self,
+        *,
+        consumer: Global___Consumer | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateConsumerRequest: _TypeAlias = UpdateConsumerRequest  # noqa: Y015
+
+@_typing.final
+class UpdateConsumerResponse(_message.Message):
+    """The consumer is changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def consumer(self) -> Global___Consumer:
+        """The consumer as it is now."""
+
+    def __init__(
+        self,
+        *,
+        consumer: Global___Consumer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateConsumerResponse: _TypeAlias = UpdateConsumerResponse  # noqa: Y015
+
+@_typing.final
+class DeleteConsumerRequest(_message.Message):
+    """Deletes a consumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """Its name."""
+    request_id: _builtins.str
+    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
+    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
+    each call is its own.
+    """
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteConsumerRequest: _TypeAlias = DeleteConsumerRequest  # noqa: Y015
+
+@_typing.final
+class DeleteConsumerResponse(_message.Message):
+    """The consumer is deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteConsumerResponse: _TypeAlias = DeleteConsumerResponse  # noqa: Y015
 
 @_typing.final
 class SubscribeRequest(_message.Message):
@@ -193,15 +532,15 @@ class SubscribeRequest(_message.Message):
 
     @_builtins.property
     def grant(self) -> Global___GrantCredits:
-        """Allows more deliveries."""
+        """Grants further deliveries."""
 
     @_builtins.property
     def acknowledge(self) -> Global___AcknowledgeDeliveries:
-        """Says that deliveries are safe with the consumer."""
+        """Acknowledges deliveries."""
 
     @_builtins.property
     def version(self) -> Global___ReportPolicyVersion:
-        """Says which policy version the consumer trains now."""
+        """Reports the policy version that is being trained."""
 
     def __init__(
         self,
@@ -223,68 +562,29 @@ Global___SubscribeRequest: _TypeAlias = SubscribeRequest  # noqa: Y015
 
 @_typing.final
 class SubscribeHello(_message.Message):
-    """Says who consumes, and what."""
+    """Names the consumer of a stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CONSUMER_FIELD_NUMBER: _builtins.int
-    UNIT_FIELD_NUMBER: _builtins.int
-    LEASE_MS_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
-    FILTER_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
-    """Name of the consumer, 1 to 128 printable characters. A known name goes on where it stopped."""
-    unit: Global___DeliveryUnit.ValueType
-    """What one delivery holds. A name keeps its unit."""
-    lease_ms: _builtins.int
-    """Time to acknowledge before a delivery is given to another stream, milliseconds. Default 600,000."""
-    policy_version: _builtins.int
-    """The policy version that the consumer trains now; `max_policy_lag` needs it."""
-    @_builtins.property
-    def start(self) -> Global___Position:
-        """Where a name begins that is not known yet. Default: at the oldest session stored. A known name
-        goes on where it stopped; `Seek` moves it.
-        """
-
-    @_builtins.property
-    def groups(self) -> Global___GroupPolicy:
-        """When a group is whole for this consumer. Default: with all its samples, however long it takes."""
-
-    @_builtins.property
-    def filter(self) -> Global___DeliveryFilter:
-        """What is kept from this consumer. Default: nothing."""
-
+    """Its name; CreateConsumer made it."""
     def __init__(
         self,
         *,
         consumer: _builtins.str = ...,
-        unit: Global___DeliveryUnit.ValueType = ...,
-        lease_ms: _builtins.int | None = ...,
-        start: Global___Position | None = ...,
-        groups: Global___GroupPolicy | None = ...,
-        filter: Global___DeliveryFilter | None = ...,
-        policy_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms", "_policy_version", b"_policy_version", "consumer", b"consumer", "filter", b"filter", "groups", b"groups", "lease_ms", b"lease_ms", "policy_version", b"policy_version", "start", b"start", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
-    _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
-    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
-    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscribeHello: _TypeAlias = SubscribeHello  # noqa: Y015
 
 @_typing.final
 class Position(_message.Message):
-    """A place in the order in which sessions and groups became whole."""
+    """A position in the order in which sessions arrived and groups were completed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -294,9 +594,9 @@ class Position(_message.Message):
     end: Global___LogEnd.ValueType
     """One of the ends."""
     unix_ms: _builtins.int
-    """The first unit that became whole at or after this time, milliseconds since 1970 UTC."""
+    """The first unit completed at or after this time, milliseconds since 1970 UTC."""
     delivery_id: _builtins.str
-    """This unit; INVALID_ARGUMENT where it is not stored."""
+    """This unit; INVALID_ARGUMENT if it is not stored."""
     def __init__(
         self,
         *,
@@ -316,8 +616,8 @@ Global___Position: _TypeAlias = Position  # noqa: Y015
 
 @_typing.final
 class GroupPolicy(_message.Message):
-    """When a group is whole. Its sessions are fixed at that moment: later ones are surplus, which is
-    counted and listed, and never delivered with it. The last hello of a name holds for the name.
+    """When a group is complete. Its sessions are fixed at that moment: later ones are surplus, which is
+    counted and listed, and never delivered with it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -327,16 +627,17 @@ class GroupPolicy(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Longest wait for the group's samples, from the arrival of its first session, milliseconds, at
-    least 1. Default: no end.
+    least 1. Default: without end.
     """
     min_samples: _builtins.int
-    """Fewest samples to deliver when the deadline has passed, or when all samples are in and fewer
-    than `samples` of them are usable. With fewer, and by default, the group is dropped: settled
-    with INCOMPLETE_GROUP. At least 1.
+    """Fewest samples to deliver when the deadline has passed, or when all samples have arrived and
+    fewer than `samples` of them are usable. With fewer, and by default, the group is filtered with
+    INCOMPLETE_GROUP. At least 1.
     """
     samples: _builtins.int
-    """Over-sampling: the group is whole with the first so many usable samples; usable is what
-    keeps a trajectory under the filter, the lag aside. At least 1. Default: all samples.
+    """Over-sampling: the group is complete with this many usable samples, the first to arrive. A
+    session is usable if the filter leaves it at least one trajectory; policy lag is ignored here.
+    At least 1. Default: all samples.
     """
     def __init__(
         self,
@@ -366,10 +667,9 @@ Global___GroupPolicy: _TypeAlias = GroupPolicy  # noqa: Y015
 
 @_typing.final
 class DeliveryFilter(_message.Message):
-    """What is kept from a consumer. Trajectories are taken out of their sessions; a unit of which
-    nothing is left, or that fails as a whole, is settled as if acknowledged, with its reason. Judged
-    at every delivery: what became stale before a redelivery is taken out then. The last hello of a
-    name holds for the name.
+    """Filters out trajectories, and units of which no trajectory is left; such a unit is settled as if it
+    were acknowledged, and listed with its reason. The filter runs at every delivery, so it also removes
+    what became stale before a redelivery.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -381,18 +681,20 @@ class DeliveryFilter(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TURNS_FIELD_NUMBER: _builtins.int
     max_policy_lag: _builtins.int
-    """Most versions by which the oldest trained token of a trajectory may be behind the consumer's
-    policy version. Default: any.
+    """Largest difference between the consumer's policy version and the oldest version among the trained
+    tokens of a trajectory. Default: any.
     """
     drop_zero_variance: _builtins.bool
-    """Whether groups of at least two sessions are dropped where all rewards are known and equal."""
+    """Whether groups of at least two sessions are dropped if all their rewards are known and equal."""
     max_tokens: _builtins.int
     """Most tokens of a trajectory, at least 1. Default: any."""
     max_turns: _builtins.int
     """Most sampled turns of a trajectory, at least 1. Default: any."""
     @_builtins.property
     def allowed_reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
-        """The reasons that a trajectory may carry beside EXACT; [EXACT] keeps exact ones alone. Empty: any."""
+        """The fidelity reasons that a trajectory may carry besides EXACT; [EXACT] keeps only exact ones.
+        Empty: any.
+        """
 
     @_builtins.property
     def lineages(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Lineage.ValueType]:
@@ -429,13 +731,15 @@ Global___DeliveryFilter: _TypeAlias = DeliveryFilter  # noqa: Y015
 
 @_typing.final
 class ReportPolicyVersion(_message.Message):
-    """Says which policy version the consumer trains now."""
+    """Sets `policy_version` of the consumer; it holds for the messages after it on this stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """The version, at least 0. It may go back: a trainer that returns to a checkpoint does."""
+    """The version that is being trained, at least 0. It may decrease, as when a trainer returns to a
+    checkpoint.
+    """
     def __init__(
         self,
         *,
@@ -451,7 +755,7 @@ Global___ReportPolicyVersion: _TypeAlias = ReportPolicyVersion  # noqa: Y015
 
 @_typing.final
 class GrantCredits(_message.Message):
-    """Allows more deliveries."""
+    """Grants further deliveries."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -480,7 +784,7 @@ class AcknowledgeDeliveries(_message.Message):
     DELIVERY_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def delivery_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Their ids, at most 4,096. Those of other consumers and unknown ones are ignored."""
+        """Their ids, at most 4,096. Unknown ids, and those of other consumers, are ignored."""
 
     def __init__(
         self,
@@ -509,7 +813,7 @@ class SubscribeResponse(_message.Message):
 
     @_builtins.property
     def acknowledged(self) -> Global___Acknowledged:
-        """Says which acknowledgements are durable."""
+        """Acknowledgements that are durable."""
 
     def __init__(
         self,
@@ -539,18 +843,18 @@ class Delivery(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     delivery_id: _builtins.str
-    """Stable id: the same on every redelivery. The session's or the group's id."""
+    """Id of the session or group; the same at every redelivery."""
     attempt: _builtins.int
-    """1 the first time, and again the first time after a `Seek`; above it a redelivery."""
+    """Number of the attempt: 1 at first, and again after a Seek; higher for a redelivery."""
     partial: _builtins.bool
     """Whether the group has fewer samples than were announced."""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.SessionRecord]:
-        """One session, or all sessions of a group in order of sample_index."""
+        """One session, or the sessions of a group in order of sample_index."""
 
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedTrajectories]:
-        """The trajectories that the consumer's filter took out of these sessions."""
+        """The trajectories that the filter removed from these sessions."""
 
     def __init__(
         self,
@@ -571,7 +875,7 @@ Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
 
 @_typing.final
 class RemovedTrajectories(_message.Message):
-    """Trajectories that a filter took out of one session."""
+    """Trajectories that a filter removed from one session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -581,7 +885,7 @@ class RemovedTrajectories(_message.Message):
     session_id: _builtins.str
     """Id of the session."""
     reason: Global___FilterReason.ValueType
-    """The rule that took them out."""
+    """The rule that removed them."""
     count: _builtins.int
     """Number of trajectories."""
     def __init__(
@@ -661,9 +965,9 @@ class GetStatsResponse(_message.Message):
     trajectories: _builtins.int
     """Trajectories stored."""
     complete_groups: _builtins.int
-    """Groups with all their sessions."""
+    """Groups of which all samples have arrived."""
     open_groups: _builtins.int
-    """Groups that wait for sessions."""
+    """Groups that wait for samples."""
     duplicates: _builtins.int
     """Repeated ingests that changed nothing."""
     waiting_for_rewards: _builtins.int
@@ -671,9 +975,9 @@ class GetStatsResponse(_message.Message):
     reward_timeouts: _builtins.int
     """Sessions delivered without the reward they waited for."""
     stored_bytes: _builtins.int
-    """Bytes that the store holds."""
+    """Bytes stored."""
     removed_sessions: _builtins.int
-    """Sessions removed because all consumers had settled them."""
+    """Sessions removed because all consumers had acknowledged or filtered them."""
     @_builtins.property
     def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerStats]:
         """One entry per consumer."""
@@ -702,67 +1006,51 @@ Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
 
 @_typing.final
 class ConsumerStats(_message.Message):
-    """Where a consumer stands."""
+    """The units of a consumer, counted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CONSUMER_FIELD_NUMBER: _builtins.int
-    UNIT_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     FILTERED_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    SEEN_UNIX_MS_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """Its name."""
-    unit: Global___DeliveryUnit.ValueType
-    """What its deliveries hold."""
     acknowledged: _builtins.int
     """Deliveries acknowledged."""
     leased: _builtins.int
-    """Deliveries sent and not yet acknowledged."""
+    """Deliveries sent by this collector and not yet acknowledged."""
     ready: _builtins.int
-    """Deliveries ready and not sent."""
+    """Units that wait for delivery."""
     streams: _builtins.int
     """Streams open at this collector."""
-    policy_version: _builtins.int
-    """The policy version it told last."""
-    seen_unix_ms: _builtins.int
-    """When it had a stream at any collector last, milliseconds since 1970 UTC, to the minute. A
-    consumer that has none for the collector's consumer_ttl_ms is forgotten, as by DropConsumer.
-    """
     @_builtins.property
     def filtered(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilteredCount]:
-        """What was kept from it, one entry per reason."""
+        """What it did not get, one entry per reason."""
 
     def __init__(
         self,
         *,
         consumer: _builtins.str = ...,
-        unit: Global___DeliveryUnit.ValueType = ...,
         acknowledged: _builtins.int = ...,
         leased: _builtins.int = ...,
         ready: _builtins.int = ...,
         streams: _builtins.int = ...,
         filtered: _abc.Iterable[Global___FilteredCount] | None = ...,
-        policy_version: _builtins.int | None = ...,
-        seen_unix_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "acknowledged", b"acknowledged", "consumer", b"consumer", "filtered", b"filtered", "leased", b"leased", "policy_version", b"policy_version", "ready", b"ready", "seen_unix_ms", b"seen_unix_ms", "streams", b"streams", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "consumer", b"consumer", "filtered", b"filtered", "leased", b"leased", "ready", b"ready", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
-    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConsumerStats: _TypeAlias = ConsumerStats  # noqa: Y015
 
 @_typing.final
 class FilteredCount(_message.Message):
-    """What was kept from a consumer for one reason."""
+    """What a consumer did not get for one reason."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -770,11 +1058,11 @@ class FilteredCount(_message.Message):
     UNITS_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     reason: Global___FilterReason.ValueType
-    """The rule that kept it back."""
+    """The rule that applied."""
     units: _builtins.int
     """Units; for SURPLUS, sessions."""
     trajectories: _builtins.int
-    """Trajectories taken out of units that were delivered or had nothing left."""
+    """Trajectories removed from units, whether or not anything was left of the unit."""
     def __init__(
         self,
         *,
@@ -807,7 +1095,7 @@ class SetRewardsRequest(_message.Message):
     """
     @_builtins.property
     def rewards(self) -> _session_pb2.SessionRewards:
-        """The rewards; finite numbers. What is absent stays as it was."""
+        """The rewards; finite numbers. Absent ones keep their value."""
 
     def __init__(
         self,
@@ -890,9 +1178,9 @@ class SeekResponse(_message.Message):
     AGAIN_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     again: _builtins.int
-    """Units acknowledged, filtered or skipped before that come again."""
+    """Units acknowledged, filtered or skipped before that are redelivered."""
     skipped: _builtins.int
-    """Units that were open and do not come any more."""
+    """Units that were open and are skipped now."""
     def __init__(
         self,
         *,
@@ -908,59 +1196,8 @@ class SeekResponse(_message.Message):
 Global___SeekResponse: _TypeAlias = SeekResponse  # noqa: Y015
 
 @_typing.final
-class DropConsumerRequest(_message.Message):
-    """Forgets a consumer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CONSUMER_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    consumer: _builtins.str
-    """Its name."""
-    request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
-    each call is its own.
-    """
-    def __init__(
-        self,
-        *,
-        consumer: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DropConsumerRequest: _TypeAlias = DropConsumerRequest  # noqa: Y015
-
-@_typing.final
-class DropConsumerResponse(_message.Message):
-    """The consumer is forgotten."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KNOWN_FIELD_NUMBER: _builtins.int
-    known: _builtins.bool
-    """Whether it was known."""
-    def __init__(
-        self,
-        *,
-        known: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DropConsumerResponse: _TypeAlias = DropConsumerResponse  # noqa: Y015
-
-@_typing.final
 class ListFilteredRequest(_message.Message):
-    """Asks what was kept from a consumer."""
+    """Asks what a consumer did not get."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -992,7 +1229,7 @@ Global___ListFilteredRequest: _TypeAlias = ListFilteredRequest  # noqa: Y015
 
 @_typing.final
 class ListFilteredResponse(_message.Message):
-    """What was kept from a consumer."""
+    """What a consumer did not get."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1020,7 +1257,7 @@ Global___ListFilteredResponse: _TypeAlias = ListFilteredResponse  # noqa: Y015
 
 @_typing.final
 class FilteredEntry(_message.Message):
-    """One unit or session that was kept from a consumer, or of which a part was."""
+    """A unit or session that a consumer did not get, or got only in part."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1032,8 +1269,8 @@ class FilteredEntry(_message.Message):
     delivery_id: _builtins.str
     """The session's or the group's id."""
     reason: Global___FilterReason.ValueType
-    """The rule that kept the whole unit back. Not set where the unit was delivered without the
-    trajectories in `removed`.
+    """The rule that filtered the unit. Not set if the unit was delivered without the trajectories in
+    `removed`.
     """
     unix_ms: _builtins.int
     """When, milliseconds since 1970 UTC."""
@@ -1041,7 +1278,7 @@ class FilteredEntry(_message.Message):
     """For SURPLUS: the session."""
     @_builtins.property
     def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedTrajectories]:
-        """The trajectories taken out."""
+        """The trajectories removed."""
 
     def __init__(
         self,
@@ -1062,7 +1299,7 @@ Global___FilteredEntry: _TypeAlias = FilteredEntry  # noqa: Y015
 
 @_typing.final
 class ListOpenGroupsRequest(_message.Message):
-    """Asks for groups that wait."""
+    """Asks for groups that wait for sessions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1090,7 +1327,7 @@ Global___ListOpenGroupsRequest: _TypeAlias = ListOpenGroupsRequest  # noqa: Y015
 
 @_typing.final
 class ListOpenGroupsResponse(_message.Message):
-    """Groups that wait."""
+    """A page of groups that wait for sessions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1131,7 +1368,7 @@ class OpenGroup(_message.Message):
     group_size: _builtins.int
     """Number of sessions announced."""
     samples: _builtins.int
-    """Number of samples that are in."""
+    """Number of samples that have arrived."""
     first_unix_ms: _builtins.int
     """Arrival of its first session, milliseconds since 1970 UTC."""
     def __init__(
@@ -1161,7 +1398,7 @@ class ReadSessionsRequest(_message.Message):
     session_id: _builtins.str
     """Only this session; empty reads all."""
     without_arrays: _builtins.bool
-    """Whether the arrays of the trajectories are left out."""
+    """Whether to leave out the arrays of the trajectories."""
     def __init__(
         self,
         *,
@@ -1185,10 +1422,10 @@ class ReadSessionsResponse(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     DAMAGED_SESSION_ID_FIELD_NUMBER: _builtins.int
     damaged_session_id: _builtins.str
-    """Id of a session that is stored and cannot be read; empty where it can."""
+    """Id of a stored session that cannot be read; empty if it can."""
     @_builtins.property
     def session(self) -> _session_pb2.SessionRecord:
-        """The session; absent where it is damaged."""
+        """The session; absent if it is damaged."""
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CollectorServiceStub(object):
-    """Keeps closed sessions and delivers them, whole or in groups, until they are acknowledged.
+    """Stores closed sessions and delivers them to consumers, as sessions or as groups, until they are
+    acknowledged.
     """
 
     def __init__(self, channel):
@@ -39,6 +40,31 @@ class CollectorServiceStub(object):
                 '/rollmesh.v1.CollectorService/Ingest',
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.IngestRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_collector__pb2.IngestResponse.FromString,
+                _registered_method=True)
+        self.CreateConsumer = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/CreateConsumer',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.CreateConsumerRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.CreateConsumerResponse.FromString,
+                _registered_method=True)
+        self.GetConsumer = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/GetConsumer',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.GetConsumerRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.GetConsumerResponse.FromString,
+                _registered_method=True)
+        self.ListConsumers = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/ListConsumers',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListConsumersRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListConsumersResponse.FromString,
+                _registered_method=True)
+        self.UpdateConsumer = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/UpdateConsumer',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.UpdateConsumerRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.UpdateConsumerResponse.FromString,
+                _registered_method=True)
+        self.DeleteConsumer = channel.unary_unary(
+                '/rollmesh.v1.CollectorService/DeleteConsumer',
+                request_serializer=rollmesh_dot_v1_dot_collector__pb2.DeleteConsumerRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.DeleteConsumerResponse.FromString,
                 _registered_method=True)
         self.Subscribe = channel.stream_stream(
                 '/rollmesh.v1.CollectorService/Subscribe',
@@ -60,11 +86,6 @@ class CollectorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.SeekRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_collector__pb2.SeekResponse.FromString,
                 _registered_method=True)
-        self.DropConsumer = channel.unary_unary(
-                '/rollmesh.v1.CollectorService/DropConsumer',
-                request_serializer=rollmesh_dot_v1_dot_collector__pb2.DropConsumerRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_collector__pb2.DropConsumerResponse.FromString,
-                _registered_method=True)
         self.ListFiltered = channel.unary_unary(
                 '/rollmesh.v1.CollectorService/ListFiltered',
                 request_serializer=rollmesh_dot_v1_dot_collector__pb2.ListFilteredRequest.SerializeToString,
@@ -83,68 +104,106 @@ class CollectorServiceStub(object):
 
 
 class CollectorServiceServicer(object):
-    """Keeps closed sessions and delivers them, whole or in groups, until they are acknowledged.
+    """Stores closed sessions and delivers them to consumers, as sessions or as groups, until they are
+    acknowledged.
     """
 
     def Ingest(self, request, context):
-        """Stores closed sessions. Durable before the answer. A session's id makes the call repeatable: the
-        record that came first stands, and a repeat, whatever its body, changes nothing and is answered
-        as a duplicate. An error is about
-        one of them; any of the others may be stored or not, and may be sent again without it.
-        Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
-        size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
-        (STORE_FULL), UNAVAILABLE and INTERNAL pass: the session may be sent again.
+        """Stores closed sessions; they are durable when the call returns. A session is identified by its
+        id: the first record stands, and a repeat, even with another body, changes nothing and is
+        reported as a duplicate. An error is about one of the sessions; each of the others may or may
+        not have been stored, and may be sent again.
+        Errors: INVALID_ARGUMENT names the field and is final, as the same session is refused every time
+        (GROUP_SIZE_CONFLICT: its group is stored with another size). RESOURCE_EXHAUSTED (STORE_FULL),
+        UNAVAILABLE and INTERNAL may be retried.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateConsumer(self, request, context):
+        """Creates a consumer. It is durable when the call returns.
+        Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken; INVALID_ARGUMENT names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetConsumer(self, request, context):
+        """Returns a consumer. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListConsumers(self, request, context):
+        """Lists consumers in the order of their names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateConsumer(self, request, context):
+        """Changes the settings of a consumer; UpdateConsumerRequest says what wins. Its position, and what
+        it has acknowledged or filtered, stay as they are.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteConsumer(self, request, context):
+        """Deletes a consumer, which then retains no sessions. Its streams end with NOT_FOUND
+        (CONSUMER_UNKNOWN). The collector deletes a consumer itself after its setting consumer_ttl_ms
+        without a stream. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Subscribe(self, request_iterator, context):
-        """Delivers to a named consumer. The first message says who, the others grant credits and
-        acknowledge. What is not acknowledged within its lease, or when the stream ends, is delivered
-        again. Streams with one consumer name share the work; each name gets everything.
+        """Delivers to a consumer. The first message names it; the others grant credits, acknowledge
+        deliveries, and report policy versions. A delivery that is not acknowledged within its lease, or
+        before its stream ends, is redelivered. Streams of one consumer share its units; every consumer
+        gets all of them.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted;
+        INVALID_ARGUMENT names the field; UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
+        got another group policy, and the stream may be reopened at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counts what is stored and where each consumer stands.
+        """Counts what is stored, and the units of each consumer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRewards(self, request, context):
-        """Gives a stored session its rewards, or further ones. Durable before the answer. A repeat with the
-        same request_id changes nothing; with another body it is refused with ALREADY_EXISTS
-        (REPEAT_CONFLICT). What was acknowledged is not delivered again because of it.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
-        DATA_LOSS (SESSION_DAMAGED).
+        """Sets rewards of a stored session; they are durable when the call returns. A repeat with the same
+        request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+        (REPEAT_CONFLICT). Acknowledged units are not redelivered because of new rewards.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn that the
+        session does not have; DATA_LOSS (SESSION_DAMAGED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Seek(self, request, context):
-        """Moves a known consumer to a position, forwards or back. What is before it does not come any
-        more, everything from it on comes, also what was acknowledged. The consumer's streams end with
-        UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def DropConsumer(self, request, context):
-        """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error.
-        The collector does the same with one that had no stream for its setting consumer_ttl_ms.
+        """Moves a consumer forwards or back. Units before the position are skipped; units at or after it
+        are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
+        count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListFiltered(self, request, context):
-        """Lists what was kept from a consumer, and why; oldest first.
+        """Lists what a consumer did not get, and why; oldest first.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -152,15 +211,15 @@ class CollectorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListOpenGroups(self, request, context):
-        """Lists groups that still wait for sessions; oldest first.
+        """Lists groups that wait for sessions; oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadSessions(self, request, context):
-        """Reads stored sessions in the order in which they came, without any effect on consumers.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) where one was asked for.
+        """Reads stored sessions in order of arrival; consumers are not affected.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,6 +232,31 @@ def add_CollectorServiceServicer_to_server(servicer, server):
                     servicer.Ingest,
                     request_deserializer=rollmesh_dot_v1_dot_collector__pb2.IngestRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_collector__pb2.IngestResponse.SerializeToString,
+            ),
+            'CreateConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateConsumer,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.CreateConsumerRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.CreateConsumerResponse.SerializeToString,
+            ),
+            'GetConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetConsumer,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.GetConsumerRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.GetConsumerResponse.SerializeToString,
+            ),
+            'ListConsumers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListConsumers,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.ListConsumersRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.ListConsumersResponse.SerializeToString,
+            ),
+            'UpdateConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateConsumer,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.UpdateConsumerRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.UpdateConsumerResponse.SerializeToString,
+            ),
+            'DeleteConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteConsumer,
+                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.DeleteConsumerRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.DeleteConsumerResponse.SerializeToString,
             ),
             'Subscribe': grpc.stream_stream_rpc_method_handler(
                     servicer.Subscribe,
@@ -193,11 +277,6 @@ def add_CollectorServiceServicer_to_server(servicer, server):
                     servicer.Seek,
                     request_deserializer=rollmesh_dot_v1_dot_collector__pb2.SeekRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_collector__pb2.SeekResponse.SerializeToString,
-            ),
-            'DropConsumer': grpc.unary_unary_rpc_method_handler(
-                    servicer.DropConsumer,
-                    request_deserializer=rollmesh_dot_v1_dot_collector__pb2.DropConsumerRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_collector__pb2.DropConsumerResponse.SerializeToString,
             ),
             'ListFiltered': grpc.unary_unary_rpc_method_handler(
                     servicer.ListFiltered,
@@ -223,7 +302,8 @@ def add_CollectorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CollectorService(object):
-    """Keeps closed sessions and delivers them, whole or in groups, until they are acknowledged.
+    """Stores closed sessions and delivers them to consumers, as sessions or as groups, until they are
+    acknowledged.
     """
 
     @staticmethod
@@ -243,6 +323,141 @@ class CollectorService(object):
             '/rollmesh.v1.CollectorService/Ingest',
             rollmesh_dot_v1_dot_collector__pb2.IngestRequest.SerializeToString,
             rollmesh_dot_v1_dot_collector__pb2.IngestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/CreateConsumer',
+            rollmesh_dot_v1_dot_collector__pb2.CreateConsumerRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.CreateConsumerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/GetConsumer',
+            rollmesh_dot_v1_dot_collector__pb2.GetConsumerRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.GetConsumerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListConsumers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/ListConsumers',
+            rollmesh_dot_v1_dot_collector__pb2.ListConsumersRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.ListConsumersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/UpdateConsumer',
+            rollmesh_dot_v1_dot_collector__pb2.UpdateConsumerRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.UpdateConsumerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CollectorService/DeleteConsumer',
+            rollmesh_dot_v1_dot_collector__pb2.DeleteConsumerRequest.SerializeToString,
+            rollmesh_dot_v1_dot_collector__pb2.DeleteConsumerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -351,33 +566,6 @@ class CollectorService(object):
             '/rollmesh.v1.CollectorService/Seek',
             rollmesh_dot_v1_dot_collector__pb2.SeekRequest.SerializeToString,
             rollmesh_dot_v1_dot_collector__pb2.SeekResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DropConsumer(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.CollectorService/DropConsumer',
-            rollmesh_dot_v1_dot_collector__pb2.DropConsumerRequest.SerializeToString,
-            rollmesh_dot_v1_dot_collector__pb2.DropConsumerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,105 +27,149 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CollectorServiceStub:
-    """Keeps closed sessions and delivers them, whole or in groups, until they are acknowledged."""
+    """Stores closed sessions and delivers them to consumers, as sessions or as groups, until they are
+    acknowledged.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CollectorServiceAsyncStub: ...
     Ingest: _grpc.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]
-    """Stores closed sessions. Durable before the answer. A session's id makes the call repeatable: the
-    record that came first stands, and a repeat, whatever its body, changes nothing and is answered
-    as a duplicate. An error is about
-    one of them; any of the others may be stored or not, and may be sent again without it.
-    Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
-    size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
-    (STORE_FULL), UNAVAILABLE and INTERNAL pass: the session may be sent again.
+    """Stores closed sessions; they are durable when the call returns. A session is identified by its
+    id: the first record stands, and a repeat, even with another body, changes nothing and is
+    reported as a duplicate. An error is about one of the sessions; each of the others may or may
+    not have been stored, and may be sent again.
+    Errors: INVALID_ARGUMENT names the field and is final, as the same session is refused every time
+    (GROUP_SIZE_CONFLICT: its group is stored with another size). RESOURCE_EXHAUSTED (STORE_FULL),
+    UNAVAILABLE and INTERNAL may be retried.
+    """
+    CreateConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.CreateConsumerRequest, _collector_pb2.CreateConsumerResponse]
+    """Creates a consumer. It is durable when the call returns.
+    Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken; INVALID_ARGUMENT names the field.
+    """
+    GetConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.GetConsumerRequest, _collector_pb2.GetConsumerResponse]
+    """Returns a consumer. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
+    ListConsumers: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListConsumersRequest, _collector_pb2.ListConsumersResponse]
+    """Lists consumers in the order of their names."""
+    UpdateConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.UpdateConsumerRequest, _collector_pb2.UpdateConsumerResponse]
+    """Changes the settings of a consumer; UpdateConsumerRequest says what wins. Its position, and what
+    it has acknowledged or filtered, stay as they are.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+    """
+    DeleteConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.DeleteConsumerRequest, _collector_pb2.DeleteConsumerResponse]
+    """Deletes a consumer, which then retains no sessions. Its streams end with NOT_FOUND
+    (CONSUMER_UNKNOWN). The collector deletes a consumer itself after its setting consumer_ttl_ms
+    without a stream. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     Subscribe: _grpc.StreamStreamMultiCallable[_collector_pb2.SubscribeRequest, _collector_pb2.SubscribeResponse]
-    """Delivers to a named consumer. The first message says who, the others grant credits and
-    acknowledge. What is not acknowledged within its lease, or when the stream ends, is delivered
-    again. Streams with one consumer name share the work; each name gets everything.
+    """Delivers to a consumer. The first message names it; the others grant credits, acknowledge
+    deliveries, and report policy versions. A delivery that is not acknowledged within its lease, or
+    before its stream ends, is redelivered. Streams of one consumer share its units; every consumer
+    gets all of them.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted;
+    INVALID_ARGUMENT names the field; UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
+    got another group policy, and the stream may be reopened at once.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]
-    """Counts what is stored and where each consumer stands."""
+    """Counts what is stored, and the units of each consumer."""
     SetRewards: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]
-    """Gives a stored session its rewards, or further ones. Durable before the answer. A repeat with the
-    same request_id changes nothing; with another body it is refused with ALREADY_EXISTS
-    (REPEAT_CONFLICT). What was acknowledged is not delivered again because of it.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
-    DATA_LOSS (SESSION_DAMAGED).
+    """Sets rewards of a stored session; they are durable when the call returns. A repeat with the same
+    request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+    (REPEAT_CONFLICT). Acknowledged units are not redelivered because of new rewards.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn that the
+    session does not have; DATA_LOSS (SESSION_DAMAGED).
     """
     Seek: _grpc.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]
-    """Moves a known consumer to a position, forwards or back. What is before it does not come any
-    more, everything from it on comes, also what was acknowledged. The consumer's streams end with
-    UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
-    """
-    DropConsumer: _grpc.UnaryUnaryMultiCallable[_collector_pb2.DropConsumerRequest, _collector_pb2.DropConsumerResponse]
-    """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error.
-    The collector does the same with one that had no stream for its setting consumer_ttl_ms.
+    """Moves a consumer forwards or back. Units before the position are skipped; units at or after it
+    are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
+    count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
     """
     ListFiltered: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]
-    """Lists what was kept from a consumer, and why; oldest first.
+    """Lists what a consumer did not get, and why; oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     ListOpenGroups: _grpc.UnaryUnaryMultiCallable[_collector_pb2.ListOpenGroupsRequest, _collector_pb2.ListOpenGroupsResponse]
-    """Lists groups that still wait for sessions; oldest first."""
+    """Lists groups that wait for sessions; oldest first."""
     ReadSessions: _grpc.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]
-    """Reads stored sessions in the order in which they came, without any effect on consumers.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) where one was asked for.
+    """Reads stored sessions in order of arrival; consumers are not affected.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
     """
 
 @_typing.type_check_only
 class CollectorServiceAsyncStub(CollectorServiceStub):
-    """Keeps closed sessions and delivers them, whole or in groups, until they are acknowledged."""
+    """Stores closed sessions and delivers them to consumers, as sessions or as groups, until they are
+    acknowledged.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Ingest: _aio.UnaryUnaryMultiCallable[_collector_pb2.IngestRequest, _collector_pb2.IngestResponse]  # type: ignore[assignment]
-    """Stores closed sessions. Durable before the answer. A session's id makes the call repeatable: the
-    record that came first stands, and a repeat, whatever its body, changes nothing and is answered
-    as a duplicate. An error is about
-    one of them; any of the others may be stored or not, and may be sent again without it.
-    Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
-    size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
-    (STORE_FULL), UNAVAILABLE and INTERNAL pass: the session may be sent again.
+    """Stores closed sessions; they are durable when the call returns. A session is identified by its
+    id: the first record stands, and a repeat, even with another body, changes nothing and is
+    reported as a duplicate. An error is about one of the sessions; each of the others may or may
+    not have been stored, and may be sent again.
+    Errors: INVALID_ARGUMENT names the field and is final, as the same session is refused every time
+    (GROUP_SIZE_CONFLICT: its group is stored with another size). RESOURCE_EXHAUSTED (STORE_FULL),
+    UNAVAILABLE and INTERNAL may be retried.
+    """
+    CreateConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.CreateConsumerRequest, _collector_pb2.CreateConsumerResponse]  # type: ignore[assignment]
+    """Creates a consumer. It is durable when the call returns.
+    Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken; INVALID_ARGUMENT names the field.
+    """
+    GetConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.GetConsumerRequest, _collector_pb2.GetConsumerResponse]  # type: ignore[assignment]
+    """Returns a consumer. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
+    ListConsumers: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListConsumersRequest, _collector_pb2.ListConsumersResponse]  # type: ignore[assignment]
+    """Lists consumers in the order of their names."""
+    UpdateConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.UpdateConsumerRequest, _collector_pb2.UpdateConsumerResponse]  # type: ignore[assignment]
+    """Changes the settings of a consumer; UpdateConsumerRequest says what wins. Its position, and what
+    it has acknowledged or filtered, stay as they are.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+    """
+    DeleteConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.DeleteConsumerRequest, _collector_pb2.DeleteConsumerResponse]  # type: ignore[assignment]
+    """Deletes a consumer, which then retains no sessions. Its streams end with NOT_FOUND
+    (CONSUMER_UNKNOWN). The collector deletes a consumer itself after its setting consumer_ttl_ms
+    without a stream. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     Subscribe: _aio.StreamStreamMultiCallable[_collector_pb2.SubscribeRequest, _collector_pb2.SubscribeResponse]  # type: ignore[assignment]
-    """Delivers to a named consumer. The first message says who, the others grant credits and
-    acknowledge. What is not acknowledged within its lease, or when the stream ends, is delivered
-    again. Streams with one consumer name share the work; each name gets everything.
+    """Delivers to a consumer. The first message names it; the others grant credits, acknowledge
+    deliveries, and report policy versions. A delivery that is not acknowledged within its lease, or
+    before its stream ends, is redelivered. Streams of one consumer share its units; every consumer
+    gets all of them.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted;
+    INVALID_ARGUMENT names the field; UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
+    got another group policy, and the stream may be reopened at once.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_collector_pb2.GetStatsRequest, _collector_pb2.GetStatsResponse]  # type: ignore[assignment]
-    """Counts what is stored and where each consumer stands."""
+    """Counts what is stored, and the units of each consumer."""
     SetRewards: _aio.UnaryUnaryMultiCallable[_collector_pb2.SetRewardsRequest, _collector_pb2.SetRewardsResponse]  # type: ignore[assignment]
-    """Gives a stored session its rewards, or further ones. Durable before the answer. A repeat with the
-    same request_id changes nothing; with another body it is refused with ALREADY_EXISTS
-    (REPEAT_CONFLICT). What was acknowledged is not delivered again because of it.
-    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
-    DATA_LOSS (SESSION_DAMAGED).
+    """Sets rewards of a stored session; they are durable when the call returns. A repeat with the same
+    request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+    (REPEAT_CONFLICT). Acknowledged units are not redelivered because of new rewards.
+    Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn that the
+    session does not have; DATA_LOSS (SESSION_DAMAGED).
     """
     Seek: _aio.UnaryUnaryMultiCallable[_collector_pb2.SeekRequest, _collector_pb2.SeekResponse]  # type: ignore[assignment]
-    """Moves a known consumer to a position, forwards or back. What is before it does not come any
-    more, everything from it on comes, also what was acknowledged. The consumer's streams end with
-    UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
-    """
-    DropConsumer: _aio.UnaryUnaryMultiCallable[_collector_pb2.DropConsumerRequest, _collector_pb2.DropConsumerResponse]  # type: ignore[assignment]
-    """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error.
-    The collector does the same with one that had no stream for its setting consumer_ttl_ms.
+    """Moves a consumer forwards or back. Units before the position are skipped; units at or after it
+    are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
+    count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
+    Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
     """
     ListFiltered: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListFilteredRequest, _collector_pb2.ListFilteredResponse]  # type: ignore[assignment]
-    """Lists what was kept from a consumer, and why; oldest first.
+    """Lists what a consumer did not get, and why; oldest first.
     Errors: NOT_FOUND (CONSUMER_UNKNOWN).
     """
     ListOpenGroups: _aio.UnaryUnaryMultiCallable[_collector_pb2.ListOpenGroupsRequest, _collector_pb2.ListOpenGroupsResponse]  # type: ignore[assignment]
-    """Lists groups that still wait for sessions; oldest first."""
+    """Lists groups that wait for sessions; oldest first."""
     ReadSessions: _aio.UnaryStreamMultiCallable[_collector_pb2.ReadSessionsRequest, _collector_pb2.ReadSessionsResponse]  # type: ignore[assignment]
-    """Reads stored sessions in the order in which they came, without any effect on consumers.
-    Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) where one was asked for.
+    """Reads stored sessions in order of arrival; consumers are not affected.
+    Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
     """
 
 class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Keeps closed sessions and delivers them, whole or in groups, until they are acknowledged."""
+    """Stores closed sessions and delivers them to consumers, as sessions or as groups, until they are
+    acknowledged.
+    """
 
     @_abc_1.abstractmethod
     def Ingest(
@@ -133,13 +177,61 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.IngestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.IngestResponse, _abc.Awaitable[_collector_pb2.IngestResponse]]:
-        """Stores closed sessions. Durable before the answer. A session's id makes the call repeatable: the
-        record that came first stands, and a repeat, whatever its body, changes nothing and is answered
-        as a duplicate. An error is about
-        one of them; any of the others may be stored or not, and may be sent again without it.
-        Errors: INVALID_ARGUMENT names the field (GROUP_SIZE_CONFLICT: the group is stored with another
-        size); it is final, the same session is refused whenever it is sent. RESOURCE_EXHAUSTED
-        (STORE_FULL), UNAVAILABLE and INTERNAL pass: the session may be sent again.
+        """Stores closed sessions; they are durable when the call returns. A session is identified by its
+        id: the first record stands, and a repeat, even with another body, changes nothing and is
+        reported as a duplicate. An error is about one of the sessions; each of the others may or may
+        not have been stored, and may be sent again.
+        Errors: INVALID_ARGUMENT names the field and is final, as the same session is refused every time
+        (GROUP_SIZE_CONFLICT: its group is stored with another size). RESOURCE_EXHAUSTED (STORE_FULL),
+        UNAVAILABLE and INTERNAL may be retried.
+        """
+
+    @_abc_1.abstractmethod
+    def CreateConsumer(
+        self,
+        request: _collector_pb2.CreateConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.CreateConsumerResponse, _abc.Awaitable[_collector_pb2.CreateConsumerResponse]]:
+        """Creates a consumer. It is durable when the call returns.
+        Errors: ALREADY_EXISTS (CONSUMER_EXISTS): the name is taken; INVALID_ARGUMENT names the field.
+        """
+
+    @_abc_1.abstractmethod
+    def GetConsumer(
+        self,
+        request: _collector_pb2.GetConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.GetConsumerResponse, _abc.Awaitable[_collector_pb2.GetConsumerResponse]]:
+        """Returns a consumer. Errors: NOT_FOUND (CONSUMER_UNKNOWN)."""
+
+    @_abc_1.abstractmethod
+    def ListConsumers(
+        self,
+        request: _collector_pb2.ListConsumersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.ListConsumersResponse, _abc.Awaitable[_collector_pb2.ListConsumersResponse]]:
+        """Lists consumers in the order of their names."""
+
+    @_abc_1.abstractmethod
+    def UpdateConsumer(
+        self,
+        request: _collector_pb2.UpdateConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.UpdateConsumerResponse, _abc.Awaitable[_collector_pb2.UpdateConsumerResponse]]:
+        """Changes the settings of a consumer; UpdateConsumerRequest says what wins. Its position, and what
+        it has acknowledged or filtered, stay as they are.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteConsumer(
+        self,
+        request: _collector_pb2.DeleteConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_collector_pb2.DeleteConsumerResponse, _abc.Awaitable[_collector_pb2.DeleteConsumerResponse]]:
+        """Deletes a consumer, which then retains no sessions. Its streams end with NOT_FOUND
+        (CONSUMER_UNKNOWN). The collector deletes a consumer itself after its setting consumer_ttl_ms
+        without a stream. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
 
     @_abc_1.abstractmethod
@@ -148,9 +240,13 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_collector_pb2.SubscribeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_collector_pb2.SubscribeResponse], _abc.AsyncIterator[_collector_pb2.SubscribeResponse]]:
-        """Delivers to a named consumer. The first message says who, the others grant credits and
-        acknowledge. What is not acknowledged within its lease, or when the stream ends, is delivered
-        again. Streams with one consumer name share the work; each name gets everything.
+        """Delivers to a consumer. The first message names it; the others grant credits, acknowledge
+        deliveries, and report policy versions. A delivery that is not acknowledged within its lease, or
+        before its stream ends, is redelivered. Streams of one consumer share its units; every consumer
+        gets all of them.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN): the consumer was never created, or is deleted;
+        INVALID_ARGUMENT names the field; UNAVAILABLE (CONSUMER_MOVED): the consumer was moved by Seek or
+        got another group policy, and the stream may be reopened at once.
         """
 
     @_abc_1.abstractmethod
@@ -159,7 +255,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.GetStatsResponse, _abc.Awaitable[_collector_pb2.GetStatsResponse]]:
-        """Counts what is stored and where each consumer stands."""
+        """Counts what is stored, and the units of each consumer."""
 
     @_abc_1.abstractmethod
     def SetRewards(
@@ -167,11 +263,11 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.SetRewardsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.SetRewardsResponse, _abc.Awaitable[_collector_pb2.SetRewardsResponse]]:
-        """Gives a stored session its rewards, or further ones. Durable before the answer. A repeat with the
-        same request_id changes nothing; with another body it is refused with ALREADY_EXISTS
-        (REPEAT_CONFLICT). What was acknowledged is not delivered again because of it.
-        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn it lacks;
-        DATA_LOSS (SESSION_DAMAGED).
+        """Sets rewards of a stored session; they are durable when the call returns. A repeat with the same
+        request_id changes nothing; with another body it is refused with ALREADY_EXISTS
+        (REPEAT_CONFLICT). Acknowledged units are not redelivered because of new rewards.
+        Errors: NOT_FOUND (SESSION_UNKNOWN); INVALID_ARGUMENT names the trajectory or turn that the
+        session does not have; DATA_LOSS (SESSION_DAMAGED).
         """
 
     @_abc_1.abstractmethod
@@ -180,19 +276,10 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.SeekRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.SeekResponse, _abc.Awaitable[_collector_pb2.SeekResponse]]:
-        """Moves a known consumer to a position, forwards or back. What is before it does not come any
-        more, everything from it on comes, also what was acknowledged. The consumer's streams end with
-        UNAVAILABLE and may be opened again at once. Errors: NOT_FOUND (CONSUMER_UNKNOWN).
-        """
-
-    @_abc_1.abstractmethod
-    def DropConsumer(
-        self,
-        request: _collector_pb2.DropConsumerRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_collector_pb2.DropConsumerResponse, _abc.Awaitable[_collector_pb2.DropConsumerResponse]]:
-        """Forgets a consumer: it holds no sessions any more. Its streams end. Unknown ones are no error.
-        The collector does the same with one that had no stream for its setting consumer_ttl_ms.
+        """Moves a consumer forwards or back. Units before the position are skipped; units at or after it
+        are redelivered, including acknowledged ones. Acknowledgements of earlier deliveries do not
+        count. The consumer's streams end with UNAVAILABLE (CONSUMER_MOVED) and may be reopened at once.
+        Errors: NOT_FOUND (CONSUMER_UNKNOWN); INVALID_ARGUMENT names the field.
         """
 
     @_abc_1.abstractmethod
@@ -201,7 +288,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.ListFilteredRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.ListFilteredResponse, _abc.Awaitable[_collector_pb2.ListFilteredResponse]]:
-        """Lists what was kept from a consumer, and why; oldest first.
+        """Lists what a consumer did not get, and why; oldest first.
         Errors: NOT_FOUND (CONSUMER_UNKNOWN).
         """
 
@@ -211,7 +298,7 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.ListOpenGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_collector_pb2.ListOpenGroupsResponse, _abc.Awaitable[_collector_pb2.ListOpenGroupsResponse]]:
-        """Lists groups that still wait for sessions; oldest first."""
+        """Lists groups that wait for sessions; oldest first."""
 
     @_abc_1.abstractmethod
     def ReadSessions(
@@ -219,8 +306,8 @@ class CollectorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _collector_pb2.ReadSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_collector_pb2.ReadSessionsResponse], _abc.AsyncIterator[_collector_pb2.ReadSessionsResponse]]:
-        """Reads stored sessions in the order in which they came, without any effect on consumers.
-        Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) where one was asked for.
+        """Reads stored sessions in order of arrival; consumers are not affected.
+        Errors: NOT_FOUND (SESSION_UNKNOWN) and DATA_LOSS (SESSION_DAMAGED) if one session is asked for.
         """
 
 def add_CollectorServiceServicer_to_server(servicer: CollectorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

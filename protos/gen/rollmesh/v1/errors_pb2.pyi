@@ -265,12 +265,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Retry: another instance, or the successor, answers.
     """
     ERROR_REASON_CONSUMER_UNKNOWN: _ErrorReason.ValueType  # 44
-    """NOT_FOUND. No consumer has this name.
+    """NOT_FOUND. No consumer has this name: it was never created, or is deleted.
 
-    Check the name; `rollmesh collector inspect` lists all consumers.
+    Check the name, which `rollmesh collector inspect --consumers` lists, or create the consumer; the
+    SDK's `subscribe` does so by itself.
     """
     ERROR_REASON_CONSUMER_MOVED: _ErrorReason.ValueType  # 45
-    """UNAVAILABLE. The consumer was moved or dropped, and its streams ended.
+    """UNAVAILABLE. The consumer was moved or got another group policy, and its streams ended.
 
     Subscribe again; the SDK does so by itself.
     """
@@ -296,6 +297,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """RESOURCE_EXHAUSTED. Too many sessions wait for the scorer already.
 
     Start the scorer with more `--workers`, or lower the collectors' `--scorer-concurrency`.
+    """
+    ERROR_REASON_CONSUMER_EXISTS: _ErrorReason.ValueType  # 50
+    """ALREADY_EXISTS. A consumer has this name. It is unchanged.
+
+    Update the consumer, or choose another name; the SDK's `subscribe` updates it by itself.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -539,12 +545,13 @@ ERROR_REASON_SHUTTING_DOWN: ErrorReason.ValueType  # 43
 Retry: another instance, or the successor, answers.
 """
 ERROR_REASON_CONSUMER_UNKNOWN: ErrorReason.ValueType  # 44
-"""NOT_FOUND. No consumer has this name.
+"""NOT_FOUND. No consumer has this name: it was never created, or is deleted.
 
-Check the name; `rollmesh collector inspect` lists all consumers.
+Check the name, which `rollmesh collector inspect --consumers` lists, or create the consumer; the
+SDK's `subscribe` does so by itself.
 """
 ERROR_REASON_CONSUMER_MOVED: ErrorReason.ValueType  # 45
-"""UNAVAILABLE. The consumer was moved or dropped, and its streams ended.
+"""UNAVAILABLE. The consumer was moved or got another group policy, and its streams ended.
 
 Subscribe again; the SDK does so by itself.
 """
@@ -570,6 +577,11 @@ ERROR_REASON_SCORER_BUSY: ErrorReason.ValueType  # 49
 """RESOURCE_EXHAUSTED. Too many sessions wait for the scorer already.
 
 Start the scorer with more `--workers`, or lower the collectors' `--scorer-concurrency`.
+"""
+ERROR_REASON_CONSUMER_EXISTS: ErrorReason.ValueType  # 50
+"""ALREADY_EXISTS. A consumer has this name. It is unchanged.
+
+Update the consumer, or choose another name; the SDK's `subscribe` updates it by itself.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -1,4 +1,4 @@
-"""`rollmesh collector drop|export|inspect|replay`: inspects a collector and moves consumers."""
+"""`rollmesh collector delete|export|inspect|replay`: reads a collector, moves its consumers."""
 
 import argparse
 import asyncio
@@ -62,10 +62,23 @@ async def _inspect(stub: "Stub", options: argparse.Namespace) -> None:
             _show(session)
         return
     _show(await stub.GetStats(pb.GetStatsRequest(), timeout=_TIMEOUT_S))
+    if options.consumers:
+        await _show_consumers(stub)
     if options.groups:
         await _show_groups(stub)
     if options.filtered:
         await _show_filtered(stub, options.filtered)
+
+
+async def _show_consumers(stub: "Stub") -> None:
+    request = pb.ListConsumersRequest()
+    while True:
+        page = await stub.ListConsumers(request, timeout=_TIMEOUT_S)
+        for consumer in page.consumers:
+            _show(consumer)
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
 
 
 async def _show_groups(stub: "Stub") -> None:
@@ -93,13 +106,13 @@ async def _show_filtered(stub: "Stub", consumer: str) -> None:
 async def _replay(stub: "Stub", options: argparse.Namespace) -> None:
     request = pb.SeekRequest(consumer=options.consumer, position=read_position(options.start))
     sought = await stub.Seek(request, timeout=_TIMEOUT_S)
-    _say(f"{options.consumer}: {sought.again} units come again, {sought.skipped} are skipped")
+    _say(f"{options.consumer}: {sought.again} units redelivered, {sought.skipped} skipped")
 
 
-async def _drop(stub: "Stub", options: argparse.Namespace) -> None:
-    request = pb.DropConsumerRequest(consumer=options.consumer)
-    dropped = await stub.DropConsumer(request, timeout=_TIMEOUT_S)
-    _say(f"{options.consumer}: {'forgotten' if dropped.known else 'is not known'}")
+async def _delete(stub: "Stub", options: argparse.Namespace) -> None:
+    request = pb.DeleteConsumerRequest(consumer=options.consumer)
+    await stub.DeleteConsumer(request, timeout=_TIMEOUT_S)
+    _say(f"{options.consumer}: deleted")
 
 
 def read_position(text: str) -> pb.Position:
@@ -145,14 +158,15 @@ def _export_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect_flags(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Prints what is stored and where consumers stand, as lines of JSON."
+    parser.description = "Prints what is stored, and the units of each consumer, as lines of JSON."
     parser.add_argument("--session", default="", help="this session instead, without its arrays")
+    parser.add_argument("--consumers", action="store_true", help="also the settings of consumers")
     parser.add_argument("--groups", action="store_true", help="also groups that wait for sessions")
-    parser.add_argument("--filtered", default="", help="also what was kept from this consumer")
+    parser.add_argument("--filtered", default="", help="also what this consumer did not get")
 
 
 def _replay_flags(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Moves a consumer; what it acknowledged from there on comes again."
+    parser.description = "Moves a consumer; units from there on are redelivered."
     parser.add_argument("--consumer", required=True, help="its name")
     parser.add_argument(
         "--from",
@@ -162,13 +176,13 @@ def _replay_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _drop_flags(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Forgets a consumer: it holds no sessions any more. `inspect` lists them."
+def _delete_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Deletes a consumer, which then retains no sessions."
     parser.add_argument("--consumer", required=True, help="its name")
 
 
 TOOLS = {
-    "drop": (_drop_flags, _drop),
+    "delete": (_delete_flags, _delete),
     "export": (_export_flags, _export),
     "inspect": (_inspect_flags, _inspect),
     "replay": (_replay_flags, _replay),

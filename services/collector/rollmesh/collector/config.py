@@ -30,8 +30,8 @@ class CollectorConfig(ServerConfig):
     """How long a session is kept after every known consumer has settled it, milliseconds. Near
     max_stored_bytes, settled sessions are removed immediately."""
     consumer_ttl_ms: Annotated[int, Bounds(0)] = 7 * 24 * 3600 * 1000
-    """How long a consumer may go without a stream before it is dropped, as by DropConsumer,
-    milliseconds; 0: never. No consumer is dropped in the first hour after a collector starts, or in
+    """How long a consumer may go without a stream before it is deleted, as by DeleteConsumer,
+    milliseconds; 0: never. No consumer is deleted in the first hour after a collector starts, or in
     the first consumer_ttl_ms if that is shorter."""
     tick_ms: Annotated[int, Bounds(1)] = 200
     """Interval between checks of group and reward deadlines, milliseconds."""

@@ -40,7 +40,7 @@ REMOVED = Counter(
 )
 EXPIRED = Counter(
     "rollmesh_collector_expired_consumers_total",
-    "Consumers forgotten because they had no stream for consumer_ttl_ms.",
+    "Consumers deleted because they had no stream for consumer_ttl_ms.",
 )
 STORE_ERRORS = Counter(
     "rollmesh_collector_store_errors_total", "Work that the store refused or failed.", ["reason"]
@@ -58,7 +58,7 @@ def watch(consumer: Consumer) -> None:
 
 
 def forget(name: str) -> None:
-    """Removes the gauges of a dropped consumer."""
+    """Removes the gauges of a deleted consumer."""
     for gauge in (READY, LEASED):
         with suppress(KeyError):
             gauge.remove(name)

@@ -102,10 +102,10 @@ class CollectorService:
 async def _redis_store(url: str, retention: Retention) -> AsyncIterator[Store]:
     try:  # not needed by the SQLite store
         from rollmesh.collector.storage.redis.client import connected  # noqa: PLC0415
-        from rollmesh.collector.storage.redis.store import RedisStore  # noqa: PLC0415
+        from rollmesh.collector.storage.redis.store import open_store as open_redis  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             "store: a Redis needs the redis package: pip install 'rollmesh[collector]'"
         ) from error
     async with connected(url) as client:
-        yield RedisStore(client, retention)
+        yield await open_redis(client, retention)

@@ -12,6 +12,7 @@ from rollmesh.collector.checks import (
     check_sessions,
 )
 from rollmesh.collector.delivery.consumer import Consumer
+from rollmesh.collector.delivery.settings import created
 from rollmesh.collector.delivery.units import Arrival
 from rollmesh.collector.scoring.scoring import Scoring, wants_score
 from rollmesh.collector.storage.store import Store
@@ -79,6 +80,55 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
         await faults.reach("collector-before-ack")
         return pb.IngestResponse(duplicates=duplicates)
 
+    async def CreateConsumer(
+        self, request: pb.CreateConsumerRequest, context: Context
+    ) -> pb.CreateConsumerResponse:
+        consumer = created(request.consumer)
+        start = request.start if request.HasField("start") else None
+        if start:
+            check_position("start", start)
+        subscriptions = self.subscriptions
+
+        async def create() -> pb.CreateConsumerResponse:
+            made = await subscriptions.finish(subscriptions.create(consumer, start))
+            return pb.CreateConsumerResponse(consumer=made)
+
+        return await self._repeats.once(request, create)
+
+    async def GetConsumer(
+        self, request: pb.GetConsumerRequest, context: Context
+    ) -> pb.GetConsumerResponse:
+        return pb.GetConsumerResponse(consumer=await self.store.consumer(request.consumer))
+
+    async def ListConsumers(
+        self, request: pb.ListConsumersRequest, context: Context
+    ) -> pb.ListConsumersResponse:
+        size = check_page_size(request)
+        consumers, token = await self.store.consumers(size, request.page_token)
+        return pb.ListConsumersResponse(consumers=consumers, next_page_token=token)
+
+    async def UpdateConsumer(
+        self, request: pb.UpdateConsumerRequest, context: Context
+    ) -> pb.UpdateConsumerResponse:
+        subscriptions = self.subscriptions
+
+        async def update() -> pb.UpdateConsumerResponse:
+            changed = await subscriptions.finish(subscriptions.update(request.consumer))
+            return pb.UpdateConsumerResponse(consumer=changed)
+
+        return await self._repeats.once(request, update)
+
+    async def DeleteConsumer(
+        self, request: pb.DeleteConsumerRequest, context: Context
+    ) -> pb.DeleteConsumerResponse:
+        subscriptions = self.subscriptions
+
+        async def delete() -> pb.DeleteConsumerResponse:
+            await subscriptions.finish(subscriptions.delete(request.consumer))
+            return pb.DeleteConsumerResponse()
+
+        return await self._repeats.once(request, delete)
+
     async def Subscribe(
         self, request_iterator: AsyncIterator[pb.SubscribeRequest], context: Context
     ) -> AsyncIterator[pb.SubscribeResponse]:
@@ -103,17 +153,6 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
             return pb.SeekResponse(again=sought.again, skipped=sought.skipped)
 
         return await self._repeats.once(request, seek)
-
-    async def DropConsumer(
-        self, request: pb.DropConsumerRequest, context: Context
-    ) -> pb.DropConsumerResponse:
-        subscriptions = self.subscriptions
-
-        async def drop() -> pb.DropConsumerResponse:
-            known = await subscriptions.finish(subscriptions.drop(request.consumer))
-            return pb.DropConsumerResponse(known=known)
-
-        return await self._repeats.once(request, drop)
 
     async def ListFiltered(
         self, request: pb.ListFilteredRequest, context: Context
@@ -169,18 +208,15 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
     async def _stats(self, consumer: Consumer) -> pb.ConsumerStats | None:
         try:
             standing = await self.store.standing(consumer.name)
-        except ConsumerUnknownError:  # dropped since
+        except ConsumerUnknownError:  # deleted since
             return None
         return pb.ConsumerStats(
             consumer=consumer.name,
-            unit=pb.DeliveryUnit.ValueType(consumer.kind),
             acknowledged=standing.acknowledged,
             leased=consumer.leased,
             ready=max(standing.open - consumer.leased, 0),
             streams=consumer.streams,
             filtered=standing.filtered,
-            policy_version=consumer.version,
-            seen_unix_ms=standing.seen_ms,
         )
 
     async def _ingest(self, sessions: Sequence[session_pb2.SessionRecord]) -> list[bool]:

@@ -319,6 +319,13 @@ class ScorerBusyError(RollmeshError):
     reason = "SCORER_BUSY"
 
 
+class ConsumerExistsError(RollmeshError):
+    """A consumer has this name."""
+
+    code = "ALREADY_EXISTS"
+    reason = "CONSUMER_EXISTS"
+
+
 class ConsumerUnknownError(RollmeshError):
     """No consumer has this name."""
 
@@ -327,7 +334,7 @@ class ConsumerUnknownError(RollmeshError):
 
 
 class ConsumerMovedError(RollmeshError):
-    """The consumer was moved or dropped; its streams begin anew."""
+    """The consumer was moved or got another group policy; its streams must be reopened."""
 
     code = "UNAVAILABLE"
     reason = "CONSUMER_MOVED"

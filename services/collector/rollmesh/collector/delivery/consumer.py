@@ -29,15 +29,9 @@ class Lease:
 
 @dataclass(slots=True)
 class Consumer:
-    """All streams of one consumer."""
+    """One consumer: its settings, and the units of its streams."""
 
-    name: str
-    kind: int
-    lease_ms: int = 600_000
-    filter: pb.DeliveryFilter = field(default_factory=pb.DeliveryFilter)
-    """The delivery filter."""
-    version: int | None = None
-    """The policy version currently being trained."""
+    settings: pb.Consumer
     more: bool = True
     """Whether the store may have units that are not held here."""
     cursor: int = 0
@@ -61,6 +55,17 @@ class Consumer:
             f"{self.name}: {len(self._ready)} ready, {len(self._leased)} leased, "
             f"{len(self._credits)} streams"
         )
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.settings.name
+
+    @property
+    def version(self) -> int | None:
+        """The policy version that is being trained; None if unknown."""
+        known = self.settings.HasField("policy_version")
+        return self.settings.policy_version if known else None
 
     @property
     def ready(self) -> int:
@@ -162,7 +167,7 @@ class Consumer:
             return None
         self._queued.discard(unit.unit_id)
         self._credits[stream_id] -= 1
-        self._leased[unit.unit_id] = Lease(unit, stream_id, now_ms + self.lease_ms)
+        self._leased[unit.unit_id] = Lease(unit, stream_id, now_ms + self.settings.lease_ms)
         return unit
 
     def settle(self, unit_id: str) -> None:
@@ -193,7 +198,9 @@ class Consumer:
         return min((lease.expires_ms for lease in self._leased.values()), default=None)
 
     def _slow(self, now_ms: int) -> set[int]:
-        return {id_ for id_, at_ms in self._sending.items() if at_ms + self.lease_ms <= now_ms}
+        return {
+            id_ for id_, at_ms in self._sending.items() if at_ms + self.settings.lease_ms <= now_ms
+        }
 
     def _return(self, lease: Lease) -> None:
         del self._leased[lease.unit.unit_id]

@@ -81,7 +81,7 @@ def form_unit(
         Member(one.session_id, one.sample_index, not log.judges or _usable(log, one))
         for one in samples
     ]
-    decision = decide(log.hello.groups, group_size, members, now_ms - first_ms)
+    decision = decide(log.consumer.groups, group_size, members, now_ms - first_ms)
     if decision.state is State.WAIT or not members:
         return None
     index = {member.session_id: member.sample_index for member in members}
@@ -99,7 +99,7 @@ def _usable(log: GroupLog, sample: Sample) -> bool:
         head = read_head(sample.session_id, sample.head or b"")
     except SessionDamagedError:
         return False
-    return filters.usable(log.hello.filter, head)
+    return filters.usable(log.consumer.filter, head)
 
 
 def decide(

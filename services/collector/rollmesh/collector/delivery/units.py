@@ -14,7 +14,7 @@ from rollmesh.v1 import collector_pb2 as pb, session_pb2
 SESSION = int(pb.DELIVERY_UNIT_SESSION)
 GROUP = int(pb.DELIVERY_UNIT_GROUP)
 SESSION_LOG, GROUP_LOG = "s", "g"
-_SHARED = pb.SubscribeHello(unit=pb.DELIVERY_UNIT_GROUP)
+_SHARED = pb.Consumer(unit=pb.DELIVERY_UNIT_GROUP)
 
 
 class Unit(NamedTuple):
@@ -91,17 +91,18 @@ class Arrival(NamedTuple):
 
 
 class GroupLog(NamedTuple):
-    """A log of groups, and the options that decide when a group is complete for it."""
+    """A log of groups, and the settings that decide when a group is complete for it."""
 
     name: str
-    hello: pb.SubscribeHello
+    consumer: pb.Consumer
+    """Settings of its readers: the group policy, and the filter that the policy refers to."""
     readers: tuple[str, ...] = ()
-    """Consumers that read the log."""
+    """Names of the consumers that read the log."""
 
     @property
     def judges(self) -> bool:
         """Whether its policy counts only the sessions that its filter does not empty."""
-        return self.hello.groups.HasField("samples")
+        return self.consumer.groups.HasField("samples")
 
     def deadline_ms(self, first_ms: int) -> int | None:
         """Returns when a group is decided at the latest; None if there is no deadline.
@@ -109,43 +110,42 @@ class GroupLog(NamedTuple):
         Args:
             first_ms: When the group's first session arrived.
         """
-        policy = self.hello.groups
+        policy = self.consumer.groups
         return first_ms + policy.deadline_ms if policy.HasField("deadline_ms") else None
 
 
-def log_of(hello: pb.SubscribeHello) -> str:
+def log_of(consumer: pb.Consumer) -> str:
     """Returns the log that a consumer reads."""
-    if hello.unit == SESSION:
+    if consumer.unit == SESSION:
         return SESSION_LOG
-    return own_log(hello.consumer) if hello.groups.ListFields() else GROUP_LOG
+    return own_log(consumer.name) if consumer.HasField("groups") else GROUP_LOG
 
 
 def own_log(consumer: str) -> str:
-    """Returns the log of a consumer with its own group policy."""
-    return f"{GROUP_LOG}:{consumer}"
+    """Returns the log of a consumer with its own group policy.
 
-
-def owner_of(consumer: str) -> str:
-    """Returns the owner of a consumer's own entries; entries of a log belong to all its readers."""
+    The consumer's filtered entries are listed under this name, whichever log it reads; entries
+    listed under a shared log belong to all its readers.
+    """
     return f"c:{consumer}"
 
 
-def group_logs(hellos: Iterable[pb.SubscribeHello | None]) -> list[GroupLog]:
+def group_logs(consumers: Iterable[pb.Consumer | None]) -> list[GroupLog]:
     """Returns the group logs that consumers read; the shared log is always included, and first.
 
     Args:
-        hellos: The consumers' hellos; None for a consumer with damaged options, which has no log.
+        consumers: The consumers; None for one with damaged settings, which has no log.
     """
     own: list[GroupLog] = []
     shared: list[str] = []
-    for hello in hellos:
-        if hello is None or hello.unit != GROUP:
+    for consumer in consumers:
+        if consumer is None or consumer.unit != GROUP:
             continue
-        name = log_of(hello)
-        if name == GROUP_LOG:
-            shared.append(hello.consumer)
+        log = log_of(consumer)
+        if log == GROUP_LOG:
+            shared.append(consumer.name)
         else:
-            own.append(GroupLog(name, hello, (hello.consumer,)))
+            own.append(GroupLog(log, consumer, (consumer.name,)))
     return [GroupLog(GROUP_LOG, _SHARED, tuple(shared)), *own]
 
 

@@ -12,6 +12,8 @@ from google.protobuf.message import DecodeError
 from rollmesh.collector.delivery.loads import Judge, Loaded
 from rollmesh.collector.delivery.units import Arrival, Page, Settlement, Unit
 from rollmesh.runtime.errors import (
+    ConsumerExistsError,
+    ConsumerMovedError,
     ConsumerUnknownError,
     GroupSizeError,
     InvalidFieldError,
@@ -40,14 +42,21 @@ class Sought(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The state of a consumer."""
+    """The units of a consumer, counted."""
 
     acknowledged: int
     open: int
     """Units that are not settled, including leased ones."""
     filtered: list[pb.FilteredCount]
-    seen_ms: int = 0
-    """When it last had a stream, milliseconds since 1970 UTC."""
+
+
+class Updated(NamedTuple):
+    """The outcome of an update."""
+
+    consumer: pb.Consumer
+    """The consumer as it is now."""
+    moved: bool
+    """Whether its group policy changed, so that units fetched for it are void."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +108,11 @@ class Store(Protocol):
         ...
 
     async def changed(self) -> list[str]:
-        """Waits until another collector makes something deliverable, or moves a consumer.
+        """Waits until another collector makes something deliverable, or changes a consumer.
 
         Returns:
-            The consumers that another collector moved; units fetched for them are void.
+            The consumers that another collector moved, or whose group policy it changed: units
+            fetched for them are void.
         """
         ...
 
@@ -110,16 +120,54 @@ class Store(Protocol):
         """Returns the reason once the store is lost for good."""
         ...
 
-    async def consumers(self) -> list[pb.SubscribeHello]:
-        """Returns the last hello of every known consumer."""
-        ...
+    async def create_consumer(
+        self, consumer: pb.Consumer, start: pb.Position | None, now_ms: int
+    ) -> None:
+        """Creates a consumer.
 
-    async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
-        """Registers a consumer with its options.
+        A consumer with damaged settings gets these settings, and keeps its position.
+
+        Args:
+            consumer: The consumer, as returned by `settings.created`.
+            start: The first unit that is delivered; None: the oldest one stored.
+            now_ms: The current time.
 
         Raises:
-            InvalidFieldError: The name consumes the other unit, or the start position is unknown.
+            ConsumerExistsError: A consumer has this name.
+            InvalidFieldError: The start position does not exist.
         """
+
+    async def update_consumer(self, changes: pb.Consumer, now_ms: int) -> Updated:
+        """Changes the settings of a consumer, as `settings.updated` says.
+
+        With a new group policy, every group that is not settled is decided anew.
+
+        Raises:
+            ConsumerUnknownError: The consumer is unknown.
+            InvalidFieldError: A field is invalid.
+        """
+        ...
+
+    async def delete_consumer(self, consumer: str) -> bool:
+        """Deletes a consumer; returns whether it was known."""
+        ...
+
+    async def consumer(self, name: str) -> pb.Consumer:
+        """Returns a consumer.
+
+        Raises:
+            ConsumerUnknownError: The consumer is unknown, or its settings are damaged.
+        """
+        ...
+
+    async def consumers(self, page_size: int, page_token: str) -> tuple[list[pb.Consumer], str]:
+        """Returns consumers ordered by name, without damaged ones, and the token of the next page.
+
+        Args:
+            page_size: Largest number of consumers to return.
+            page_token: As returned with the page before; empty begins.
+        """
+        ...
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:
         """Returns units that the consumer has not settled and that were not fetched before.
@@ -130,7 +178,7 @@ class Store(Protocol):
             limit: Largest number of units to return.
 
         Raises:
-            ConsumerUnknownError: The consumer was dropped.
+            ConsumerUnknownError: The consumer was deleted.
         """
         ...
 
@@ -166,20 +214,20 @@ class Store(Protocol):
         """
         ...
 
-    async def drop_consumer(self, consumer: str) -> bool:
-        """Drops a consumer; returns whether it was known."""
-        ...
-
     async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
         """Records that consumers have streams now; unknown consumers are ignored."""
         ...
 
     async def expire_consumers(self, before_ms: int) -> list[str]:
-        """Drops the consumers that have had no stream since; returns their names."""
+        """Deletes the consumers that have had no stream since; returns their names."""
         ...
 
     async def standing(self, consumer: str) -> Standing:
-        """Returns the state of a consumer."""
+        """Counts the units of a consumer.
+
+        Raises:
+            ConsumerUnknownError: The consumer is unknown.
+        """
         ...
 
     async def filtered(
@@ -217,22 +265,22 @@ class Store(Protocol):
         ...
 
 
-def read_hello(name: str, data: bytes) -> pb.SubscribeHello | None:
-    """Parses a consumer's stored hello; returns None if it cannot be read.
+def read_consumer(name: str, data: bytes) -> pb.Consumer | None:
+    """Parses the stored settings of a consumer; returns None if they cannot be read.
 
-    Such a consumer has no options until it subscribes again, but keeps its position.
+    Such a consumer keeps its position until it is created again.
     """
     with suppress(DecodeError):
-        hello = pb.SubscribeHello.FromString(data)
-        if hello.consumer == name:
-            return hello
+        consumer = pb.Consumer.FromString(data)
+        if consumer.name == name:
+            return consumer
     _tell_damaged(name, data)
     return None
 
 
 @lru_cache(maxsize=64)
 def _tell_damaged(consumer: str, data: bytes) -> None:  # noqa: ARG001 - once for what is stored
-    _log.error("consumer damaged: its options cannot be read", extra=fields(consumer=consumer))
+    _log.error("consumer damaged: its settings cannot be read", extra=fields(consumer=consumer))
 
 
 def read_token(page_token: str) -> int:
@@ -254,14 +302,17 @@ def session_unknown(session_id: str) -> SessionUnknownError:
 
 def consumer_unknown(name: str) -> ConsumerUnknownError:
     """Returns the error that no such consumer is known."""
-    return ConsumerUnknownError(f"consumer: {name!r} is not known; subscribe first")
+    return ConsumerUnknownError(f"consumer: {name!r} is not known; create it first")
 
 
-def other_unit(name: str) -> InvalidFieldError:
-    """Returns the error that a consumer changed its unit."""
-    return InvalidFieldError(
-        "unit", f"consumer {name!r} takes the other unit; a name keeps its unit"
-    )
+def consumer_exists(name: str) -> ConsumerExistsError:
+    """Returns the error that a name is taken."""
+    return ConsumerExistsError(f"consumer.name: {name!r} exists; update it, or choose another name")
+
+
+def consumer_moved(name: str) -> ConsumerMovedError:
+    """Returns the error that ends the streams of a consumer that was moved."""
+    return ConsumerMovedError(f"consumer {name!r} was moved, or changed; subscribe again")
 
 
 def unit_unknown(delivery_id: str) -> InvalidFieldError:

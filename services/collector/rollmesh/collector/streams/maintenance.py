@@ -35,6 +35,7 @@ async def maintain(
     async def listen() -> None:
         for name in await store.changed():
             await subscriptions.moved(name)
+        await subscriptions.refresh()
         subscriptions.announce()
 
     async def retain() -> None:

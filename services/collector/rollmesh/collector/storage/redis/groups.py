@@ -13,7 +13,7 @@ from rollmesh.collector.delivery.groups import NewUnit, Sample, form_unit
 from rollmesh.collector.delivery.units import GroupLog, group_logs
 from rollmesh.collector.storage.redis import scripts
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, Value, text
-from rollmesh.collector.storage.store import read_hello
+from rollmesh.collector.storage.store import read_consumer
 from rollmesh.v1 import collector_pb2 as pb
 
 
@@ -22,6 +22,10 @@ class Pair(NamedTuple):
 
     log: GroupLog
     key: str
+    seq: int | None = None
+    """The position of the unit if the log has none after it; None: at the end."""
+    skipped: bool = False
+    """Whether the consumer of the log begins after it, so that it is created as settled."""
 
 
 class Group(NamedTuple):
@@ -64,18 +68,18 @@ def looks(client: RedisClient, keys: Sequence[str]) -> list[Command]:
 
 def seen(found: Sequence[Any], keys: Sequence[str]) -> Seen:
     """Parses the replies to the commands of `looks`."""
-    hellos, *rest = found
+    consumers, *rest = found
     groups: dict[str, Group] = {}
     for key, (size, first_ms), ids in zip(keys, rest[::2], rest[1::2], strict=True):
         if size is not None:
             groups[key] = Group(int(size), int(first_ms), list(map(text, ids)))
-    return Seen(group_logs(hellos_of(hellos)), groups)
+    return Seen(group_logs(consumers_of(consumers)), groups)
 
 
-def hellos_of(found: Sequence[Any]) -> list[pb.SubscribeHello | None]:
-    """Returns the hellos of all consumers from the Redis hash; None for a damaged one."""
+def consumers_of(found: Sequence[Any]) -> list[pb.Consumer | None]:
+    """Returns all consumers from the Redis hash; None for a damaged one."""
     rows = zip(found[::2], found[1::2], strict=True)
-    return [read_hello(text(name), data) for name, data in rows]
+    return [read_consumer(text(name), data) for name, data in rows]
 
 
 async def decide_all(
@@ -83,7 +87,6 @@ async def decide_all(
     pairs: Sequence[Pair],
     groups: Mapping[str, Group],
     now_ms: int,
-    settled: Mapping[str, str] | None = None,
 ) -> list[Decided]:
     """Decides about groups in one round trip; the returned calls create their units.
 
@@ -92,7 +95,6 @@ async def decide_all(
         pairs: The groups to decide about, with their logs; all are in `groups`.
         groups: The state of the groups, by key.
         now_ms: The current time.
-        settled: By group key: the consumer for which the unit is created as settled.
     """
     judged = any(pair.log.judges for pair in pairs)
     field = "head" if judged else "none"
@@ -104,17 +106,12 @@ async def decide_all(
     rows = dict(zip(ids, found[len(pairs) :], strict=True))
     decided: list[Decided] = []
     for pair, seq in zip(pairs, found, strict=False):
-        call = None
-        if seq is None:
-            owner = (settled or {}).get(pair.key, "")
-            call = _unit(pair, groups[pair.key], rows, now_ms, owner)
+        call = None if seq is not None else _unit(pair, groups[pair.key], rows, now_ms)
         decided.append(Decided(seq is not None, call))
     return decided
 
 
-def _unit(
-    pair: Pair, group: Group, rows: Mapping[str, Any], now_ms: int, settled_by: str
-) -> Script | None:
+def _unit(pair: Pair, group: Group, rows: Mapping[str, Any], now_ms: int) -> Script | None:
     """Returns the call that makes a group a unit of a log; None if it keeps waiting."""
     samples: list[Sample] = []
     for session_id in group.session_ids:
@@ -125,14 +122,15 @@ def _unit(
     unit = form_unit(pair.log, pair.key, group.size, samples, (group.first_ms, now_ms))
     if unit is None:
         return None
-    settled_by = pair.log.hello.consumer if unit.dropped else settled_by
+    settled = unit.dropped or pair.skipped
     entries = _entries(pair.key, unit)
     arguments: list[Value] = [
         pair.log.name,
         pair.key,
         json.dumps(unit.members),
         "partial" if unit.partial else "",
-        settled_by,
+        pair.log.consumer.name if settled else "",
+        "" if pair.seq is None else pair.seq,
         len(entries) // 3,
         *entries,
         *pair.log.readers,

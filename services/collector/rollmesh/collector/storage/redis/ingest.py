@@ -30,7 +30,7 @@ async def ingest(
     """Stores sessions; returns for each whether it is a repeat."""
     consumers = await client.run("HGETALL", client.key("consumers"))
     deadlines: list[Value] = []
-    for log in group_logs(redis_groups.hellos_of(consumers)):
+    for log in group_logs(redis_groups.consumers_of(consumers)):
         due_ms = log.deadline_ms(now_ms)
         if due_ms is not None:
             deadlines += [log.name, due_ms]
@@ -144,19 +144,21 @@ async def _decide_due(client: RedisClient, due: Sequence[str], now_ms: int) -> N
     await client.run_at_once(commands)
 
 
-async def backfill(
-    client: RedisClient, hello: pb.SubscribeHello, start_seq: int, now_ms: int
-) -> None:
-    """Builds the log of a consumer with its own group policy from the stored sessions.
+async def backfill(client: RedisClient, consumer: pb.Consumer, start_seq: int, now_ms: int) -> None:
+    """Fills the log of a consumer with its own group policy from the stored sessions.
+
+    Groups with all their samples get the positions that they have in `GROUP_LOG`.
 
     Args:
         client: Redis.
-        hello: The consumer's hello.
+        consumer: The consumer, which the store knows already.
         start_seq: Groups that are units of `GROUP_LOG` up to this position count as settled.
         now_ms: The current time.
     """
-    log = GroupLog(own_log(hello.consumer), hello, (hello.consumer,))
-    stored = list(map(text, await client.run("ZRANGE", client.key("groups"), 0, -1)))
+    log = GroupLog(own_log(consumer.name), consumer, (consumer.name,))
+    waiting = await client.run("ZRANGE", client.key("groups", "open"), 0, -1)
+    complete = await client.run("ZRANGE", client.key("units", GROUP_LOG), 0, -1)
+    stored = list(map(text, dict.fromkeys([*complete, *waiting])))
     for at in range(0, len(stored), _BACKFILL_BATCH):
         await _backfill(client, log, stored[at : at + _BACKFILL_BATCH], start_seq, now_ms)
 
@@ -164,29 +166,19 @@ async def backfill(
 async def _backfill(
     client: RedisClient, log: GroupLog, stored: Sequence[str], start_seq: int, now_ms: int
 ) -> None:
-    places: list[Command] = [
-        ("ZSCORE", client.key("units", name), key)
-        for key in stored
-        for name in (log.name, GROUP_LOG)
-    ]
-    scores, seen = await _run_and_look(client, places, stored)
-    groups = {
-        key: seen.groups[key]
-        for key, own in zip(stored, scores[::2], strict=True)
-        if own is None and key in seen.groups
-    }
-    settled = {
-        key: log.hello.consumer
-        for key, seq in zip(stored, scores[1::2], strict=True)
-        if seq and int(float(seq)) <= start_seq
-    }
-    pairs = [Pair(log, key) for key in groups]
+    places = [("ZSCORE", client.key("units", GROUP_LOG), key) for key in stored]
+    found, seen = await _run_and_look(client, places, stored)
+    pairs: list[Pair] = []
     calls: list[Command] = []
-    for key, group in groups.items():
+    for key, score in zip(stored, found, strict=True):
+        if (group := seen.groups.get(key)) is None:  # removed in the meantime
+            continue
+        seq = None if score is None else int(float(score))
+        pairs.append(Pair(log, key, seq, skipped=seq is not None and seq <= start_seq))
         due_ms = log.deadline_ms(group.first_ms)
         if due_ms is not None:
             calls.append(("ZADD", client.key("deadlines"), due_ms, f"{log.name}\0{key}"))
-    decided = await redis_groups.decide_all(client, pairs, groups, now_ms, settled)
+    decided = await redis_groups.decide_all(client, pairs, seen.groups, now_ms)
     await client.run_at_once([*calls, *(one.call for one in decided if one.call)])
 
 

@@ -6,7 +6,7 @@ A third round trip lists what the filter removed from them.
 from collections.abc import Sequence
 
 from rollmesh.collector.delivery.loads import Judge, Loaded, judge_unit
-from rollmesh.collector.delivery.units import Unit, owner_of
+from rollmesh.collector.delivery.units import Unit, own_log
 from rollmesh.collector.storage.redis.client import RedisClient
 from rollmesh.collector.storage.redis.ingest import add_filtered
 from rollmesh.collector.storage.store import LOAD_BYTES
@@ -31,7 +31,7 @@ async def load(
         one.attempt = int(attempt)
         one.arrays = [next(arrays) or b"" for _ in one.heads]
     entries = [entry for one in out if (entry := one.removed(now_ms))]
-    await add_filtered(client, owner_of(consumer), entries)
+    await add_filtered(client, own_log(consumer), entries)
     return loaded
 
 

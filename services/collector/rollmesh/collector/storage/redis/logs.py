@@ -1,12 +1,13 @@
 """Logs in Redis: positions, and which collector holds which units for a consumer."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from rollmesh.collector.delivery.units import Unit, own_log
+from rollmesh.collector.delivery.units import GROUP_LOG, SESSION_LOG, Unit, own_log
 from rollmesh.collector.storage.redis.client import RedisClient, Value, pairs, text
-from rollmesh.collector.storage.store import unit_unknown
+from rollmesh.collector.storage.store import consumer_moved, unit_unknown
 from rollmesh.runtime.errors import StoreError
 from rollmesh.v1 import collector_pb2 as pb
 
@@ -25,11 +26,17 @@ async def make_group(client: RedisClient, name: str, log: str, start: int) -> No
             raise
 
 
-async def leave_own_log(client: RedisClient, name: str) -> None:
-    """Removes a consumer's own log."""
-    log = own_log(name)
-    for kind in ("log", "units", "parts"):
-        await client.run("DEL", client.key(kind, log))
+async def leave(client: RedisClient, name: str) -> None:
+    """Removes a consumer's own log, and what was delivered to it and not settled."""
+    shared = [client.key("log", log) for log in (SESSION_LOG, GROUP_LOG)]
+    found = await client.run_all([("EXISTS", key) for key in shared])
+    own = [client.key(kind, own_log(name)) for kind in ("log", "units", "parts")]
+    await client.run_all(
+        [
+            *(("XGROUP DESTROY", key, name) for key, is_ in zip(shared, found, strict=True) if is_),
+            ("DEL", *own, client.key("attempts", name)),
+        ]
+    )
 
 
 async def renumber(client: RedisClient, name: str, log: str) -> None:
@@ -83,9 +90,14 @@ async def first_seq(client: RedisClient, log: str, position: pb.Position) -> int
 
 
 async def take_over(client: RedisClient, consumer: str, log: str, me: str, limit: int) -> list[Any]:
-    """Claims the units held by collectors that are no longer alive."""
+    """Claims the units held by collectors that are no longer alive.
+
+    Raises:
+        ConsumerMovedError: The consumer left the log.
+    """
     entries: list[Any] = []
-    owners = await client.run("XINFO CONSUMERS", client.key("log", log), consumer)
+    with _in_log(consumer):
+        owners = await client.run("XINFO CONSUMERS", client.key("log", log), consumer)
     for owner in owners:
         fields = pairs(owner)
         name = fields["name"]
@@ -94,6 +106,32 @@ async def take_over(client: RedisClient, consumer: str, log: str, me: str, limit
         if not await client.run("EXISTS", client.key("alive", name)):
             entries += await claim(client, consumer, log, name, me, limit - len(entries))
     return entries
+
+
+async def read_new(client: RedisClient, consumer: str, log: str, me: str, limit: int) -> list[Any]:
+    """Returns units that were not fetched before.
+
+    Raises:
+        ConsumerMovedError: The consumer left the log.
+    """
+    with _in_log(consumer):
+        found = await client.run(
+            "XREADGROUP",
+            *("GROUP", consumer, me, "COUNT", limit),
+            *("STREAMS", client.key("log", log), ">"),
+        )
+    return [entry for _, new in found or () for entry in new]
+
+
+@contextmanager
+def _in_log(consumer: str) -> Iterator[None]:
+    """Reports a consumer that another collector moves to another log, or deletes, as moved."""
+    try:
+        yield
+    except StoreError as error:
+        if "NOGROUP" not in error.message and "no such key" not in error.message:
+            raise
+        raise consumer_moved(consumer) from error
 
 
 async def claim(

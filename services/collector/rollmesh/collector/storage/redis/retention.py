@@ -7,7 +7,7 @@ from rollmesh.collector.delivery.retention import REMEMBERED_MS, Retention, is_o
 from rollmesh.collector.delivery.units import GROUP_LOG, SESSION_LOG, log_of, units_in
 from rollmesh.collector.storage.redis import scripts
 from rollmesh.collector.storage.redis.client import Command, RedisClient, Script, text
-from rollmesh.collector.storage.redis.groups import hellos_of
+from rollmesh.collector.storage.redis.groups import consumers_of
 from rollmesh.collector.storage.redis.logs import scored, start_of
 from rollmesh.v1 import collector_pb2 as pb
 
@@ -50,31 +50,31 @@ async def retain(
             *("WITHSCORES", "LIMIT", 0, _BATCH),
         )
     )
-    known = hellos_of(await client.run("HGETALL", client.key("consumers")))
-    hellos = [hello for hello in known if hello is not None]
-    if len(hellos) < len(known):
-        return 0, 0  # a consumer with damaged options may still need anything
+    known = consumers_of(await client.run("HGETALL", client.key("consumers")))
+    consumers = [consumer for consumer in known if consumer is not None]
+    if len(consumers) < len(known):
+        return 0, 0  # a consumer with damaged settings may still need anything
     asked = [("HGET", client.key("session", session_id), "key") for session_id, _ in rows]
     keys = dict.fromkeys(text(key) for key in await client.run_all(asked) if key is not None)
     removed = 0
-    if hellos:
-        over = await _over(client, hellos, list(keys), settled_before)
+    if consumers:
+        over = await _over(client, consumers, list(keys), settled_before)
         for at in range(0, len(over), _REMOVED):
-            removed += await _remove(client, hellos, over[at : at + _REMOVED], now_ms)
+            removed += await _remove(client, consumers, over[at : at + _REMOVED], now_ms)
     await client.run("ZREMRANGEBYSCORE", client.key("removed"), "-inf", now_ms - REMEMBERED_MS)
     return (rows[-1][1] if len(rows) == _BATCH else 0), removed
 
 
 async def _over(
-    client: RedisClient, hellos: Sequence[pb.SubscribeHello], keys: Sequence[str], before_ms: int
+    client: RedisClient, consumers: Sequence[pb.Consumer], keys: Sequence[str], before_ms: int
 ) -> list[_Group]:
     """Returns the groups that every consumer has settled completely, and long enough ago."""
     groups = [group for group in await _groups(client, keys) if group.ready]
-    starts = [await start_of(client, hello.consumer) for hello in hellos]
+    starts = [await start_of(client, consumer.name) for consumer in consumers]
     asked: list[Command] = []
     for group in groups:
-        for hello in hellos:
-            log, settled_ms = log_of(hello), client.key("settled_ms", hello.consumer)
+        for consumer in consumers:
+            log, settled_ms = log_of(consumer), client.key("settled_ms", consumer.name)
             for unit_id in group.units(log):
                 asked += [
                     ("ZSCORE", client.key("units", log), unit_id),
@@ -85,8 +85,8 @@ async def _over(
     for group in groups:
         gone = [
             is_over(_number(next(found)), _number(next(found)), start, before_ms)
-            for hello, start in zip(hellos, starts, strict=True)
-            for _ in group.units(log_of(hello))
+            for consumer, start in zip(consumers, starts, strict=True)
+            for _ in group.units(log_of(consumer))
         ]
         if all(gone):
             over.append(group)
@@ -114,13 +114,13 @@ async def _groups(client: RedisClient, keys: Sequence[str]) -> list[_Group]:
 
 async def _remove(
     client: RedisClient,
-    hellos: Sequence[pb.SubscribeHello],
+    consumers: Sequence[pb.Consumer],
     groups: Sequence[_Group],
     now_ms: int,
 ) -> int:
     """Removes groups and their entries in the logs; returns the number of sessions removed."""
-    names = [hello.consumer for hello in hellos]
-    logs = {GROUP_LOG, *map(log_of, hellos)} - {SESSION_LOG}
+    names = [consumer.name for consumer in consumers]
+    logs = {GROUP_LOG, *map(log_of, consumers)} - {SESSION_LOG}
     removals = [
         Script(scripts.REMOVE, now_ms, [group.key, len(group.session_ids)]) for group in groups
     ]

@@ -2,6 +2,7 @@
 
 Every script takes the common key prefix and the time as its first arguments. Keys:
 
+    version                   version of this layout
     n, last_ms, last_n        counters: sessions stored; the last position in any log
     totals                    hash of totals
     session:ID                hash: head, arrays, key, idx, n, trajectories, done
@@ -12,12 +13,12 @@ Every script takes the common key prefix and the time as its first arguments. Ke
     deadlines                 sorted set of log and group key by due time
     log:LOG, units:LOG        stream of units; their positions by id
     parts:LOG                 hash: the sessions of each unit
-    consumers, consumer:NAME  hash of hellos; start, acknowledged, groups: the log's policy
+    consumers, consumer:NAME  hash of settings; start, acknowledged, groups: the log's policy
     attempts:NAME, settled:NAME, settled_ms:NAME   by unit: deliveries; position; time
     filtered:OWNER, counts:OWNER, listed:OWNER     stream of entries; totals; ids already listed
     rewards:ID                hash of the digests of requests that set rewards, by request id
     news                      counts newly complete units, and seeks
-    moves, seen               hashes by consumer: number of seeks; time of the last stream
+    moves, seen               hashes by consumer: times it was moved; time of the last stream
     removed                   sorted set of session ids by time of removal
     format                    version of the keys and their values
 """
@@ -34,10 +35,17 @@ local function place()
   redis.call('SET', k('last_n'), n)
   return string.format('%.0f-%d', ms, n), string.format('%.0f', ms * 1024 + n)
 end
-local function add_unit(log, id, members, partial)
+local function stream_id(seq)
+  return string.format('%.0f-%d', math.floor(seq / 1024), seq % 1024)
+end
+local function add_unit(log, id, members, partial, seq)
   if redis.call('ZSCORE', k('units', log), id) then return false end
-  local at, seq = place()
-  redis.call('XADD', k('log', log), at, 'id', id, 'members', members, 'partial', partial)
+  local fields = {'id', id, 'members', members, 'partial', partial}
+  if not seq or redis.pcall('XADD', k('log', log), stream_id(seq), unpack(fields)).err then
+    local at
+    at, seq = place()
+    redis.call('XADD', k('log', log), at, unpack(fields))
+  end
   redis.call('ZADD', k('units', log), seq, id)
   redis.call('HINCRBY', k('totals'), 'log:' .. log, 1)
   redis.call('INCR', k('news'))
@@ -54,6 +62,20 @@ local function list(owner, entry, once, counts)
   for at = 1, #counts, 2 do redis.call('HINCRBY', sums, counts[at], counts[at + 1]) end
 end
 """
+
+VERSION = 1
+"""Version of the layout; incremented with every change of the keys, or of `records.split`."""
+
+OPEN = (
+    _HEAD
+    + r"""
+local found = redis.call('GET', k('version'))
+if found then return found end
+if redis.call('EXISTS', k('n'), k('consumers'), k('seen')) > 0 then return '0' end
+redis.call('SET', k('version'), ARGV[3])
+return ARGV[3]
+"""
+)
 
 INGEST = (
     _HEAD
@@ -108,9 +130,10 @@ MAKE_UNIT = (
     _HEAD
     + r"""
 local log, key, members, partial, settled = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
-local entries = tonumber(ARGV[8])
-local seq = add_unit(log, key, members, partial)
+local entries = tonumber(ARGV[9])
+local seq = add_unit(log, key, members, partial, tonumber(ARGV[8]))
 if not seq then return 0 end
+seq = string.format('%.0f', seq)
 redis.call('HSET', k('parts', log), key, members)
 redis.call('ZREM', k('deadlines'), log .. '\0' .. key)
 if log == 'g' then redis.call('ZREM', k('groups', 'open'), key) end
@@ -118,11 +141,11 @@ if settled ~= '' then  -- by whom it is from the first
   redis.call('ZADD', k('settled', settled), seq, key)
   redis.call('HSET', k('settled_ms', settled), key, ARGV[2])
 end
-for at = 9, 8 + 3 * entries, 3 do
-  list(log, ARGV[at + 1], ARGV[at], {ARGV[at + 2] .. ':u', 1})
+for i = 10, 9 + 3 * entries, 3 do
+  list(log, ARGV[i + 1], ARGV[i], {ARGV[i + 2] .. ':u', 1})
 end
-for at = 9 + 3 * entries, #ARGV do  -- readers: what they settled under another policy stays so
-  redis.call('ZADD', k('settled', ARGV[at]), 'XX', seq, key)
+for i = 10 + 3 * entries, #ARGV do  -- readers: what they settled under another policy stays so
+  redis.call('ZADD', k('settled', ARGV[i]), 'XX', seq, key)
 end
 return 1
 """
@@ -159,13 +182,23 @@ seq = tonumber(seq)
 redis.call('ZADD', k('settled', name), string.format('%.0f', seq), id)
 redis.call('HSET', k('settled_ms', name), id, ARGV[2])
 redis.call('HDEL', k('attempts', name), id)
-redis.call('XACK', k('log', log), name,
-  string.format('%.0f-%d', math.floor(seq / 1024), seq % 1024))
+redis.call('XACK', k('log', log), name, stream_id(seq))
 if reason == '0' then
   redis.call('HINCRBY', k('consumer', name), 'acknowledged', 1)
 else
   list(owner, entry, '', {unpack(ARGV, 9)})
 end
+return 1
+"""
+)
+
+UPDATE = (
+    _HEAD
+    + r"""
+local name, before, after = ARGV[3], ARGV[4], ARGV[5]
+if (redis.call('HGET', k('consumers'), name) or '') ~= before then return 0 end
+redis.call('HSET', k('consumers'), name, after)
+redis.call('INCR', k('news'))
 return 1
 """
 )
@@ -228,8 +261,7 @@ FORGET_UNIT = (
 local log, id = ARGV[3], ARGV[4]
 local seq = redis.call('ZSCORE', k('units', log), id)
 if seq then
-  seq = tonumber(seq)
-  redis.call('XDEL', k('log', log), string.format('%.0f-%d', math.floor(seq / 1024), seq % 1024))
+  redis.call('XDEL', k('log', log), stream_id(tonumber(seq)))
   redis.call('ZREM', k('units', log), id)
   redis.call('HDEL', k('parts', log), id)
 end

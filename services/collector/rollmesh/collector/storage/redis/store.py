@@ -6,25 +6,22 @@ collector keeps the units it has read as long as it is alive; after that the oth
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from rollmesh.collector.delivery.entries import filtered_counts, read_entry
 from rollmesh.collector.delivery.loads import Judge, Loaded
 from rollmesh.collector.delivery.records import join, read_head
 from rollmesh.collector.delivery.retention import Retention
 from rollmesh.collector.delivery.units import (
     GROUP_LOG,
-    SESSION_LOG,
     Arrival,
     Page,
     Settlement,
     Unit,
     log_of,
     own_log,
-    owner_of,
 )
 from rollmesh.collector.storage.redis import (
-    groups as redis_groups,
+    consumers as redis_consumers,
     ingest as redis_ingest,
     loads as redis_loads,
     logs as redis_logs,
@@ -36,14 +33,12 @@ from rollmesh.collector.storage.store import (
     Counts,
     Sought,
     Standing,
-    consumer_unknown,
-    other_unit,
-    read_hello,
+    Updated,
     read_token,
     session_unknown,
 )
-from rollmesh.runtime.errors import ConsumerUnknownError
-from rollmesh.v1 import collector_pb2 as pb, session_pb2
+from rollmesh.runtime.errors import ConsumerUnknownError, StoreError
+from rollmesh.v1 import collector_pb2 as pb
 
 _ALIVE_MS = 10_000
 _POLL_S = 0.1
@@ -56,15 +51,23 @@ _FREE = "free"
 class RedisStore:
     """A `Store` for collectors that share one Redis; the Protocol documents the methods."""
 
-    def __init__(self, client: RedisClient, retention: Retention) -> None:
-        """Takes a connected client."""
+    def __init__(
+        self, client: RedisClient, retention: Retention, moves: Mapping[str, int] | None = None
+    ) -> None:
+        """Takes a connected client; `open_store` checks what it is connected to.
+
+        Args:
+            client: The client.
+            retention: How long settled sessions are kept.
+            moves: How many times each consumer was moved before.
+        """
         self._client = client
         self._retention = retention
         self._me = uuid.uuid4().hex
         self._news = b""
         self._retained_to = 0
-        self._moves: dict[str, int] = {}
-        """By consumer: the number of seeks seen by this collector."""
+        self._moves = dict(moves or {})
+        """By consumer: how many times it was moved, as seen by this collector."""
 
     async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
         """Stores sessions."""
@@ -104,56 +107,38 @@ class RedisStore:
         await asyncio.Event().wait()
         return ""
 
-    async def consumers(self) -> list[pb.SubscribeHello]:
-        """Returns the last hello of every known consumer."""
-        self._moves = await redis_logs.moves(self._client)
-        found = await self._client.run("HGETALL", self._client.key("consumers"))
-        hellos = [hello for hello in redis_groups.hellos_of(found) if hello is not None]
-        return sorted(hellos, key=lambda hello: hello.consumer)
+    async def create_consumer(
+        self, consumer: pb.Consumer, start: pb.Position | None, now_ms: int
+    ) -> None:
+        """Creates a consumer."""
+        await redis_consumers.create(self._client, consumer, start, now_ms)
 
-    async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
-        """Registers a consumer; a changed group policy moves it to another log."""
-        client, name, log = self._client, hello.consumer, log_of(hello)
-        known = await client.run("HGET", client.key("consumers"), name)
-        before = None if known is None else read_hello(name, known)
-        if before is not None and before.unit != hello.unit:
-            raise other_unit(name)
-        if known is None:
-            shared = GROUP_LOG if hello.unit == pb.DELIVERY_UNIT_GROUP else log
-            wanted = hello.HasField("start")
-            start = (
-                await redis_logs.first_seq(self._client, shared, hello.start) - 1 if wanted else 0
-            )
-            await client.run("HSET", client.key("consumer", name), "start", start)
-        else:
-            start = await redis_logs.start_of(self._client, name)
-        await client.run("HSET", client.key("seen"), name, now_ms)
-        await client.run("HSET", client.key("consumers"), name, hello.SerializeToString())
-        await redis_logs.make_group(self._client, name, log, start)
-        made = await client.run("HGET", client.key("consumer", name), "groups")
-        policy = hello.groups.SerializeToString(deterministic=True)
-        if before is not None and made == policy:
-            return
-        if log == own_log(name):
-            await redis_ingest.backfill(client, hello, start, now_ms)
-        else:
-            await redis_logs.leave_own_log(self._client, name)
-        await redis_logs.renumber(self._client, name, log)
-        # Written last, so that an interrupted call is repeated.
-        await client.run("HSET", client.key("consumer", name), "groups", policy)
+    async def update_consumer(self, changes: pb.Consumer, now_ms: int) -> Updated:
+        """Changes the settings of a consumer."""
+        done = await redis_consumers.update(self._client, changes, now_ms)
+        if done.moved:
+            await self._tell_moved(changes.name)
+        return done
+
+    async def delete_consumer(self, consumer: str) -> bool:
+        """Deletes a consumer."""
+        return await redis_consumers.delete(self._client, consumer)
+
+    async def consumer(self, name: str) -> pb.Consumer:
+        """Returns a consumer."""
+        return await redis_consumers.read(self._client, name)
+
+    async def consumers(self, page_size: int, page_token: str) -> tuple[list[pb.Consumer], str]:
+        """Returns consumers ordered by name."""
+        return await redis_consumers.read_page(self._client, page_size, page_token)
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:  # noqa: ARG002
         """Returns units nobody holds: first those of dead or stalled collectors, then new ones."""
-        log = log_of(await self._hello(consumer))
+        log = await self._log_of(consumer)
         entries = await redis_logs.take_over(self._client, consumer, log, self._me, limit)
         fresh = limit - len(entries)
         if fresh:
-            found = await self._client.run(
-                "XREADGROUP",
-                *("GROUP", consumer, self._me, "COUNT", fresh),
-                *("STREAMS", self._client.key("log", log), ">"),
-            )
-            entries += [entry for _, new in found or () for entry in new]
+            entries += await redis_logs.read_new(self._client, consumer, log, self._me, fresh)
         units: list[Unit] = []
         over: list[Command] = []
         read = [redis_logs.unit_of(at, values) for at, values in entries]
@@ -172,7 +157,7 @@ class RedisStore:
     async def release(self, consumer: str) -> None:
         """Releases fetched units to the next collector that fetches."""
         try:
-            log = log_of(await self._hello(consumer))
+            log = await self._log_of(consumer)
         except ConsumerUnknownError:
             return
         await redis_logs.claim(self._client, consumer, log, self._me, _FREE, 2**20)
@@ -187,7 +172,7 @@ class RedisStore:
         self, consumer: str, settlements: Sequence[Settlement], now_ms: int
     ) -> list[str]:
         """Settles units."""
-        log, owner = log_of(await self._hello(consumer)), owner_of(consumer)
+        log, owner = await self._log_of(consumer), own_log(consumer)
         calls: list[Script] = []
         for one in settlements:
             arguments: list[Value] = [consumer, log, one.unit_id, int(one.reason)]
@@ -199,102 +184,28 @@ class RedisStore:
 
     async def seek(self, consumer: str, position: pb.Position) -> Sought:
         """Moves a consumer; units it had settled at or after the position are redelivered."""
-        client, log = self._client, log_of(await self._hello(consumer))
-        settled = client.key("settled", consumer)
-        first, start = (
-            await redis_logs.first_seq(self._client, log, position),
-            await redis_logs.start_of(self._client, consumer),
-        )
-        again = await client.run("ZCOUNT", settled, first, "+inf")
-        again += max(
-            await redis_logs.open_between(self._client, consumer, log, first - 1, start + 1), 0
-        )
-        skipped = max(await redis_logs.open_between(self._client, consumer, log, start, first), 0)
-        await redis_logs.unsettle(client, consumer, first)
-        await client.run("DEL", client.key("attempts", consumer))
-        await client.run("HSET", client.key("consumer", consumer), "start", first - 1)
-        await redis_logs.unhold(self._client, consumer, log)
-        await client.run(
-            "XGROUP SETID", client.key("log", log), consumer, redis_logs.stream_id(first - 1)
-        )
-        moves = int(await client.run("HINCRBY", client.key("moves"), consumer, 1))
-        if moves == self._moves.get(consumer, 0) + 1:  # else another seek is still unseen
-            self._moves[consumer] = moves
-        await client.run("INCR", client.key("news"))
-        return Sought(int(again), int(skipped))
-
-    async def drop_consumer(self, consumer: str) -> bool:
-        """Drops a consumer and everything kept for it."""
-        client = self._client
-        known = await client.run("HDEL", client.key("consumers"), consumer)
-        await client.run("HDEL", client.key("moves"), consumer)
-        await client.run("HDEL", client.key("seen"), consumer)
-        for log in (SESSION_LOG, GROUP_LOG):
-            if await client.run("EXISTS", client.key("log", log)):
-                await client.run("XGROUP DESTROY", client.key("log", log), consumer)
-        await redis_logs.leave_own_log(self._client, consumer)
-        names = ("consumer", "attempts", "settled", "settled_ms")
-        await client.run("DEL", *(client.key(name, consumer) for name in names))
-        for owner in (owner_of(consumer), own_log(consumer)):
-            kinds = ("filtered", "counts", "listed")
-            await client.run("DEL", *(client.key(kind, owner) for kind in kinds))
-        return bool(known)
+        sought = await redis_consumers.seek(self._client, consumer, position)
+        await self._tell_moved(consumer)
+        return sought
 
     async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
         """Records that consumers have streams now."""
-        client = self._client
-        names = await client.run("HKEYS", client.key("consumers")) if consumers else []
-        known = sorted(set(consumers) & set(map(text, names)))
-        if known:
-            pairs_ = (word for name in known for word in (name, now_ms))
-            await client.run("HSET", client.key("seen"), *pairs_)
+        await redis_consumers.touch(self._client, consumers, now_ms)
 
     async def expire_consumers(self, before_ms: int) -> list[str]:
-        """Drops the consumers that have had no stream since."""
-        seen = pairs(await self._client.run("HGETALL", self._client.key("seen")))
-        names = sorted(name for name, at_ms in seen.items() if int(at_ms) < before_ms)
-        return [name for name in names if await self.drop_consumer(name)]
+        """Deletes the consumers that have had no stream since."""
+        return await redis_consumers.expire(self._client, before_ms)
 
     async def standing(self, consumer: str) -> Standing:
-        """Returns the state of a consumer."""
-        client, log = self._client, log_of(await self._hello(consumer))
-        acknowledged = await client.run("HGET", client.key("consumer", consumer), "acknowledged")
-        start = await redis_logs.start_of(self._client, consumer)
-        left = await redis_logs.open_between(self._client, consumer, log, start, None)
-        counts: dict[int, tuple[int, int]] = {}
-        for owner in (owner_of(consumer), log):
-            found = await client.run("HGETALL", client.key("counts", owner))
-            for name, value in pairs(found).items():
-                reason, _, what = name.partition(":")
-                units, trajectories = counts.get(int(reason), (0, 0))
-                added = int(value)
-                counts[int(reason)] = (
-                    (units + added, trajectories) if what == "u" else (units, trajectories + added)
-                )
-        seen_ms = int(await self._client.run("HGET", self._client.key("seen"), consumer) or 0)
-        return Standing(int(acknowledged or 0), left, filtered_counts(counts), seen_ms)
+        """Counts the units of a consumer."""
+        return await redis_consumers.standing(self._client, consumer)
 
     async def filtered(
         self, consumer: str, page_size: int, page_token: str
     ) -> tuple[list[pb.FilteredEntry], str]:
         """Returns the entries filtered for a consumer."""
         after = read_token(page_token)
-        log = log_of(await self._hello(consumer))
-        found: list[tuple[int, pb.FilteredEntry]] = []
-        for owner in (owner_of(consumer), log):
-            entries = await self._client.run(
-                "XRANGE",
-                self._client.key("filtered", owner),
-                redis_logs.stream_id(after + 1),
-                "+",
-                "COUNT",
-                page_size,
-            )
-            for at, values in entries:
-                found.append((redis_logs.seq_of(at), read_entry("", values[1])))
-        found = sorted(found, key=lambda pair: pair[0])[:page_size]
-        token = str(found[-1][0]) if len(found) == page_size else ""
-        return [entry for _, entry in found], token
+        return await redis_consumers.filtered(self._client, consumer, page_size, after)
 
     async def open_groups(self, page_size: int, page_token: str) -> tuple[list[pb.OpenGroup], str]:
         """Returns groups waiting for samples."""
@@ -370,13 +281,30 @@ class RedisStore:
         )
         return removed
 
-    async def _hello(self, consumer: str) -> pb.SubscribeHello:
-        data = await self._client.run("HGET", self._client.key("consumers"), consumer)
-        if data is None:
-            raise consumer_unknown(consumer)
-        hello = read_hello(consumer, data)
-        if hello is None:
-            raise ConsumerUnknownError(
-                f"consumer: the options of {consumer!r} are damaged; subscribe"
-            )
-        return hello
+    async def _tell_moved(self, consumer: str) -> None:
+        """Makes the other collectors end the streams of a consumer."""
+        client = self._client
+        moves = int(await client.run("HINCRBY", client.key("moves"), consumer, 1))
+        if moves == self._moves.get(consumer, 0) + 1:  # else another move is still unseen
+            self._moves[consumer] = moves
+        await client.run("INCR", client.key("news"))
+
+    async def _log_of(self, consumer: str) -> str:
+        return log_of(await redis_consumers.read(self._client, consumer))
+
+
+async def open_store(client: RedisClient, retention: Retention) -> RedisStore:
+    """Opens the store in a Redis; an empty one gets the version of this release.
+
+    Raises:
+        StoreError: The store was written by another version; nothing in it has changed.
+    """
+    script = Script(scripts.OPEN, 0, [scripts.VERSION])
+    (found,) = await client.run_at_once([script])
+    if int(found) != scripts.VERSION:
+        raise StoreError(
+            f"redis: holds a store of version {text(found)}, this release needs {scripts.VERSION}; "
+            "drain it with the release that wrote it, or give another database, as in "
+            "redis://host:port/1"
+        )
+    return RedisStore(client, retention, await redis_logs.moves(client))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from rollmesh.collector.delivery.entries import filtered_counts, read_entry
 from rollmesh.collector.delivery.loads import Judge, Loaded, damage, judge_unit
 from rollmesh.collector.delivery.records import damaged
+from rollmesh.collector.delivery.settings import other_unit, updated
 from rollmesh.collector.delivery.units import (
     GROUP_LOG,
     SESSION_LOG,
@@ -16,17 +17,22 @@ from rollmesh.collector.delivery.units import (
     Unit,
     log_of,
     own_log,
-    owner_of,
 )
 from rollmesh.collector.storage.sqlite.array_files import ArrayFiles, ArraysLostError, Place
-from rollmesh.collector.storage.sqlite.ingest import add_filtered, backfill, total
+from rollmesh.collector.storage.sqlite.ingest import (
+    LAST_SEQ,
+    add_filtered,
+    backfill,
+    total,
+)
 from rollmesh.collector.storage.store import (
     LOAD_BYTES,
     Sought,
     Standing,
+    Updated,
+    consumer_exists,
     consumer_unknown,
-    other_unit,
-    read_hello,
+    read_consumer,
     unit_unknown,
 )
 from rollmesh.runtime.errors import SessionDamagedError
@@ -43,7 +49,7 @@ _NO_END = 2**62
 
 
 class Known(NamedTuple):
-    """A consumer's row."""
+    """The progress of a consumer."""
 
     log: str
     start_seq: int
@@ -52,51 +58,94 @@ class Known(NamedTuple):
     """All units up to this position are settled."""
     settled: int
     acknowledged: int
-    seen_ms: int
 
 
 def known(db: sqlite3.Connection, name: str) -> Known:
-    """Returns the row of a consumer."""
+    """Returns the progress of a consumer."""
     row = db.execute(
-        "SELECT log, start_seq, floor, settled, acknowledged, seen_ms FROM consumers"
-        " WHERE name = ?",
-        (name,),
+        "SELECT log, start_seq, floor, settled, acknowledged FROM consumers WHERE name = ?", (name,)
     ).fetchone()
     if row is None:
         raise consumer_unknown(name)
     return Known(*row)
 
 
-def open_consumer(db: sqlite3.Connection, hello: pb.SubscribeHello, now_ms: int) -> None:
-    """Registers a consumer; a changed group policy moves it to another log."""
-    name, log, data = hello.consumer, log_of(hello), hello.SerializeToString()
-    row = db.execute("SELECT hello, log, floor FROM consumers WHERE name = ?", (name,)).fetchone()
+def create_consumer(
+    db: sqlite3.Connection, consumer: pb.Consumer, start: pb.Position | None, now_ms: int
+) -> None:
+    """Creates a consumer."""
+    name, log, data = consumer.name, log_of(consumer), consumer.SerializeToString()
+    row = db.execute("SELECT settings, log FROM consumers WHERE name = ?", (name,)).fetchone()
     if row is None:
-        shared = GROUP_LOG if hello.unit == pb.DELIVERY_UNIT_GROUP else log
-        start = _first_seq(db, shared, hello.start) - 1 if hello.HasField("start") else 0
+        shared = SESSION_LOG if log == SESSION_LOG else GROUP_LOG
+        start_seq = _first_seq(db, shared, start) - 1 if start else 0
         db.execute(
-            "INSERT INTO consumers (name, log, hello, start_seq, floor, settled, seen_ms)"
+            "INSERT INTO consumers (name, log, settings, start_seq, floor, settled, seen_ms)"
             " VALUES (?, ?, ?, ?, ?, 0, ?)",
-            (name, log, data, start, start, now_ms),
+            (name, log, data, start_seq, start_seq, now_ms),
         )
-        before = None
-    else:
-        before = read_hello(name, row[0])
-        if (row[1] == SESSION_LOG) != (log == SESSION_LOG):
-            raise other_unit(name)
-        # settled units stay settled in the new log, but its floor starts anew
-        start = known(db, name).start_seq
-        floor = row[2] if row[1] == log else start
-        db.execute(
-            "UPDATE consumers SET hello = ?, log = ?, floor = ?, seen_ms = ? WHERE name = ?",
-            (data, log, floor, now_ms, name),
-        )
-    if before is not None and before.groups == hello.groups:
-        return
-    if log == own_log(name):
-        backfill(db, hello, start, now_ms)
-    else:
-        _leave_own_log(db, name)
+    elif read_consumer(name, row[0]) is not None:
+        raise consumer_exists(name)
+    elif (row[1] == SESSION_LOG) != (log == SESSION_LOG):
+        raise other_unit(name)
+    _decide_anew(db, consumer, now_ms)
+
+
+def update_consumer(db: sqlite3.Connection, changes: pb.Consumer, now_ms: int) -> Updated:
+    """Changes the settings of a consumer."""
+    stored = read(db, changes.name)
+    seen_ms = stored.seen_unix_ms
+    stored.ClearField("seen_unix_ms")
+    after = updated(stored, changes)
+    moved = after.groups != stored.groups
+    if moved:
+        _decide_anew(db, after, now_ms)
+    elif after != stored:
+        _set_settings(db, after)
+    after.seen_unix_ms = seen_ms
+    return Updated(after, moved)
+
+
+def read(db: sqlite3.Connection, name: str) -> pb.Consumer:
+    """Returns a consumer."""
+    row = db.execute("SELECT settings, seen_ms FROM consumers WHERE name = ?", (name,)).fetchone()
+    consumer = read_consumer(name, row[0]) if row else None
+    if consumer is None:
+        raise consumer_unknown(name)
+    consumer.seen_unix_ms = row[1]
+    return consumer
+
+
+def read_page(db: sqlite3.Connection, page_size: int, after: str) -> tuple[list[pb.Consumer], str]:
+    """Returns a page of consumers without damaged ones, and the token of the next page."""
+    rows = db.execute(
+        "SELECT name, settings, seen_ms FROM consumers WHERE name > ? ORDER BY name LIMIT ?",
+        (after, page_size),
+    ).fetchall()
+    consumers: list[pb.Consumer] = []
+    for name, data, seen_ms in rows:
+        if (consumer := read_consumer(name, data)) is not None:
+            consumer.seen_unix_ms = seen_ms
+            consumers.append(consumer)
+    return consumers, rows[-1][0] if len(rows) == page_size else ""
+
+
+def _set_settings(db: sqlite3.Connection, consumer: pb.Consumer) -> None:
+    db.execute(
+        "UPDATE consumers SET settings = ?, log = ? WHERE name = ?",
+        (consumer.SerializeToString(), log_of(consumer), consumer.name),
+    )
+
+
+def _decide_anew(db: sqlite3.Connection, consumer: pb.Consumer, now_ms: int) -> None:
+    """Moves a consumer to the log of its group policy; settled units stay settled."""
+    name = consumer.name
+    _set_settings(db, consumer)
+    db.execute("DELETE FROM progress WHERE consumer = ? AND settled_ms IS NULL", (name,))
+    _leave_own_log(db, name)
+    db.execute("UPDATE consumers SET floor = start_seq WHERE name = ?", (name,))
+    if log_of(consumer) == own_log(name):
+        backfill(db, consumer, now_ms)
     _count_open(db, name)
 
 
@@ -143,12 +192,12 @@ def load(
         if loaded is None or not loaded.verdict.delivers:
             continue
         (loaded.attempt,) = db.execute(
-            "INSERT INTO progress VALUES (?, ?, ?, 1, NULL) ON CONFLICT (consumer, unit_id)"
+            "INSERT INTO progress VALUES (?, ?, 1, NULL) ON CONFLICT (consumer, unit_id)"
             " DO UPDATE SET attempts = attempts + 1 RETURNING attempts",
-            (name, unit.unit_id, unit.seq),
+            (name, unit.unit_id),
         ).fetchone()
         if entry := loaded.removed(now_ms):
-            add_filtered(db, owner_of(name), entry)
+            add_filtered(db, own_log(name), entry)
         size += loaded.size
         if size >= LOAD_BYTES:
             break
@@ -194,7 +243,7 @@ def settle(
     for settlement in settlements:
         if settlement.reason:
             changed = db.execute(
-                "INSERT INTO progress SELECT ?1, unit_id, seq, 0, ?2 FROM units WHERE log = ?3"
+                "INSERT INTO progress SELECT ?1, unit_id, 0, ?2 FROM units WHERE log = ?3"
                 " AND unit_id = ?4 ON CONFLICT (consumer, unit_id) DO UPDATE SET settled_ms = ?2"
                 " WHERE settled_ms IS NULL",
                 (name, now_ms, log, settlement.unit_id),
@@ -210,7 +259,7 @@ def settle(
         done.append(settlement.unit_id)
         acknowledged += not settlement.reason
         if settlement.reason:
-            add_filtered(db, owner_of(name), settlement.entry(now_ms))
+            add_filtered(db, own_log(name), settlement.entry(now_ms))
     db.execute(
         "UPDATE consumers SET settled = settled + ?, acknowledged = acknowledged + ?"
         " WHERE name = ?",
@@ -234,23 +283,23 @@ def seek(db: sqlite3.Connection, name: str, position: pb.Position) -> Sought:
     ).fetchone()[0]
     (skipped,) = db.execute(_OPEN, (consumer.log, consumer.start_seq, name, first)).fetchone()
     db.execute(
-        "DELETE FROM progress WHERE consumer = ? AND (seq >= ? OR settled_ms IS NULL)",
-        (name, first),
+        "DELETE FROM progress WHERE consumer = ?1 AND (settled_ms IS NULL"
+        " OR unit_id IN (SELECT unit_id FROM units WHERE log = ?2 AND seq >= ?3))",
+        (name, consumer.log, first),
     )
     db.execute("UPDATE consumers SET start_seq = ?1, floor = ?1 WHERE name = ?2", (first - 1, name))
     _count_open(db, name)
     return Sought(again, skipped)
 
 
-def drop_consumer(db: sqlite3.Connection, name: str) -> bool:
-    """Drops a consumer and everything kept for it."""
-    dropped = db.execute("DELETE FROM consumers WHERE name = ?", (name,)).rowcount
+def delete_consumer(db: sqlite3.Connection, name: str) -> bool:
+    """Deletes a consumer and everything kept for it."""
+    deleted = db.execute("DELETE FROM consumers WHERE name = ?", (name,)).rowcount
     db.execute("DELETE FROM progress WHERE consumer = ?", (name,))
     _leave_own_log(db, name)
-    for owner in (owner_of(name), own_log(name)):
-        db.execute("DELETE FROM filtered WHERE owner = ?", (owner,))
-        db.execute("DELETE FROM filtered_counts WHERE owner = ?", (owner,))
-    return bool(dropped)
+    db.execute("DELETE FROM filtered WHERE owner = ?", (own_log(name),))
+    db.execute("DELETE FROM filtered_counts WHERE owner = ?", (own_log(name),))
+    return bool(deleted)
 
 
 def touch(db: sqlite3.Connection, names: Sequence[str], now_ms: int) -> None:
@@ -260,25 +309,25 @@ def touch(db: sqlite3.Connection, names: Sequence[str], now_ms: int) -> None:
 
 
 def expire(db: sqlite3.Connection, before_ms: int) -> list[str]:
-    """Drops the consumers that have had no stream since; returns their names."""
+    """Deletes the consumers that have had no stream since; returns their names."""
     rows = db.execute("SELECT name FROM consumers WHERE seen_ms < ?", (before_ms,)).fetchall()
     names = [name for (name,) in rows]
     for name in names:
-        drop_consumer(db, name)
+        delete_consumer(db, name)
     return names
 
 
 def standing(db: sqlite3.Connection, name: str) -> Standing:
-    """Returns the state of a consumer."""
+    """Counts the units of a consumer."""
     consumer = known(db, name)
     rows = db.execute(
         "SELECT reason, sum(units), sum(trajectories) FROM filtered_counts"
         " WHERE owner IN (?, ?) GROUP BY reason",
-        (owner_of(name), consumer.log),
+        (own_log(name), consumer.log),
     )
     counts = {reason: (units, trajectories) for reason, units, trajectories in rows}
     left = total(db, f"log:{consumer.log}") - consumer.settled
-    return Standing(consumer.acknowledged, left, filtered_counts(counts), consumer.seen_ms)
+    return Standing(consumer.acknowledged, left, filtered_counts(counts))
 
 
 def filtered(
@@ -287,7 +336,7 @@ def filtered(
     """Returns a page of entries filtered for a consumer, and the token of the next page."""
     rows = db.execute(
         "SELECT n, unit_id, entry FROM filtered WHERE owner IN (?, ?) AND n > ? ORDER BY n LIMIT ?",
-        (owner_of(name), known(db, name).log, after, page_size),
+        (own_log(name), known(db, name).log, after, page_size),
     ).fetchall()
     token = str(rows[-1][0]) if len(rows) == page_size else ""
     return [read_entry(unit_id, entry) for _, unit_id, entry in rows], token
@@ -310,8 +359,7 @@ def _first_seq(db: sqlite3.Connection, log: str, position: pb.Position) -> int:
         ).fetchone()
         if seq is not None:
             return int(seq)
-    (last,) = db.execute("SELECT max(seq) FROM units").fetchone()
-    return (last or 0) + 1
+    return total(db, LAST_SEQ) + 1
 
 
 def _leave_own_log(db: sqlite3.Connection, name: str) -> None:

@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rollmesh.collector.delivery.entries import counts_of, surplus
+from rollmesh.collector.delivery.entries import counts_of, read_entry, surplus
 from rollmesh.collector.delivery.groups import Sample, form_unit
 from rollmesh.collector.delivery.records import read_head
 from rollmesh.collector.delivery.rewards import check_repeat, rewards_digest
@@ -21,7 +21,7 @@ from rollmesh.collector.storage.sqlite.array_files import Place
 from rollmesh.collector.storage.store import (
     RETRY_MS,
     other_size,
-    read_hello,
+    read_consumer,
     session_unknown,
     store_full,
 )
@@ -30,6 +30,16 @@ from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 _DUE_BATCH = 200
 _FILE_BYTES = "file_bytes"
+LAST_SEQ = "last_seq"
+"""Name of the total that is the last position in any log."""
+
+
+class LogPosition(NamedTuple):
+    """The position of a unit in a log."""
+
+    seq: int
+    made_ms: int
+    """When the unit was completed."""
 
 
 class Packed(NamedTuple):
@@ -137,7 +147,7 @@ def tick(db: sqlite3.Connection, now_ms: int) -> bool:
     ).fetchall()
     logs = {log.name: log for log in _group_logs(db)} if due else {}
     for name, key in due:
-        # All its sessions may be waiting for rewards, or its consumer's options be damaged.
+        # All its sessions may be waiting for rewards, or its consumer's settings be damaged.
         if name not in logs or not _decide(db, logs[name], key, now_ms):
             db.execute(
                 "UPDATE group_deadlines SET due_ms = ? WHERE log = ? AND group_key = ?",
@@ -146,27 +156,21 @@ def tick(db: sqlite3.Connection, now_ms: int) -> bool:
     return bool(late or due)
 
 
-def backfill(db: sqlite3.Connection, hello: pb.SubscribeHello, start_seq: int, now_ms: int) -> None:
-    """Builds the log of a consumer with its own group policy from the stored sessions.
+def backfill(db: sqlite3.Connection, consumer: pb.Consumer, now_ms: int) -> None:
+    """Fills the log of a consumer with its own group policy from the stored sessions.
 
-    Args:
-        db: The database.
-        hello: The consumer's hello.
-        start_seq: Groups that are units of `GROUP_LOG` up to this position count as settled.
-        now_ms: The current time.
+    Groups with all their samples get the positions that they have in `GROUP_LOG`.
     """
-    log = GroupLog(own_log(hello.consumer), hello)
-    db.execute("DELETE FROM group_deadlines WHERE log = ?", (log.name,))
-    rows = db.execute(
-        "SELECT g.group_key, g.first_ms, u.seq FROM groups g LEFT JOIN units u"
-        " ON u.log = ? AND u.unit_id = g.group_key WHERE NOT EXISTS"
-        " (SELECT 1 FROM units o WHERE o.log = ? AND o.unit_id = g.group_key) ORDER BY g.n",
-        (GROUP_LOG, log.name),
-    )
-    for key, first_ms, seq in rows.fetchall():
+    log = GroupLog(own_log(consumer.name), consumer)
+    complete = db.execute(
+        "SELECT unit_id, seq, made_ms FROM units WHERE log = ? ORDER BY seq", (GROUP_LOG,)
+    ).fetchall()
+    for key, seq, made_ms in complete:
+        _decide(db, log, key, now_ms, LogPosition(seq, made_ms))
+    waiting = db.execute("SELECT group_key, first_ms FROM groups WHERE open ORDER BY n").fetchall()
+    for key, first_ms in waiting:
         _await_deadline(db, log, key, first_ms)
-        settled = seq is not None and seq <= start_seq
-        _decide(db, log, key, now_ms, settled_by=hello.consumer if settled else "")
+        _decide(db, log, key, now_ms)
 
 
 def _enter_group(db: sqlite3.Connection, arrival: Arrival, now_ms: int) -> None:
@@ -187,7 +191,7 @@ def _enter_group(db: sqlite3.Connection, arrival: Arrival, now_ms: int) -> None:
 def _make_ready(db: sqlite3.Connection, session_id: str, key: str, now_ms: int) -> None:
     """Adds a session to the logs, and its group if the session completes it."""
     db.execute("UPDATE sessions SET ready = 1, due_ms = NULL WHERE session_id = ?", (session_id,))
-    _add_unit(db, SESSION_LOG, session_id, (), now_ms, partial=False)
+    _add_unit(db, SESSION_LOG, session_id, _next_position(db, now_ms), (), partial=False)
     gone = group_removed(db, key)
     if not gone and not has_group(db, key):
         return  # superseded, so not part of any group
@@ -202,7 +206,11 @@ def _make_ready(db: sqlite3.Connection, session_id: str, key: str, now_ms: int) 
 
 
 def _decide(
-    db: sqlite3.Connection, log: GroupLog, key: str, now_ms: int, settled_by: str = ""
+    db: sqlite3.Connection,
+    log: GroupLog,
+    key: str,
+    now_ms: int,
+    position: LogPosition | None = None,
 ) -> bool:
     """Makes a group a unit of a log if it is time; returns whether it is a unit.
 
@@ -211,7 +219,7 @@ def _decide(
         log: The log.
         key: The group's key.
         now_ms: The current time.
-        settled_by: The consumer for which the unit is created as settled.
+        position: The unit's position in the log; None: at the end.
     """
     size, first_ms = db.execute(
         "SELECT size, first_ms FROM groups WHERE group_key = ?", (key,)
@@ -224,15 +232,14 @@ def _decide(
     unit = form_unit(log, key, size, [Sample(*row) for row in rows], (first_ms, now_ms))
     if unit is None:
         return False
-    seq = _add_unit(db, log.name, key, unit.members, now_ms, partial=unit.partial)
+    position = position or _next_position(db, now_ms)
+    _add_unit(db, log.name, key, position, unit.members, partial=unit.partial)
     db.execute("DELETE FROM group_deadlines WHERE log = ? AND group_key = ?", (log.name, key))
-    settled_by = log.hello.consumer if unit.dropped else settled_by
-    if settled_by:
+    if unit.dropped:
         db.execute(
-            "INSERT INTO progress VALUES (?, ?, ?, 0, ?) ON CONFLICT (consumer, unit_id)"
-            " DO UPDATE SET seq = excluded.seq,"
-            " settled_ms = ifnull(settled_ms, excluded.settled_ms)",
-            (settled_by, key, seq, now_ms),
+            "INSERT INTO progress VALUES (?, ?, 0, ?) ON CONFLICT (consumer, unit_id)"
+            " DO UPDATE SET settled_ms = ifnull(settled_ms, excluded.settled_ms)",
+            (log.consumer.name, key, now_ms),
         )
     db.execute(  # including those that settled the group under another policy
         "UPDATE consumers SET settled = settled + 1 WHERE log = ?1 AND EXISTS"
@@ -241,7 +248,7 @@ def _decide(
         (log.name, key),
     )
     for entry in unit.entries:
-        add_filtered(db, log.name, entry)
+        _list_once(db, log.name, entry)
     if log.name == GROUP_LOG:
         db.execute("UPDATE groups SET open = 0 WHERE group_key = ?", (key,))
     return True
@@ -249,8 +256,8 @@ def _decide(
 
 def _group_logs(db: sqlite3.Connection) -> list[GroupLog]:
     """Returns the group logs, without their readers; the shared log is first."""
-    rows = db.execute("SELECT name, hello FROM consumers WHERE log NOT IN ('s', 'g')")
-    return group_logs(read_hello(*row) for row in rows)
+    rows = db.execute("SELECT name, settings FROM consumers WHERE log NOT IN ('s', 'g')")
+    return group_logs(read_consumer(*row) for row in rows)
 
 
 def _await_deadline(db: sqlite3.Connection, log: GroupLog, key: str, first_ms: int) -> None:
@@ -261,21 +268,40 @@ def _await_deadline(db: sqlite3.Connection, log: GroupLog, key: str, first_ms: i
         )
 
 
+def _next_position(db: sqlite3.Connection, now_ms: int) -> LogPosition:
+    (seq,) = db.execute(
+        "INSERT INTO totals VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET value = value + 1"
+        " RETURNING value",
+        (LAST_SEQ,),
+    ).fetchone()
+    return LogPosition(seq, now_ms)
+
+
 def _add_unit(
     db: sqlite3.Connection,
     log: str,
     unit_id: str,
+    position: LogPosition,
     members: tuple[str, ...],
-    now_ms: int,
     *,
     partial: bool,
-) -> int:
-    added = db.execute(
-        "INSERT INTO units (log, unit_id, members, partial, made_ms) VALUES (?, ?, ?, ?, ?)",
-        (log, unit_id, json.dumps(members), partial, now_ms),
+) -> None:
+    db.execute(
+        "INSERT INTO units (log, seq, unit_id, members, partial, made_ms)"
+        " VALUES (?, ?, ?, ?, ?, ?)",
+        (log, position.seq, unit_id, json.dumps(members), partial, position.made_ms),
     )
     add_total(db, f"log:{log}", 1)
-    return int(added.lastrowid or 0)
+
+
+def _list_once(db: sqlite3.Connection, owner: str, entry: pb.FilteredEntry) -> None:
+    """Lists an entry of a group, unless an earlier policy of the consumer listed it."""
+    rows = db.execute(
+        "SELECT entry FROM filtered WHERE unit_id = ? AND owner = ?", (entry.delivery_id, owner)
+    )
+    listed = [read_entry(entry.delivery_id, data) for (data,) in rows]
+    if (entry.reason, entry.session_id) not in [(one.reason, one.session_id) for one in listed]:
+        add_filtered(db, owner, entry)
 
 
 def add_filtered(db: sqlite3.Connection, owner: str, entry: pb.FilteredEntry) -> None:

@@ -21,19 +21,17 @@ CREATE TABLE IF NOT EXISTS group_deadlines (
   PRIMARY KEY (log, group_key)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS group_deadlines_due ON group_deadlines (due_ms);
 CREATE TABLE IF NOT EXISTS units (
-  seq INTEGER PRIMARY KEY AUTOINCREMENT, log TEXT NOT NULL, unit_id TEXT NOT NULL,
-  members TEXT NOT NULL, partial INTEGER NOT NULL, made_ms INTEGER NOT NULL,
-  UNIQUE (log, unit_id));
-CREATE INDEX IF NOT EXISTS units_by_log ON units (log, seq);
+  log TEXT NOT NULL, seq INTEGER NOT NULL, unit_id TEXT NOT NULL, members TEXT NOT NULL,
+  partial INTEGER NOT NULL, made_ms INTEGER NOT NULL,
+  PRIMARY KEY (log, seq), UNIQUE (log, unit_id)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS units_by_time ON units (log, made_ms, seq);
 CREATE TABLE IF NOT EXISTS consumers (
-  name TEXT PRIMARY KEY, log TEXT NOT NULL, hello BLOB NOT NULL, start_seq INTEGER NOT NULL,
+  name TEXT PRIMARY KEY, log TEXT NOT NULL, settings BLOB NOT NULL, start_seq INTEGER NOT NULL,
   floor INTEGER NOT NULL, settled INTEGER NOT NULL, acknowledged INTEGER NOT NULL DEFAULT 0,
   seen_ms INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS progress (
-  consumer TEXT NOT NULL, unit_id TEXT NOT NULL, seq INTEGER NOT NULL, attempts INTEGER NOT NULL,
-  settled_ms INTEGER, PRIMARY KEY (consumer, unit_id)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS progress_by_seq ON progress (consumer, seq);
+  consumer TEXT NOT NULL, unit_id TEXT NOT NULL, attempts INTEGER NOT NULL, settled_ms INTEGER,
+  PRIMARY KEY (consumer, unit_id)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS filtered (
   n INTEGER PRIMARY KEY AUTOINCREMENT, owner TEXT NOT NULL, unit_id TEXT NOT NULL,
   entry BLOB NOT NULL);

@@ -22,7 +22,7 @@ from rollmesh.collector.storage.store import (
     Counts,
     Sought,
     Standing,
-    read_hello,
+    Updated,
     read_token,
     session_unknown,
 )
@@ -92,16 +92,33 @@ class SqliteStore:
         """Returns once the file is removed or replaced under this collector."""
         return await self._database.lost()
 
-    async def consumers(self) -> list[pb.SubscribeHello]:
-        """Returns the last hello of every known consumer."""
-        rows = await self._database.run(
-            lambda db: db.execute("SELECT name, hello FROM consumers ORDER BY name").fetchall()
+    async def create_consumer(
+        self, consumer: pb.Consumer, start: pb.Position | None, now_ms: int
+    ) -> None:
+        """Creates a consumer."""
+        await self._database.run(
+            lambda db: sqlite_consumers.create_consumer(db, consumer, start, now_ms)
         )
-        return [hello for row in rows if (hello := read_hello(*row)) is not None]
 
-    async def open_consumer(self, hello: pb.SubscribeHello, now_ms: int) -> None:
-        """Registers a consumer with its options."""
-        await self._database.run(lambda db: sqlite_consumers.open_consumer(db, hello, now_ms))
+    async def update_consumer(self, changes: pb.Consumer, now_ms: int) -> Updated:
+        """Changes the settings of a consumer."""
+        return await self._database.run(
+            lambda db: sqlite_consumers.update_consumer(db, changes, now_ms)
+        )
+
+    async def delete_consumer(self, consumer: str) -> bool:
+        """Deletes a consumer."""
+        return await self._database.run(lambda db: sqlite_consumers.delete_consumer(db, consumer))
+
+    async def consumer(self, name: str) -> pb.Consumer:
+        """Returns a consumer."""
+        return await self._database.run(lambda db: sqlite_consumers.read(db, name))
+
+    async def consumers(self, page_size: int, page_token: str) -> tuple[list[pb.Consumer], str]:
+        """Returns consumers ordered by name."""
+        return await self._database.run(
+            lambda db: sqlite_consumers.read_page(db, page_size, page_token)
+        )
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:
         """Returns units that the consumer has not settled and that were not fetched before."""
@@ -132,20 +149,16 @@ class SqliteStore:
         """Moves a consumer."""
         return await self._database.run(lambda db: sqlite_consumers.seek(db, consumer, position))
 
-    async def drop_consumer(self, consumer: str) -> bool:
-        """Drops a consumer."""
-        return await self._database.run(lambda db: sqlite_consumers.drop_consumer(db, consumer))
-
     async def touch(self, consumers: Sequence[str], now_ms: int) -> None:
         """Records that consumers have streams now."""
         await self._database.run(lambda db: sqlite_consumers.touch(db, consumers, now_ms))
 
     async def expire_consumers(self, before_ms: int) -> list[str]:
-        """Drops the consumers that have had no stream since."""
+        """Deletes the consumers that have had no stream since."""
         return await self._database.run(lambda db: sqlite_consumers.expire(db, before_ms))
 
     async def standing(self, consumer: str) -> Standing:
-        """Returns the state of a consumer."""
+        """Counts the units of a consumer."""
         return await self._database.run(lambda db: sqlite_consumers.standing(db, consumer))
 
     async def filtered(
