@@ -16,7 +16,7 @@ from rollmesh.collector.storage.redis.store import open_store as open_redis
 from rollmesh.collector.storage.sqlite.store import open_store
 from rollmesh.collector.storage.store import Store
 from rollmesh.runtime.errors import ConsumerExistsError
-from rollmesh.v1 import collector_pb2 as pb
+from rollmesh.v1 import collector_pb2 as pb, session_pb2, trajectory_pb2
 from tests.collector.records import record
 
 KEEP = Retention(settled_ms=10**12, max_bytes=2**30)

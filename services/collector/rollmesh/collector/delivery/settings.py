@@ -1,11 +1,15 @@
 """Settings of consumers: validation, defaults, and changes. No I/O."""
 
+from typing import Literal, TypeAlias
+
 from rollmesh.runtime.codec.session_records import check_name
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2 as pb, trajectory_pb2
 
 DEFAULT_LEASE_MS = 600_000
-_CHANGEABLE = ("groups", "filter", "lease_ms", "policy_version")
+_Changeable: TypeAlias = Literal["groups", "filter", "lease_ms", "policy_version"]
+_CHANGEABLE: tuple[_Changeable, ...] = ("groups", "filter", "lease_ms", "policy_version")
+_MESSAGES: tuple[_Changeable, ...] = ("groups", "filter")
 
 
 def created(consumer: pb.Consumer) -> pb.Consumer:
@@ -63,7 +67,7 @@ def _changed(stored: pb.Consumer, changes: pb.Consumer) -> pb.Consumer:
         if changes.HasField(name):
             new.ClearField(name)
             new.MergeFrom(pb.Consumer(**{name: getattr(changes, name)}))
-    for name in ("groups", "filter"):  # an empty message is the default
+    for name in _MESSAGES:  # an empty one is the default
         if not getattr(new, name).ListFields():
             new.ClearField(name)
     new.ClearField("seen_unix_ms")

@@ -38,7 +38,7 @@ from rollmesh.collector.storage.store import (
     session_unknown,
 )
 from rollmesh.runtime.errors import ConsumerUnknownError, StoreError
-from rollmesh.v1 import collector_pb2 as pb
+from rollmesh.v1 import collector_pb2 as pb, session_pb2
 
 _ALIVE_MS = 10_000
 _POLL_S = 0.1
