@@ -175,7 +175,7 @@ def test_what_is_settled_while_its_page_is_under_way_does_not_come() -> None:
 
 
 def test_a_settled_unit_that_the_store_returns_again_is_delivered_again() -> None:
-    consumer = Consumer("trainer", SESSION)
+    consumer = Consumer(TRAINER)
     stream = consumer.open_stream()
     consumer.grant(stream, 5)
     for _ in range(2):
