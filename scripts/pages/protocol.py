@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from google.protobuf.descriptor_pb2 import (
@@ -28,11 +29,15 @@ ROOT = Path(__file__).parents[2]
 _PROTOS = ROOT / "protos"
 # Numbers of the fields of FileDescriptorProto and DescriptorProto that source locations count by.
 _MESSAGE, _ENUM, _SERVICE = 4, 5, 6
+_PACKAGE = (2,)
 _FIELD, _NESTED, _NESTED_ENUM, _METHOD, _VALUE = 2, 3, 4, 2, 2
 _INTRO = """# Protocol reference
 
 The services and messages of `rollmesh.v1`, generated from the comments in `protos/rollmesh/v1`.
 Errors are gRPC statuses with a typed reason: [errors](../../docs/errors.md).
+
+The contract only grows: fields, numbers and names stay as they are, and an addition raises
+`api_revision` of `GetServerInfo`. Clients may be built from this release and used with later ones.
 """
 
 
@@ -44,7 +49,10 @@ class Commented:
     comments: Mapping[tuple[int, ...], str]
 
     def comment(self, *path: int) -> str:
-        """Returns the comment at a path of field numbers and indexes, in one line."""
+        """Returns the comment at a path of field numbers and indexes.
+
+        That of the file is Markdown; all others are in one line.
+        """
         return self.comments.get(path, "")
 
 
@@ -73,7 +81,7 @@ def page(files: Sequence[Commented]) -> str:
             parts += _service(one, service, _SERVICE, at)
     for one in files:
         parts.append(f"## {Path(one.file.name).name}")
-        parts.append(one.comment(2))
+        parts.append(one.comment(*_PACKAGE))
         for at, message in enumerate(one.file.message_type):
             parts += _message(one, message, "", (_MESSAGE, at))
         for at, enum in enumerate(one.file.enum_type):
@@ -82,9 +90,13 @@ def page(files: Sequence[Commented]) -> str:
 
 
 def _comments(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
-    return {
-        tuple(place.path): " ".join((place.leading_comments or place.trailing_comments).split())
+    found = {
+        tuple(place.path): place.leading_comments or place.trailing_comments
         for place in file.source_code_info.location
+    }
+    return {
+        path: dedent(text).strip() if path == _PACKAGE else " ".join(text.split())
+        for path, text in found.items()
     }
 
 
