@@ -14,7 +14,6 @@ from rollmesh.runtime.rpc.uploads import write_chunks
 from rollmesh.v1 import engine_pb2
 
 _SILENCE_MS = 60_000  # longest wait for a chunk; other updates wait meanwhile
-_LIMIT = "the engine's limit"
 _T = TypeVar("_T")
 
 

@@ -90,11 +90,7 @@ class EngineClients:
                             watch.heard()
                             yield response
                             watch.heard()
-            except (
-                PromptTooLongError,
-                TokenOutOfVocabularyError,
-                ModelMismatchError,
-            ) as error:  # not the agent's fault
+            except _MISMATCHES as error:  # not the agent's fault
                 raise EngineMismatchError(
                     f"engine {address} refused the prompt: {error.message}; "
                     "start it and the gateway from the same model_path"

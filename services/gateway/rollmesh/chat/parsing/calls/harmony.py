@@ -23,12 +23,8 @@ SPECIAL_TOKENS = (MESSAGE, *_ENDS, "<|start|>", "<|channel|>", "<|constrain|>")
 class HarmonyParser(ChannelParser):
     """Turns one answer's text into events."""
 
-    def __init__(self, names: Set[str] | None = None) -> None:
-        """Begins an empty answer.
-
-        Args:
-            names: Names of the known tools; None accepts any name.
-        """
+    def __init__(self, names: Set[str]) -> None:
+        """Begins an empty answer; `names` are the known tools."""
         super().__init__(_ENDS)
         self._names = names
 
@@ -40,7 +36,7 @@ class HarmonyParser(ChannelParser):
         analysis = channel is not None and channel[1] == "analysis"
         if recipient is None:
             return "reasoning" if analysis else "text"
-        if self._names is None or recipient[1] in self._names:
+        if recipient[1] in self._names:
             self.begin_call(recipient[1], events)
             return "call"
         self.malformed = True

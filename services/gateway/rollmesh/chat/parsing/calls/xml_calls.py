@@ -85,18 +85,16 @@ class TaggedCallParser(StepParser):
     `_held` is text not yet emitted; tags in its first `_looked` characters are part of a value.
     """
 
-    def __init__(self, format_: TaggedFormat, schemas: Schemas, *, any_name: bool = False) -> None:
+    def __init__(self, format_: TaggedFormat, schemas: Schemas) -> None:
         """Begins an empty answer.
 
         Args:
             format_: How calls are written.
             schemas: Parameter schemas of the tools, by tool name.
-            any_name: Whether to accept calls of unknown tools, with their values as text.
         """
         super().__init__()
         self._format = format_
         self._schemas = schemas
-        self._any_name = any_name
         self._inside = False
         self._opened = ""  # the opening tag, if there was one
         self._looked = 0
@@ -184,9 +182,9 @@ class TaggedCallParser(StepParser):
         if call is None:
             return None
         name, rest = call["name"].strip(), call["arguments"]
-        if name not in self._schemas and not self._any_name:
+        if name not in self._schemas:
             return None
-        properties = self._schemas.get(name, {}).get("properties", {})
+        properties = self._schemas[name].get("properties", {})
         arguments: dict[str, Any] = {}
         at = 0
         for argument in self._format.argument.finditer(rest):
