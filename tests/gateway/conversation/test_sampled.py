@@ -36,7 +36,8 @@ def test_runs_are_cut_and_joined_with_all_that_belongs_to_their_tokens(end: int)
 def test_tokens_without_alternatives_have_none_at_each_position() -> None:
     tops = no_tops(3)
     assert (tops.ids.shape, tops.logprobs.shape) == ((3, 0), (3, 0))
-    assert (tops.ids.dtype, tops.logprobs.dtype) == (np.uint32, np.float32)
+    assert tops.ids.dtype == np.dtype(np.uint32)
+    assert tops.logprobs.dtype == np.dtype(np.float32)
 
 
 def test_texts_are_shown_to_who_wants_log_probabilities(tokenizer: Tokenizer) -> None:
