@@ -6,9 +6,10 @@ import numpy as np
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message
+from rollmesh.gateway.conversation.nodes import Sample
 from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
-from rollmesh.gateway.conversation.tree import Sample, Tree
+from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.runtime.codec.arrays import unpack_tokens

@@ -101,3 +101,36 @@ async def test_what_a_request_says_that_it_is_survives_a_restart_and_is_checked(
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await mesh.stub.Chat(wrong)
     assert from_rpc_error(refused.value).metadata["field"] == "lineage"
+
+
+async def test_more_messages_than_a_session_may_hold_are_refused_before_they_are_read(
+    mesh: LiveMesh,
+) -> None:
+    await mesh.start_gateway(max_session_nodes=1000, max_context_tokens=65_536)
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest(), wait_for_ready=True)
+    who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=[ASK] * 1001))
+    error = from_rpc_error(refused.value)
+    assert (error.reason, error.metadata["field"]) == ("INVALID_MESSAGES", "messages")
+    many = [said(f"q{at}") for at in range(700)]  # read and compared in threads
+    for asked in (many, many, [*many, ASK]):
+        (answer,) = (await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=asked))).answers
+        assert answer.completion_tokens
+    shown = await mesh.stub.GetSession(gateway_pb2.GetSessionRequest(**who))
+    assert len(shown.nodes) == 700 + 1 + 3  # nothing was attached twice
+
+
+async def test_tools_of_requests_that_fail_are_not_kept(mesh: LiveMesh) -> None:
+    opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
+    who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
+    tree = mesh.gateway.session(opened.session_id).tree
+    for at in range(3):
+        tools = f'[{{"type": "function", "function": {{"name": "f{at}"}}}}]'
+        with pytest.raises(grpc.aio.AioRpcError, match="context length"):
+            await mesh.stub.Chat(
+                gateway_pb2.ChatRequest(**who, messages=[said("a " * 200_000)], tools_json=tools)
+            )
+    assert repr(tree) == "Tree(0 roots, 0 nodes, 0 turns)"
+    await mesh.stub.Chat(gateway_pb2.ChatRequest(**who, messages=[ASK], tools_json=tools))
+    assert tree.text_bytes > len(tools)

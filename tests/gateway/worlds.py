@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall, group_messages
+from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
+from rollmesh.gateway.conversation.matching import Match
+from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Finish, Lineage
-from rollmesh.gateway.conversation.tree import Node, Sample, Tree
+from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.trajectories import export_tree
 from rollmesh.runtime.codec.arrays import Mask, unpack_tokens
 from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
@@ -26,6 +28,10 @@ class World:
     seen: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     """By sampled node: the prompt the engine got, and what it sampled."""
     next_id: int = 100
+    asked: list[tuple[Message, ...]] = field(default_factory=list)
+    """The messages of all requests so far."""
+    places: int = 0
+    """How often a search began where an earlier request led."""
 
     def ids(self, count: int) -> np.ndarray:
         """Ids that occur nowhere else: any confusion of nodes shows."""
@@ -37,14 +43,14 @@ class World:
         messages: tuple[Message, ...],
         reply: Message,
         *,
-        context: object = BARE,
+        context: RenderContext = BARE,
         finish: Finish = sampling_pb2.FINISH_REASON_STOP,
         version: int = 0,
         tokens: int = 3,
         said: Lineage | None = None,
     ) -> Node:
         groups = group_messages(messages)
-        match = self.tree.match(context, groups)  # type: ignore[arg-type]
+        match = self.match(messages, context)
         parent = match.node
         closing = [] if parent.ends_turn else [END]
         for group in groups[match.depth :]:
@@ -68,6 +74,20 @@ class World:
         node = self.tree.add_sample(parent, reply, opening, sample, match.reasons, said=said)
         self.seen[node.node_id] = (prompt.tolist(), sampled.tolist())
         return node
+
+    def match(self, messages: tuple[Message, ...], context: RenderContext) -> Match:
+        """Where a request meets the tree: the same from the root and from any earlier request."""
+        groups, tree = group_messages(messages), self.tree
+        found, place = tree.search(tree.start(context, groups), groups)
+        for earlier in self.asked:
+            if messages[: len(earlier)] == earlier:
+                start = tree.start(context, groups, repr(earlier).encode())
+                self.places += start.match.depth > 0
+                other, _ = tree.search(start, groups)
+                assert other == found or not found.depth
+        tree.keep(context, repr(messages).encode(), place)
+        self.asked.append(messages)
+        return found
 
     def export(self) -> list[trajectory_pb2.Trajectory]:
         return list(export_tree(self.tree, "s"))

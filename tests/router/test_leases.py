@@ -293,3 +293,16 @@ class LeaseMachine(RuleBasedStateMachine):
 
 TestLeaseMachine = LeaseMachine.TestCase
 TestLeaseMachine.settings = settings(stateful_step_count=40)
+
+
+def test_weights_of_an_offer_are_leased_once_they_are_accepted() -> None:
+    leases, offer = table("a", "b"), Target(1, "push")
+    leases.engines["b"].policy_version, leases.engines["b"].push_id = offer
+    assert not leases.fenced(leases.engines["b"])  # of a push that was forgotten, perhaps
+    leases.offered["m"] = offer
+    assert {granted(leases.acquire("g", str(at), f"s{at}")) for at in range(4)} == {"a"}
+    refused = leases.acquire("g", "more", "t", excluded=["a"])
+    assert isinstance(refused, Refusal)
+    assert "not accepted yet" in refused.message
+    leases.targets["m"] = offer
+    assert granted(leases.acquire("g", "last", "u")) == "b"

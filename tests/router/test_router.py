@@ -25,7 +25,7 @@ from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
-from tests.router.engines import reason_of
+from tests.router.engines import noting_engine, reason_of
 
 TENSORS = {"layer.weight": np.zeros((2, 2), np.float32)}
 
@@ -219,3 +219,38 @@ async def test_bad_pushes_change_nothing(tmp_path: Path, router: ServiceProcess)
             assert grant.policy_version == 2  # not fenced, and as before
         with pytest.raises(RollmeshError):
             await client.push_weights(TENSORS, 4, mode="sideways")  # type: ignore[arg-type]
+
+
+async def test_a_router_killed_in_mid_push_leases_no_weights_that_it_has_not_accepted(
+    tmp_path: Path,
+) -> None:
+    async with AsyncExitStack() as stack:
+        flags = {"data_dir": tmp_path / "router"}
+        router = await stack.enter_async_context(
+            running("router", tmp_path, fault="router-before-accept", **flags)
+        )
+        quick = await stack.enter_async_context(noting_engine(router.address, "quick"))
+        slow = await stack.enter_async_context(noting_engine(router.address, "slow"))
+        slow.hangs.clear()
+        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
+
+        async def lease(session_id: str) -> router_pb2.LeaseGrant:
+            async with leases.lease(session_id=session_id, deadline_ms=30_000) as grant:
+                return grant
+
+        client = await stack.enter_async_context(sdk(router))
+        push = asyncio.ensure_future(client.push_weights(TENSORS, 1))
+        await router.wait_line("FAULT router-before-accept")
+        assert quick.load.policy_version == 1  # and the router does not know yet whether it counts
+        before = [await lease(f"before-{at}") for at in range(4)]
+        assert {(grant.engine_id, grant.policy_version) for grant in before} == {("slow", 0)}
+        await router.kill()
+        push.cancel()
+        await stack.enter_async_context(running("router", tmp_path, port=router.port, **flags))
+        slow.hangs.set()
+        taken = asyncio.ensure_future(slow.until_taken(1))
+        versions = [0]
+        while not taken.done():
+            versions.append((await lease(f"after-{len(versions)}")).policy_version)
+        assert versions == sorted(versions)
+        assert {(await lease(f"last-{at}")).policy_version for at in range(4)} == {1}

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from rollmesh.runtime.codec.content import text_of
+from rollmesh.runtime.telemetry.metrics import BYTES_IN_FLIGHT
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.metrics import REFUSED
 from tests.sidecar.scripted_gateway import (
@@ -22,6 +23,7 @@ from tests.sidecar.scripted_gateway import (
     text,
     waiting,
 )
+from tests.waiting import until
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode()
@@ -335,3 +337,42 @@ async def test_a_stream_ends_and_its_connection_serves_the_next_request() -> Non
         assert b"data: [DONE]" in await wire.reader.readuntil(b"\r\n0\r\n\r\n")
         await wire.send([HEALTH])
         assert (await wire.answer())[0] == 200
+
+
+def held_bytes() -> float:
+    return BYTES_IN_FLIGHT.collect()[0].samples[0].value  # type: ignore[no-any-return]
+
+
+async def test_slow_large_bodies_hold_no_more_than_the_limit_and_small_requests_pass() -> None:
+    limit, piece = 1024 * 1024, b"a" * 65536
+    head = CHAT + b"\r\nContent-Length: 700000\r\n\r\n"
+    before = refused("OVERLOADED")
+    async with served(max_bytes_in_flight=limit) as (url, _), AsyncExitStack() as stack:
+        slow = [await stack.enter_async_context(wired(url)) for _ in range(12)]
+        for wire in slow:
+            await wire.send([head, piece, piece])
+        answers = [asyncio.ensure_future(wire.answer()) for wire in slow]
+        done, waiting_ = await asyncio.wait(answers, timeout=None, return_when="FIRST_COMPLETED")
+        while len(done) < 6:  # six bodies of 128 KiB fill three quarters of the limit
+            more, _ = await asyncio.wait(waiting_, return_when="FIRST_COMPLETED")
+            done, waiting_ = done | more, waiting_ - more
+        for one in done:
+            status, headers, body = one.result()
+            assert (status, orjson.loads(body)["error"]["code"]) == (429, "overloaded")
+            assert headers[b"retry-after"] == b"1"
+        assert held_bytes() <= limit
+        async with wired(url) as small:
+            await small.send([CHAT + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY])
+            assert (await small.answer())[0] == 200
+        for one in waiting_:
+            one.cancel()
+        await stack.aclose()
+
+        async def all_given_back() -> bool:
+            return held_bytes() == 0
+
+        await until(all_given_back)
+        async with wired(url) as wire:
+            await wire.send([head.replace(b"700000", b"%d" % len(piece)), piece])
+            assert (await wire.answer())[0] == 400
+    assert refused("OVERLOADED") > before

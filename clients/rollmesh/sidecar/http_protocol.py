@@ -6,6 +6,7 @@ enforced here. The measurements are in docs/decisions/http-server.md.
 
 import asyncio
 import math
+from collections import deque
 from typing import Any, ClassVar
 
 import httptools
@@ -13,7 +14,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.errors import OverloadedError, RollmeshError
+from rollmesh.runtime.in_flight import BytesInFlight
+from rollmesh.runtime.telemetry.metrics import watch_bytes
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import (
     BodyTooLargeError,
@@ -36,6 +39,7 @@ _PHRASES = {
     408: b"Request Timeout",
     413: b"Content Too Large",
     414: b"URI Too Long",
+    429: b"Too Many Requests",
     431: b"Request Header Fields Too Large",
     503: b"Service Unavailable",
 }
@@ -43,7 +47,9 @@ _PHRASES = {
 
 def bounded(config: SidecarConfig) -> type[asyncio.Protocol]:
     """Returns the protocol class for the connections of a server."""
-    return type("Connection", (BoundedProtocol,), {"bounds": config})
+    in_flight = BytesInFlight(config.max_bytes_in_flight)
+    watch_bytes(in_flight)
+    return type("Connection", (BoundedProtocol,), {"bounds": config, "in_flight": in_flight})
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -56,6 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     bounds: ClassVar[SidecarConfig]
+    in_flight: ClassVar[BytesInFlight]
 
     def __init__(
         self,
@@ -73,6 +80,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._field_bytes = 0  # size of the head or of the trailers
         self._unread_bytes = 0  # fed to the parser since it last reported progress
         self._body_bytes = 0
+        self._announced_bytes = 0.0  # size of the body, as its head states it
+        self._held: deque[int] = deque()  # body bytes of each request that is not answered yet
         self._begun = 0.0  # start of the head, then of the body
         self._deadline = math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -101,6 +110,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._running.disconnected = True  # uvicorn tells only the newest request
             self._running.message_event.set()
         self.pipeline.clear()
+        self.in_flight.give(sum(self._held))
+        self._held.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -159,14 +170,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._in_body = False, True
         self._field_bytes = self._unread_bytes = 0
         most = self.bounds.max_body_bytes
-        for name, value in self.headers:
-            if name == b"content-length" and int(value) > most:
-                self._stop(BodyTooLargeError("body", f"is larger than {most} bytes"))
+        lengths = [int(value) for name, value in self.headers if name == b"content-length"]
+        self._announced_bytes = lengths[0] if lengths else math.inf
+        if lengths and lengths[0] > most:
+            self._stop(BodyTooLargeError("body", f"is larger than {most} bytes"))
         if self._answering() and len(self.pipeline) >= self.bounds.max_pipelined_requests:
             waiting = self.bounds.max_pipelined_requests
             self._stop(PipelineTooLongError(f"more than {waiting} requests wait for an answer"))
         super().on_headers_complete()
         self._receiving = self.cycle
+        self._held.append(0)
         self._begun = self.loop.time()
         if self.pipeline:  # keep reading, to notice a disconnect; the pipeline is bounded
             self.flow.resume_reading()
@@ -178,7 +191,15 @@ class BoundedProtocol(HttpToolsProtocol):
         most = self.bounds.max_body_bytes
         if self._body_bytes > most:
             self._stop(BodyTooLargeError("body", f"is larger than {most} bytes"))
+        if self._receiving is not None and not self._receiving.response_complete:
+            self._hold(len(body))
         super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """Ends an answer; its request is not held any more."""
+        if self._held:  # a lost connection has given them back
+            self.in_flight.give(self._held.popleft())
+        super().on_response_complete()
 
     def on_message_complete(self) -> None:
         """Ends a request."""
@@ -210,6 +231,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._begun = self.loop.time()
         super()._start_asgi_task(cycle, app)
         self._set_deadline()
+
+    def _hold(self, count: int) -> None:
+        """Counts bytes of the body that is being received, or refuses them."""
+        try:
+            self.in_flight.take(count, held=self._held[-1], size=self._announced_bytes)
+        except OverloadedError as error:
+            self._stop(error)
+        self._held[-1] += count
 
     def _answering(self) -> bool:
         """Returns whether a request still has to be answered."""

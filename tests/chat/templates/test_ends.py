@@ -13,8 +13,8 @@ from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
 from rollmesh.chat.templates.loading import load_model
 from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Finish
-from rollmesh.gateway.conversation.tree import Node, Sample
 from rollmesh.gateway.turns.prompt import new_tree
 from rollmesh.v1 import sampling_pb2
 from tests.chat import families

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from rollmesh.chat.canonical import make_context
-from rollmesh.chat.messages import Message, ToolCall
+from rollmesh.chat.messages import Message, RenderContext, ToolCall
 from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, TOOLS, World, mask_of, said, user
@@ -93,7 +93,7 @@ CALL = ToolCall("c", "f", "{}")
 Say = Lineage | None
 
 
-def work(world: World, turns: int, *, context: object = TOOLS, marked: Say = None) -> None:
+def work(world: World, turns: int, *, context: RenderContext = TOOLS, marked: Say = None) -> None:
     """The conversation of an agent, which calls a tool in every turn but the last."""
     messages: tuple[Message, ...] = (SYSTEM, user(WORK))
     for at in range(turns):
@@ -102,12 +102,12 @@ def work(world: World, turns: int, *, context: object = TOOLS, marked: Say = Non
         messages = (*messages, reply, Message("tool", f"r{at}", tool_call_id="c"))
 
 
-def title(world: World, *, context: object = BARE, marked: Say = None) -> None:
+def title(world: World, *, context: RenderContext = BARE, marked: Say = None) -> None:
     asked = user(f"<session>{WORK}</session>")
     world.turn((OTHER, asked), said("A title"), context=context, said=marked)
 
 
-def memory(world: World, *, context: object = TOOLS, marked: Say = None) -> None:
+def memory(world: World, *, context: RenderContext = TOOLS, marked: Say = None) -> None:
     """An agent of its own that reads and writes notes before the work begins."""
     messages: tuple[Message, ...] = (Message("system", "Keep notes."), user("What is known?"))
     for at in range(3):

@@ -20,7 +20,8 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.profile import MOVING, Finding
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.gateway.conversation.tree import Node, Sample, Tree
+from rollmesh.gateway.conversation.nodes import Node, Sample
+from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt, new_tree
 from rollmesh.runtime.codec.arrays import TokenIds
 from rollmesh.v1 import sampling_pb2, trajectory_pb2

@@ -6,7 +6,7 @@ import pytest
 from rollmesh.chat.parsing.answer import Answer
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.gateway.conversation.tree import Sample
+from rollmesh.gateway.conversation.nodes import Sample
 from rollmesh.gateway.turns.generate import Generation, checked_sample
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import RollmeshError

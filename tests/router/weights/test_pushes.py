@@ -1,4 +1,4 @@
-"""Pushes without engines: while the router starts, and on a full disk."""
+"""Pushes without engines, on a full disk."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.leases import Engine, LeaseTable
+from rollmesh.router.leases import LeaseTable
 from rollmesh.router.members import Members
 from rollmesh.router.weights.kept import KeptWeights
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes
-from rollmesh.runtime.errors import StartingError, StoreFullError
+from rollmesh.runtime.errors import StoreFullError
 from rollmesh.v1 import engine_pb2, router_pb2
 
 
@@ -34,27 +34,6 @@ def header() -> engine_pb2.UpdateWeightsHeader:
 
 async def chunks() -> AsyncIterator[bytes]:
     yield b"first"
-
-
-async def kept_before(folder: Path) -> None:
-    pushes = await pushes_in(folder)
-    async with pushes.running():
-        await pushes.push(header(), chunks())
-
-
-async def test_nothing_is_pushed_or_forgotten_before_it_is_known_what_is_kept(
-    tmp_path: Path,
-) -> None:
-    await kept_before(tmp_path)
-    models = await models_in(tmp_path)
-    pushes = Pushes(models, RouterConfig(data_dir=tmp_path))
-    with pytest.raises(StartingError):
-        await pushes.push(header(), chunks())
-    with pytest.raises(StartingError):
-        await pushes.forget("policy")
-    pushes.heed(Engine("e", "127.0.0.1:1", "policy", 1))  # registers meanwhile
-    async with pushes.running():
-        assert [one.target_policy_version for one in models.weights()] == [1]
 
 
 async def test_a_disk_that_fills_up_while_weights_come_is_named(

@@ -15,14 +15,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rollmesh.runtime.errors import RemoteError
+from rollmesh.runtime.errors import OverloadedError, RemoteError, StartingError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.listening import PortInUseError, ServerConfig
 from rollmesh.runtime.rpc.server import serve
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 from tests.processes import ServiceProcess
-from tests.runtime.services import NAME, ScriptedService, ask, begin, served, started
+from tests.runtime.services import KINDS, NAME, ScriptedService, ask, begin, served, started
+from tests.waiting import until
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -326,3 +327,67 @@ async def test_a_server_says_what_it_is_while_its_service_still_starts() -> None
     assert info.service == NAME
     assert info.api_revision >= 1
     assert list(info.capabilities) == [server_pb2.CAPABILITY_SCORING]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_before_the_service_has_started_is_told_to_come_again(kind: str) -> None:
+    service = ScriptedService()
+    async with listening(service) as (channel, _):
+        with pytest.raises(StartingError) as refused, typed_errors():
+            await ask(channel, kind=kind)
+        assert refused.value.retry_delay_ms
+        service.may_start.set()
+        await service.announced.wait()
+        assert await ask(channel, kind=kind) == b"x"
+
+
+LARGE, SMALL = 300_000, 100_000
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
+async def test_large_requests_leave_room_for_small_ones_and_none_is_held_for_ever(
+    kind: str,
+) -> None:
+    may_answer, reached = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def script(request: bytes, context: Context) -> bytes:
+        reached.release()
+        await may_answer.wait()
+        return b"answer"
+
+    service = ScriptedService(script)
+    async with served(service, metrics_port=0, max_bytes_in_flight=1_000_000) as (channel, ports):
+
+        async def held() -> bool:
+            text = await asyncio.to_thread(metrics_at, ports.metrics_port)
+            return "rollmesh_bytes_in_flight 0.0" not in text
+
+        running = [begin(channel, b"x" * LARGE, kind=kind) for _ in range(2)]
+        for _ in running:
+            await reached.acquire()
+        for _ in range(3):
+            with pytest.raises(OverloadedError) as refused, typed_errors():
+                await ask(channel, b"x" * LARGE, kind=kind)
+            assert refused.value.retry_delay_ms
+        running += [begin(channel, b"x" * SMALL, kind=kind) for _ in range(4)]
+        for _ in range(4):
+            await reached.acquire()
+        with pytest.raises(OverloadedError), typed_errors():
+            await ask(channel, b"x" * SMALL, kind=kind)
+        running.pop().cancel()
+        assert await held()
+        may_answer.set()
+        for call in running:
+            assert await call if kind == "unary_unary" else [one async for one in call][-1]
+        assert await ask(channel, b"x" * LARGE, kind=kind) == b"answer"
+
+        async def free() -> bool:
+            return not await held()
+
+        await until(free)
+
+
+async def test_a_request_that_is_alone_may_have_any_size() -> None:
+    async with served(ScriptedService(), max_bytes_in_flight=1000) as (channel, _):
+        for _ in range(2):
+            assert await ask(channel, b"x" * LARGE)

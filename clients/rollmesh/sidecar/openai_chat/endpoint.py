@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 _UNNAMED = "policy"
 """Model name in answers to requests that name none."""
 _LARGE_BODY_BYTES = 256 * 1024
+_READ_AT_A_TIME = 2
+"""Number of large bodies that are parsed at a time: they take up to 30 times their size."""
 _LAST_WORD_S = 5.0
 """Extra time after the turn's timeout in which a stream may send its error."""
 
@@ -39,6 +41,7 @@ class ChatEndpoint:
         self._turn_timeout_s = config.turn_timeout_ms / 1000
         self._keep_alive_ms = config.keep_alive_ms
         self._freed_memory = FreedMemory()
+        self._large_bodies = asyncio.Semaphore(_READ_AT_A_TIME)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; a client that leaves cancels the call to the gateway."""
@@ -53,7 +56,7 @@ class ChatEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:
-            call = await _read_call(await _read_body(receive), scope, request_id)
+            call = await self._read_call(await _read_body(receive), scope, request_id)
             await self._gateway.check_model(call.model)
         except ClientDisconnect:
             return
@@ -68,6 +71,13 @@ class ChatEndpoint:
             leaving = group.create_task(_cancel_when_gone(receive, task))
             await asyncio.wait([task])
             leaving.cancel()
+
+    async def _read_call(self, body: bytes, scope: Scope, request_id: str) -> ChatCall:
+        """Reads a request; a large one in a thread, so that it does not block the event loop."""
+        if len(body) < _LARGE_BODY_BYTES:
+            return read_call(body, scope, request_id)
+        async with self._large_bodies:
+            return await asyncio.to_thread(read_call, body, scope, request_id)
 
     async def _answer(self, call: ChatCall, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the complete answer."""
@@ -163,13 +173,6 @@ async def _read_body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
-
-
-async def _read_call(body: bytes, scope: Scope, request_id: str) -> ChatCall:
-    """Reads a request; a large one in a thread, so that it does not block the event loop."""
-    if len(body) < _LARGE_BODY_BYTES:
-        return read_call(body, scope, request_id)
-    return await asyncio.to_thread(read_call, body, scope, request_id)
 
 
 async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:

@@ -303,6 +303,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Update the consumer, or choose another name; the SDK's `subscribe` updates it by itself.
     """
+    ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 51
+    """RESOURCE_EXHAUSTED. The service holds as many bytes of requests as it may; nothing of this one
+    was kept.
+
+    Try again after the delay. Send shorter histories, or raise `--max-bytes-in-flight`.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below what to do.
@@ -582,6 +588,12 @@ ERROR_REASON_CONSUMER_EXISTS: ErrorReason.ValueType  # 50
 """ALREADY_EXISTS. A consumer has this name. It is unchanged.
 
 Update the consumer, or choose another name; the SDK's `subscribe` updates it by itself.
+"""
+ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 51
+"""RESOURCE_EXHAUSTED. The service holds as many bytes of requests as it may; nothing of this one
+was kept.
+
+Try again after the delay. Send shorter histories, or raise `--max-bytes-in-flight`.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -24,7 +24,6 @@ from rollmesh.runtime.errors import (
     InvalidFieldError,
     SessionDamagedError,
     SessionUnknownError,
-    StartingError,
     StoreAwayError,
     StoreError,
     StoreFullError,
@@ -35,7 +34,6 @@ from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, session_pb2
 
 _READ_PAGE = 100
-_RETRY_MS = 200
 
 
 class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
@@ -51,13 +49,8 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
 
     @property
     def subscriptions(self) -> Subscriptions:
-        """The open streams and their store; set before the service is SERVING.
-
-        Raises:
-            StartingError: The store is still being opened.
-        """
-        if self._subscriptions is None:
-            raise StartingError("the collector is opening its store", retry_delay_ms=_RETRY_MS)
+        """The open streams and their store; set before the service has started."""
+        assert self._subscriptions is not None
         return self._subscriptions
 
     @subscriptions.setter
@@ -66,11 +59,7 @@ class CollectorServicer(collector_pb2_grpc.CollectorServiceServicer):
 
     @property
     def store(self) -> Store:
-        """The session store.
-
-        Raises:
-            StartingError: It is still being opened.
-        """
+        """The session store."""
         return self.subscriptions.store
 
     async def Ingest(self, request: pb.IngestRequest, context: Context) -> pb.IngestResponse:

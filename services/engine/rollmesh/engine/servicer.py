@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from rollmesh.engine import metrics
-from rollmesh.engine.backend import Backend, Output, PauseMode
+from rollmesh.engine.backend import Backend, Output
 from rollmesh.engine.requests.generate import read_generate
 from rollmesh.engine.requests.transfer import read_init
 from rollmesh.engine.weights import WeightUpdates
@@ -20,7 +20,7 @@ from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.rpc.uploads import chunks_of
+from rollmesh.runtime.rpc.uploads import check_pause_mode, check_update, chunks_of
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 
@@ -132,7 +132,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.PauseRequest, context: Context
     ) -> engine_pb2.PauseResponse:
         self._check_model(request.model)
-        _check_pause_mode(request.mode, "mode")
+        check_pause_mode(request.mode, "mode")
         await self._repeats.once(request, lambda: self._backend.pause(request.mode))
         return engine_pb2.PauseResponse()
 
@@ -152,7 +152,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 raise InvalidFieldError("header", "is missing; send it in the first message")
             header = first.header
             self._check_model(header.model, "header.model")
-            _check_pause_mode(header.pause_mode, "header.pause_mode")
+            check_update(header)
             paused_ms = await self.weights.update(header, chunks_of(request_iterator))
         return engine_pb2.UpdateWeightsResponse(
             policy_version=header.policy_version, paused_ms=paused_ms
@@ -193,8 +193,3 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def _check_model(self, model: str, field: str = "model") -> None:
         if model not in {"", self._model}:
             raise ModelMismatchError(field, f"is {model!r}; this engine serves {self._model!r}")
-
-
-def _check_pause_mode(mode: PauseMode, field: str) -> None:
-    if mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
-        raise InvalidFieldError(field, "is not set; say what happens to running requests")

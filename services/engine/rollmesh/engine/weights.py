@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from rollmesh.engine import metrics
 from rollmesh.engine.backend import Backend, Transfer
 from rollmesh.engine.requests.transfer import read_transfer
-from rollmesh.runtime.errors import InvalidFieldError, InvalidWeightsError, StaleVersionError
+from rollmesh.runtime.errors import InvalidWeightsError, StaleVersionError
 from rollmesh.runtime.rpc.uploads import write_chunks
 from rollmesh.v1 import engine_pb2
 
@@ -109,7 +109,7 @@ class WeightUpdates:
                 transfer = read_transfer(header.transfer, self._backend.weight_transfer)
                 return await _to_the_end(self._load(transfer, header))
             case _:
-                raise InvalidFieldError("header.source", "is not set; name where weights come from")
+                raise AssertionError("the servicer has checked the header")
 
     async def _load(self, source: Path | Transfer, header: engine_pb2.UpdateWeightsHeader) -> int:
         paused_ms = await self._backend.update_weights(

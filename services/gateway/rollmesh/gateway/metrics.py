@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge
 
-from rollmesh.gateway.conversation.tree import Node
+from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 

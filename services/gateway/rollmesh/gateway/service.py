@@ -89,7 +89,7 @@ class GatewayService:
                 reasoning_format=write_reasoning(self._format),
                 special_text=write_special_text(config.special_text),
             ),
-            config.max_choices,
+            config,
         )
         self._membership: Membership | None = None
         self._database: Database | None = None

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 
+from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.conversation.choices import gathered, merged
 from rollmesh.gateway.conversation.session import Answered, PromptIds, Session, Turn, TurnRequest
 from rollmesh.gateway.protocol.requests import read_choices
 from rollmesh.gateway.protocol.responses import write_answers, write_event, write_nodes
 from rollmesh.gateway.sessions.registry import Gateway
 from rollmesh.gateway.storage.dead_letters import DeadLetters
-from rollmesh.runtime.errors import InvalidFieldError, StartingError
+from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
 from rollmesh.runtime.process.memory import FreedMemory
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
@@ -18,42 +19,35 @@ from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_ID_CHARS = 128
-_RETRY_MS = 200
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
-_LARGE_BYTES = 256 * 1024
+_LARGE_BYTES, _MANY_MESSAGES = 256 * 1024, 512
+"""A request of this many bytes or messages is read in a thread."""
+_READ_AT_A_TIME = 2
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Serves one gateway."""
 
-    def __init__(self, info: gateway_pb2.GetGatewayInfoResponse, max_choices: int) -> None:
-        """Takes the constant part of the gateway's info and the maximum choices per request."""
+    def __init__(self, info: gateway_pb2.GetGatewayInfoResponse, config: GatewayConfig) -> None:
+        """Takes the constant part of the gateway's info, and the settings."""
         self._info = info
-        self._max_choices = max_choices
+        self._max_choices = config.max_choices
+        self._max_messages = config.max_session_nodes
         self._gateway: Gateway | None = None
         self._freed_memory = FreedMemory()
+        self._large_requests = asyncio.Semaphore(_READ_AT_A_TIME)
         self._repeats = Repeats()
         self._dead_letters: DeadLetters | None = None
 
     @property
     def gateway(self) -> Gateway:
-        """The gateway; set before the service is SERVING.
-
-        Raises:
-            StartingError: It is not set yet, because its sessions are still being rebuilt.
-        """
-        if self._gateway is None:
-            raise StartingError("the gateway is rebuilding its sessions", retry_delay_ms=_RETRY_MS)
+        """The gateway; set before the service has started."""
+        assert self._gateway is not None
         return self._gateway
 
     @property
     def dead_letters(self) -> DeadLetters:
-        """The dead letters; set together with the gateway.
-
-        Raises:
-            StartingError: They are not set yet.
-        """
-        assert self.gateway
+        """The dead letters; set together with the gateway."""
         assert self._dead_letters is not None
         return self._dead_letters
 
@@ -132,11 +126,21 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.ChatRequest, session: Session, *, stream: bool
     ) -> list[TurnRequest]:
         """Reads a request; a large one is read in a thread so that it does not block the others."""
+        count = len(request.messages)
+        if count > self._max_messages:
+            raise InvalidMessagesError(
+                "messages",
+                f"has {count} messages; give at most {self._max_messages}, max_session_nodes of "
+                "the gateway",
+            )
 
         def read() -> list[TurnRequest]:
             return read_choices(request, session, self._max_choices, stream=stream)
 
-        return read() if request.ByteSize() < _LARGE_BYTES else await asyncio.to_thread(read)
+        if count < _MANY_MESSAGES and request.ByteSize() < _LARGE_BYTES:
+            return read()
+        async with self._large_requests:
+            return await asyncio.to_thread(read)
 
     async def CloseSession(
         self, request: gateway_pb2.CloseSessionRequest, context: Context

@@ -107,6 +107,8 @@ class LeaseTable:
         self.engines: dict[str, Engine] = {}
         self.targets: dict[str, Target] = {}
         """The weights that engines must hold, by model; none before the first push."""
+        self.offered: dict[str, Target] = {}
+        """Pushes that engines may hold although they are not accepted yet, by model."""
         self._held: dict[str, dict[str, str]] = {}  # stream -> lease -> engine id
         self._gateways: dict[str, router_pb2.DispatchHello] = {}  # by stream
         self._placed: dict[str, str] = {}  # session -> engine id
@@ -225,9 +227,13 @@ class LeaseTable:
         return {engine.model for engine in self.engines.values()}
 
     def fenced(self, engine: Engine) -> bool:
-        """Returns whether an engine is fenced: it does not hold the target weights of its model."""
+        """Returns whether an engine is fenced: it does not hold the target weights of its model.
+
+        Before the first push is accepted, an engine may hold any weights but those of that push.
+        """
+        held = Target(engine.policy_version, engine.push_id)
         target = self.targets.get(engine.model)
-        return target is not None and target != (engine.policy_version, engine.push_id)
+        return held == self.offered.get(engine.model) if target is None else held != target
 
     def take_out(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
         """Takes the engine of a lease out of service; returns None if the lease is not held."""
@@ -270,7 +276,13 @@ class LeaseTable:
             )
         if not self.fenced(engine):
             return None
-        wanted, held = self.targets[engine.model].policy_version, engine.policy_version
+        held, target = engine.policy_version, self.targets.get(engine.model)
+        if target is None:
+            return router_pb2.Exclusion(
+                reason=router_pb2.EXCLUSION_REASON_FENCED,
+                explanation=f"it holds version {held} of a push that is not accepted yet",
+            )
+        wanted = target.policy_version
         other = " of another push" if held == wanted else ""
         why = f": {engine.update_error}" if engine.update_error else ""
         return router_pb2.Exclusion(

@@ -18,7 +18,7 @@ from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
 from rollmesh.runtime.rpc.statuses import to_status
-from rollmesh.runtime.rpc.uploads import chunks_of
+from rollmesh.runtime.rpc.uploads import check_pause_mode, chunks_of
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
@@ -118,8 +118,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def PauseEngines(
         self, request: router_pb2.PauseEnginesRequest, context: Context
     ) -> router_pb2.PauseEnginesResponse:
-        if request.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
-            raise InvalidFieldError("mode", "is not set; say what happens to running requests")
+        check_pause_mode(request.mode, "mode")
 
         async def pause() -> router_pb2.PauseEnginesResponse:
             results = await self._control.pause(request.mode, request.model)

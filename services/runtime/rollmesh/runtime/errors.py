@@ -266,6 +266,13 @@ class TooManySessionsError(RollmeshError):
     reason = "TOO_MANY_SESSIONS"
 
 
+class OverloadedError(RollmeshError):
+    """The service holds as many bytes of requests as it may; nothing of this one was kept."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "OVERLOADED"
+
+
 class StoreFullError(RollmeshError):
     """The store takes nothing more until something is acknowledged."""
 

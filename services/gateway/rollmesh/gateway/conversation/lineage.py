@@ -37,8 +37,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rollmesh.chat.messages import MessageGroup
+from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.reasons import Lineage
-from rollmesh.gateway.conversation.tree import Node, Tree
+from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
 _TURNS_BEFORE_COMPACTION = 2

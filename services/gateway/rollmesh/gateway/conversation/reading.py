@@ -6,9 +6,9 @@ those of the previous request, so a digest of that prefix shows whether they are
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rollmesh.chat.messages import Message, RoleName, ToolCall
+from rollmesh.chat.messages import Message, MessageGroup, RoleName, ToolCall, group_messages
 from rollmesh.runtime.errors import InvalidMessagesError, UnsupportedPartError
 from rollmesh.v1 import chat_pb2, gateway_pb2
 
@@ -25,14 +25,22 @@ _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
-    """The messages of an earlier request."""
+class Conversation:
+    """The messages of one request."""
 
-    messages: tuple[Message, ...]
+    groups: list[MessageGroup]
+    """The messages, in groups; never changed."""
+    messages: int
+    """Number of messages."""
     size: int
     """Size of the serialised messages, bytes."""
     digest: bytes
-    """Digest of the serialised messages."""
+    """Digest of the messages, including all their fields."""
+    earlier: "Conversation | None" = None
+    """A conversation that was read before and that this one begins with."""
+
+
+_NOTHING = Conversation([()], 0, 0, b"")
 
 
 class MessageReader:
@@ -44,10 +52,10 @@ class MessageReader:
 
     def __init__(self) -> None:
         """Starts without known conversations."""
-        self._known: tuple[_Known, ...] = ()
+        self._known: tuple[Conversation, ...] = ()
 
-    def read(self, request: gateway_pb2.ChatRequest) -> tuple[tuple[Message, ...], bytes]:
-        """Returns a request's messages and a digest of their fields, including call ids.
+    def read(self, request: gateway_pb2.ChatRequest) -> Conversation:
+        """Returns the conversation of a request.
 
         Raises:
             InvalidMessagesError: A message is invalid; the error names it and the problem.
@@ -57,31 +65,37 @@ class MessageReader:
         )
         # Fields are serialised in order of their numbers: two ids, then the messages.
         data = memoryview(request.SerializeToString(deterministic=True))[head.ByteSize() :]
-        messages: tuple[Message, ...] = ()
-        size, digest = 0, hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        others = self._known
-        for known in others:
-            count = len(known.messages)
-            if count > len(request.messages) or known.size > len(data):
+        earlier, digest = self._earlier(request, data)
+        begun = earlier or _NOTHING
+        fresh = request.messages[begun.messages :]
+        added = tuple(_read_message(at, one) for at, one in enumerate(fresh, begun.messages))
+        if not (begun.messages or added):
+            raise InvalidMessagesError("messages", "is empty; send at least one message")
+        end = begun.size + sum(map(_size, fresh))
+        digest.update(data[begun.size : end])
+        # The last group is grouped again: a run of tool results may go on.
+        *before, last = begun.groups
+        groups = [*before, *group_messages(last + added)]
+        found = Conversation(groups, len(request.messages), end, digest.digest(), earlier)
+        if end <= _KEPT_BYTES:
+            others = tuple(one for one in self._known if one is not earlier)
+            self._known = (replace(found, earlier=None), *others)[:_KEPT]
+        return found
+
+    def _earlier(
+        self, request: gateway_pb2.ChatRequest, data: memoryview
+    ) -> "tuple[Conversation | None, hashlib.blake2b]":
+        """Returns the known conversation that a request begins with, and a hash of its messages."""
+        for known in self._known:
+            if known.messages > len(request.messages) or known.size > len(data):
                 continue
-            if _read_message(count - 1, request.messages[count - 1]) != known.messages[-1]:
+            last = known.messages - 1
+            if _read_message(last, request.messages[last]) != known.groups[-1][-1]:
                 continue
             begin = hashlib.blake2b(data[: known.size], digest_size=_DIGEST_BYTES)
             if begin.digest() == known.digest:
-                messages, size, digest = known.messages, known.size, begin
-                others = tuple(one for one in others if one is not known)
-                break
-        fresh = request.messages[len(messages) :]
-        messages += tuple(
-            _read_message(at, message) for at, message in enumerate(fresh, len(messages))
-        )
-        if not messages:
-            raise InvalidMessagesError("messages", "is empty; send at least one message")
-        end = size + sum(map(_size, fresh))
-        digest.update(data[size:end])
-        if end <= _KEPT_BYTES:
-            self._known = (_Known(messages, end, digest.digest()), *others)[:_KEPT]
-        return messages, digest.digest()
+                return known, begin
+        return None, hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
 def _read_message(at: int, message: chat_pb2.ChatMessage) -> Message:

@@ -9,12 +9,13 @@ from rollmesh.chat.constraints.structural_tag import Wanted
 from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
 from rollmesh.gateway.conversation.choices import Shared
-from rollmesh.gateway.conversation.reading import MessageReader
+from rollmesh.gateway.conversation.nodes import Node
+from rollmesh.gateway.conversation.reading import Conversation, MessageReader
 from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.gateway.conversation.retries import retried
 from rollmesh.gateway.conversation.sampled import Returns, Shown
 from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
-from rollmesh.gateway.conversation.tree import Node, Tree
+from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     IdempotencyKeyReusedError,
@@ -28,7 +29,7 @@ from rollmesh.v1 import sampling_pb2, trajectory_pb2
 class TurnRequest:
     """One choice of a validated chat request; only its sampling parameters are still a proto."""
 
-    messages: tuple[Message, ...]
+    conversation: Conversation
     render_context: RenderContext
     sampling: sampling_pb2.SamplingParams
     stops: tuple[str, ...]

@@ -11,101 +11,23 @@ Invariants:
   when the turn begins.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from rollmesh.chat.canonical import contradicts_reasoning, exact_key, is_mended_echo, lenient_key
+from rollmesh.chat.canonical import exact_key, lenient_key
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext
-from rollmesh.chat.templates.path import Seen
-from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
-from rollmesh.gateway.conversation.sampled import Tops
-from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
-from rollmesh.v1 import sampling_pb2, trajectory_pb2
+from rollmesh.gateway.conversation.matching import Match, Place, search
+from rollmesh.gateway.conversation.nodes import Node, Sample
+from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
+from rollmesh.runtime.codec.arrays import TokenIds
+from rollmesh.v1 import trajectory_pb2
+
+_PLACES = 8  # conversations of a session whose place is kept
 
 _TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 24, 512
 """Record bytes per token, at most per node and per version span, and per trajectory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What the engine sampled for one turn."""
-
-    token_ids: TokenIds
-    """Sampled ids, uint32 [S]."""
-    logprobs: Logprobs
-    """Their log-probabilities, float32 [S]."""
-    spans: tuple[sampling_pb2.VersionSpan, ...]
-    """Their policy versions, by index into `token_ids`; together they cover all tokens."""
-    finish: Finish
-    engine_id: str
-    prompt_tokens: int
-    """Number of ids in the engine's prompt."""
-    cached_tokens: int
-    """Number of prompt ids whose KV entries were reused."""
-    prompt_crc32: int
-    """CRC-32 of the prompt ids as the engine received them."""
-    tops: Tops | None = None
-    """The most likely ids at each position, if the request wanted them."""
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One message group of a conversation; a root has no group and adds no ids."""
-
-    node_id: int
-    parent: "Node | None"
-    render_context: RenderContext
-    messages: MessageGroup
-    token_ids: TokenIds
-    """The ids that the node adds, uint32 [N]."""
-    scaffold_tokens: int
-    """Number of leading ids that were not sampled; all of them if `sample` is None."""
-    sample: Sample | None = None
-    reasons: frozenset[Fidelity] = frozenset()
-    said: Lineage | None = None
-    """The lineage that the request gives the turn; None if it gives none."""
-    stored: bool = False
-    """Whether the journal has it."""
-    ends_turn: bool = True
-    """False for an answer that was cut; the next node closes it."""
-    end: int = 0
-    """Length of the context up to and including this node."""
-    record_bytes: int = 0
-    """Approximate upper bound of the path's size in a record, up to this node, bytes."""
-    as_printed: bool | None = None
-    """Whether the template renders a sampled answer as it was sampled; None if not checked yet."""
-    seen: Seen | None = None
-    """What is known of the template's render up to this node; lost on restart."""
-    children: list["Node"] = field(default_factory=list)
-    by_key: dict[bytes, list["Node"]] = field(default_factory=dict)
-    by_lenient_key: dict[bytes, list["Node"]] = field(default_factory=dict)
-
-    def path(self) -> list["Node"]:
-        """Returns the nodes from the root's child to this node."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    def context(self) -> list[TokenIds]:
-        """Returns the arrays whose concatenation is the context after this node."""
-        return [node.token_ids for node in self.path()]
-
-
-class Match(NamedTuple):
-    """The node from which a request continues the tree."""
-
-    node: Node
-    """The deepest node that matches the request."""
-    depth: int
-    """Number of the request's groups that match."""
-    reasons: frozenset[Fidelity]
-    """LENIENT_ECHO if a sampled message was echoed with changes and was kept as sampled."""
 
 
 class Tree:
@@ -122,7 +44,13 @@ class Tree:
         self._call_ids = call_ids
         self._next_id = 1
         self._roots: dict[bytes, Node] = {}
+        self._places: dict[tuple[bytes, bytes], Place] = {}
+        """By render context and digest of the conversation; the most recent ones."""
         self.nodes: dict[int, Node] = {}
+        self.changes = 0
+        """Number of nodes attached and detached so far."""
+        self.turns = 0
+        """Number of sampled nodes."""
         self.tokens = 0
         """Number of ids in all nodes."""
         self.text_bytes = 0
@@ -136,37 +64,43 @@ class Tree:
         """Describes the size of the tree."""
         return f"Tree({len(self._roots)} roots, {len(self.nodes)} nodes, {self.turns} turns)"
 
-    @property
-    def turns(self) -> int:
-        """Number of sampled nodes."""
-        return sum(node.sample is not None for node in self.nodes.values())
+    def match(self, render_context: RenderContext, groups: Sequence[MessageGroup]) -> Match:
+        """Finds the node from which a request continues the tree, starting from the root."""
+        return self.search(self.start(render_context, groups), groups)[0]
 
-    def match(self, render_context: RenderContext, groups: list[MessageGroup]) -> Match:
-        """Finds the deepest node whose path equals a prefix of the request.
+    def start(
+        self, render_context: RenderContext, groups: Sequence[MessageGroup], earlier: bytes = b""
+    ) -> Place:
+        """Returns where the search for a request starts: where an earlier one led, or the root.
 
-        If several samples are equal, tool-call ids decide which one the request continues, even if
-        the template does not print them. Ids that match none of the samples are ignored, because
-        agents may make up their own. Among equally deep nodes, exact matches precede lenient ones,
-        then the newest wins.
+        Args:
+            render_context: The request's tools and template options.
+            groups: All groups of the request.
+            earlier: Digest of an earlier conversation that the request begins with; may be empty.
         """
-        node, shared = _unbranched(self.root(render_context), groups)
-        best = Match(node, shared, frozenset())
-        frontier = [best]
-        for depth, group in enumerate(groups[shared:], shared):
-            named = _chosen(frontier, lambda match: _answers(group, match.node))  # noqa: B023
-            best = best if best in named else _best(named)
-            frontier = [
-                Match(child, depth + 1, match.reasons | reasons)
-                for match in named
-                # Digesting a long text is slow: do it only if there are children to compare.
-                if match.node.children
-                for child, reasons in self._children_like(match.node, group)
-            ]
-            if not frontier:
-                break
-            frontier = _chosen(frontier, lambda match: _repeats(group, match.node))  # noqa: B023
-            best = _best(frontier)
-        return best
+        place = self._places.get((render_context.key, earlier))
+        if place is not None and place.continues_in(groups):
+            return place
+        root = self._roots.get(render_context.key)
+        return Place(Match(_new_root(render_context) if root is None else root, 0), ())
+
+    def search(self, start: Place, groups: Sequence[MessageGroup]) -> tuple[Match, Place]:
+        """Searches from a place; returns the match and the place that `keep` takes."""
+        return search(start, groups, call_ids=self._call_ids)
+
+    def keep(self, render_context: RenderContext, digest: bytes, place: Place) -> None:
+        """Keeps where a conversation led, for the requests that continue it.
+
+        Args:
+            render_context: Its tools and template options.
+            digest: Digest of the conversation.
+            place: Result of a search since whose start `changes` is the same.
+        """
+        if place.match.depth:
+            self._places.pop((render_context.key, digest), None)
+            self._places[render_context.key, digest] = place
+            if len(self._places) > _PLACES:
+                del self._places[next(iter(self._places))]
 
     def reserve_id(self) -> int:
         """Returns a unique node id, for a turn that begins."""
@@ -233,6 +167,9 @@ class Tree:
         """Attaches a node to its parent; also used to rebuild a tree."""
         assert node.parent is not None
         parent = node.parent
+        if parent.parent is None and parent.render_context.key not in self._roots:
+            self._add_root(parent)
+        self._forget_places(lambda place: place.depends_on(parent))
         last = int(node.token_ids[-1]) if len(node.token_ids) else None
         node.ends_turn = node.sample is None or last in self._end_ids
         node.end = parent.end + len(node.token_ids)
@@ -246,6 +183,7 @@ class Tree:
         if node.sample is not None:
             parent.by_lenient_key.setdefault(self._lenient_key(node.messages), []).append(node)
         self.nodes[node.node_id] = node
+        self.turns += node.sample is not None
         self.tokens += len(node.token_ids)
         self.text_bytes += _size(node)
         self._next_id = max(self._next_id, node.node_id + 1)
@@ -262,17 +200,26 @@ class Tree:
         if node.sample is not None:
             parent.by_lenient_key[self._lenient_key(node.messages)].remove(node)
         del self.nodes[node.node_id]
+        self._forget_places(lambda place: place.match.node is node)
+        self.turns -= node.sample is not None
         self.tokens -= len(node.token_ids)
         self.text_bytes -= _size(node)
         if not parent.children and parent.parent is not None:
             self.leaf_bytes += parent.record_bytes + _ROW_BYTES
         self._count_record(node, -1)
 
-    def reattach(self, node: Node) -> None:
-        """Reattaches the detached nodes of a path, for a turn that was prepared on top of it."""
-        for one in node.path():
-            if one.node_id not in self.nodes:
-                self.attach(one)
+    def reattach(self, node: Node) -> Node:
+        """Reattaches the detached nodes of a path, for a turn that was prepared on top of it.
+
+        Returns:
+            The node, or the tree's own root if it is a root.
+        """
+        if node.parent is None:
+            return self.root(node.render_context)
+        detached = list(itertools.takewhile(lambda one: one.node_id not in self.nodes, node.up()))
+        for one in reversed(detached):
+            self.attach(one)
+        return node
 
     def leaves(self) -> Iterator[Node]:
         """Yields the nodes without children, oldest first."""
@@ -284,9 +231,19 @@ class Tree:
         """Returns the root of a render context; creates it if there is none."""
         root = self._roots.get(render_context.key)
         if root is None:
-            root = Node(0, None, render_context, (), np.empty(0, np.uint32), 0)
-            self._roots[render_context.key] = root
+            root = _new_root(render_context)
+            self._add_root(root)
         return root
+
+    def _add_root(self, root: Node) -> None:
+        context = root.render_context
+        self._roots[context.key] = root
+        self.text_bytes += len(context.tools_json) + len(context.options_json)
+
+    def _forget_places(self, stale: Callable[[Place], bool]) -> None:
+        self.changes += 1
+        if self._places:
+            self._places = {key: one for key, one in self._places.items() if not stale(one)}
 
     def _count_record(self, leaf: Node, sign: int) -> None:
         size = sign * (leaf.record_bytes + _ROW_BYTES)
@@ -300,30 +257,9 @@ class Tree:
     def _lenient_key(self, group: MessageGroup) -> bytes:
         return lenient_key(group, call_ids=self._call_ids)
 
-    def _children_like(
-        self, parent: Node, group: MessageGroup
-    ) -> Iterator[tuple[Node, frozenset[Fidelity]]]:
-        """Yields the children that a request's group matches, with the reasons for leniency."""
-        nothing: frozenset[Fidelity] = frozenset()
-        exact = parent.by_key.get(self._key(group), ())
-        for node in exact:
-            if not contradicts_reasoning(node.messages[0], group[0]):
-                yield node, nothing
-        if group[0].role != "assistant" or len(exact) == len(parent.children):
-            return
-        lenient = frozenset({trajectory_pb2.FIDELITY_REASON_LENIENT_ECHO})
-        near = parent.by_lenient_key.get(self._lenient_key(group), ())
-        for node in near:
-            if node not in exact and not contradicts_reasoning(node.messages[0], group[0]):
-                yield node, lenient
-        if exact or near or not group[0].tool_calls:
-            return
-        for node in parent.children:
-            sampled = node.messages[0]
-            if node.sample is None or contradicts_reasoning(sampled, group[0]):
-                continue
-            if is_mended_echo(sampled, group[0]):
-                yield node, lenient
+
+def _new_root(render_context: RenderContext) -> Node:
+    return Node(0, None, render_context, (), np.empty(0, np.uint32), 0)
 
 
 def path_bytes(tokens: int, nodes: int) -> int:
@@ -344,44 +280,3 @@ def _size(node: Node) -> int:
         + sum(len(call.arguments) for call in message.tool_calls)
         for message in node.messages
     )
-
-
-def _best(matches: list[Match]) -> Match:
-    return max(matches, key=lambda match: (-len(match.reasons), match.node.node_id))
-
-
-def _chosen(matches: list[Match], wanted: Callable[[Match], bool]) -> list[Match]:
-    """Returns the wanted matches, or all if none is wanted."""
-    if len(matches) == 1:
-        return matches
-    return [match for match in matches if wanted(match)] or matches
-
-
-def _repeats(group: MessageGroup, node: Node) -> bool:
-    """Returns whether the calls of a request's message have the same ids as a node's calls."""
-    ids = [call.id for call in group[0].tool_calls]
-    return any(ids) and ids == [call.id for call in node.messages[0].tool_calls]
-
-
-def _answers(group: MessageGroup, node: Node) -> bool:
-    """Returns whether tool results refer to calls of a node."""
-    named = {message.tool_call_id for message in group if message.tool_call_id}
-    return (
-        bool(named) and bool(node.messages) and named <= {c.id for c in node.messages[0].tool_calls}
-    )
-
-
-def _unbranched(root: Node, groups: list[MessageGroup]) -> tuple[Node, int]:
-    """Follows a request down the tree while each node has a single, exactly matching child.
-
-    Most requests continue one long conversation, for which comparing is faster than digesting.
-
-    Returns:
-        The last matching node and the number of groups up to it.
-    """
-    node, depth = root, 0
-    for group in groups:
-        if len(node.children) != 1 or node.children[0].messages != group:
-            break
-        node, depth = node.children[0], depth + 1
-    return node, depth

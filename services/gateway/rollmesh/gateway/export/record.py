@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
+from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.conversation.tree import Node, path_bytes
+from rollmesh.gateway.conversation.tree import path_bytes
 from rollmesh.gateway.export.trajectories import (
     export_tree,
     export_turns,

@@ -90,7 +90,7 @@ def _read_chat(
 ) -> tuple[TurnRequest, "_Digest"]:
     """Validates a chat request and fills in the session's defaults."""
     spec = session.spec
-    messages, digest = session.reader.read(request)
+    conversation = session.reader.read(request)
     stops = tuple(request.stop)
     if len(stops) > _MAX_STOPS or any(not 0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
         raise InvalidFieldError(
@@ -119,11 +119,11 @@ def _read_chat(
 
     def fingerprint_of(sampling: sampling_pb2.SamplingParams, index: int) -> str:
         settings = [sampling.SerializeToString(deterministic=True).hex(), stops, index, *others]
-        return fingerprint(render_context, digest, settings).hex()
+        return fingerprint(render_context, conversation.digest, settings).hex()
 
     policy = request.disconnect_policy
     first = TurnRequest(
-        messages=messages,
+        conversation=conversation,
         render_context=render_context,
         sampling=sampling,
         stops=stops,

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from rollmesh.chat.messages import Message, RoleName
 from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent
 from rollmesh.gateway.conversation.lineage import lineages
+from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.reading import ROLES
 from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.gateway.conversation.sampled import Shown
@@ -15,7 +16,7 @@ from rollmesh.gateway.conversation.session import (
     Told,
     TurnEvent,
 )
-from rollmesh.gateway.conversation.tree import Node, Tree
+from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.v1 import chat_pb2, gateway_pb2
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from rollmesh.gateway import metrics
+from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.session import (
     Answered,
     Begun,
@@ -17,7 +18,6 @@ from rollmesh.gateway.conversation.session import (
     TurnEvent,
     TurnRequest,
 )
-from rollmesh.gateway.conversation.tree import Node
 from rollmesh.gateway.sessions.ending import subscribed
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.turns.reporting import retold

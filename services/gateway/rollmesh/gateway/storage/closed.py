@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollmesh.chat.messages import RenderContext
+from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.spec import SessionSpec
-from rollmesh.gateway.conversation.tree import Node, Tree
+from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.journal import StoredSession
 from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids

@@ -6,8 +6,8 @@ An engine is another process and may be faulty: each message is validated before
 from dataclasses import dataclass, field
 
 from rollmesh.chat.parsing.answer import Answer
+from rollmesh.gateway.conversation.nodes import Sample
 from rollmesh.gateway.conversation.sampled import Sampled, Tops, joined
-from rollmesh.gateway.conversation.tree import Sample
 from rollmesh.gateway.turns.engines import SampledTokens
 from rollmesh.runtime.codec.arrays import (
     Logprobs,

@@ -9,15 +9,15 @@ from typing import TypeVar
 
 from rollmesh.chat.constraints.masks import bad_sequences
 from rollmesh.chat.constraints.structural_tag import constraint_of
-from rollmesh.chat.messages import MessageGroup, RenderContext, group_messages
+from rollmesh.chat.messages import Message, MessageGroup, RenderContext
 from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError
+from rollmesh.gateway.conversation.matching import Match, Place
 from rollmesh.gateway.conversation.session import Session, TurnRequest
-from rollmesh.gateway.conversation.tree import Match
 from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt
 from rollmesh.runtime.codec.arrays import pack_ids
@@ -25,7 +25,9 @@ from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesE
 from rollmesh.v1 import engine_pb2, sampling_pb2
 
 _SHORT_CHARS = 16_384  # tokenised in about 3 ms; longer text has its own threads
-
+_MESSAGE_CHARS = 64  # what a template renders around a message, at least in time
+_COMPARED_BYTES, _COMPARED_GROUPS = 262_144, 256
+"""More messages are compared with the tree in a thread; fewer take about a millisecond."""
 _LIKELY_CHARS = 4
 """Text with at most this many characters per token of room is tokenised at once, not in chunks."""
 _CHUNK_CHARS = 65_536
@@ -94,29 +96,52 @@ class Preparer:
         self._special_text = special_text
 
     def begin(self, session: Session, request: TurnRequest) -> asyncio.Future[Prepared]:
-        """Starts turning a request into tokens."""
-        groups = group_messages(request.messages)
-        match = session.tree.match(request.render_context, groups)
-        if _new_chars(match, request.render_context, groups) <= _SHORT_CHARS:
-            return self._workers.run(lambda: self._prepare(match, request, groups))
-        return self._workers.run_long(
-            session.spec.session_id, lambda: self._prepare_long(match, request, groups)
-        )
+        """Starts turning a request into tokens.
 
-    def _prepare_long(
-        self, match: Match, request: TurnRequest, groups: list[MessageGroup]
-    ) -> Prepared:
+        The search in the tree starts where the earlier request of the conversation led, if that is
+        known. If many messages are left to compare, they are compared in a thread.
+        """
+        tree, context, conversation = session.tree, request.render_context, request.conversation
+        groups, earlier = conversation.groups, conversation.earlier
+        start = tree.start(context, groups, earlier.digest if earlier is not None else b"")
+        changes, owner = tree.changes, session.spec.session_id
+
+        def keep(place: Place) -> None:
+            if tree.changes == changes:
+                tree.keep(context, conversation.digest, place)
+
+        known_bytes = earlier.size if earlier is not None and start.match.depth else 0
+        if (
+            conversation.size - known_bytes < _COMPARED_BYTES
+            and len(groups) - start.match.depth < _COMPARED_GROUPS
+        ):
+            match, place = tree.search(start, groups)
+            keep(place)
+            if _new_chars(match, context, groups) <= _SHORT_CHARS:
+                return self._workers.run(lambda: self._prepare(match, request))
+            return self._workers.run_long(owner, lambda: self._prepare_long(match, request))
+        loop = asyncio.get_running_loop()
+
+        def work() -> Prepared:
+            match, place = tree.search(start, groups)
+            loop.call_soon_threadsafe(keep, place)
+            return self._prepare_long(match, request)
+
+        return self._workers.run_long(owner, work)
+
+    def _prepare_long(self, match: Match, request: TurnRequest) -> Prepared:
         """Prepares a request with much new text, unless the text cannot fit into the context."""
+        groups = request.conversation.groups
         room = self._max_context_tokens - match.node.end
         texts = (message.content for group in groups[match.depth :] for message in group)
         least = least_tokens(texts, room, self._tokenizer)
         if least > room:
             raise self._too_long(f"at least {match.node.end + least}", match.node.end + least)
-        return self._prepare(match, request, groups)
+        return self._prepare(match, request)
 
-    def _prepare(self, match: Match, request: TurnRequest, groups: list[MessageGroup]) -> Prepared:
+    def _prepare(self, match: Match, request: TurnRequest) -> Prepared:
         """Tokenises what the tree does not hold of the request. Runs in a worker thread."""
-        render_context = request.render_context
+        groups, render_context = request.conversation.groups, request.render_context
         try:
             prompt = build_prompt(
                 self._continuation,
@@ -198,5 +223,10 @@ def least_tokens(texts: Iterable[str], room: int, tokenizer: ModelTokenizer) -> 
 
 def _new_chars(match: Match, render_context: RenderContext, groups: list[MessageGroup]) -> int:
     """Returns the approximate size of the text that the tree does not hold, characters."""
-    fresh = sum(len(message.content) for group in groups[match.depth :] for message in group)
+    fresh = sum(_chars(message) for group in groups[match.depth :] for message in group)
     return fresh if match.depth else fresh + len(render_context.tools_json)
+
+
+def _chars(message: Message) -> int:
+    calls = sum(len(call.arguments) for call in message.tool_calls)
+    return _MESSAGE_CHARS + len(message.content) + len(message.reasoning) + calls

@@ -8,7 +8,9 @@ from rollmesh.chat.messages import MessageGroup, RenderContext
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.path import Seen
 from rollmesh.chat.templates.special_text import SpecialText
-from rollmesh.gateway.conversation.tree import Match, Node, Tree
+from rollmesh.gateway.conversation.matching import Match
+from rollmesh.gateway.conversation.nodes import Node
+from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.runtime.codec.arrays import TokenIds
 from rollmesh.v1 import trajectory_pb2
 

@@ -4,9 +4,9 @@ import numpy as np
 
 from rollmesh.chat.parsing.events import ParserEvent
 from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.gateway.conversation.nodes import Node
 from rollmesh.gateway.conversation.sampled import Sampled, no_tops, show
 from rollmesh.gateway.conversation.session import PromptIds, Report, StreamEvent, Told, TurnRequest
-from rollmesh.gateway.conversation.tree import Node
 from rollmesh.gateway.turns.generate import Generation
 from rollmesh.gateway.turns.prepare import Workers
 from rollmesh.runtime.codec.arrays import pack_ids

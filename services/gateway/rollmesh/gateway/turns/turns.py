@@ -18,6 +18,7 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway import metrics
+from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.conversation.session import (
     Answered,
@@ -29,7 +30,7 @@ from rollmesh.gateway.conversation.session import (
     TurnRequest,
 )
 from rollmesh.gateway.conversation.spec import AnswerRecord
-from rollmesh.gateway.conversation.tree import Node, Sample, path_bytes
+from rollmesh.gateway.conversation.tree import path_bytes
 from rollmesh.gateway.export.record import record_bytes
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.turns.engines import EngineClients, SampledTokens
@@ -140,9 +141,8 @@ class TurnRunner:
             else 0
         )
         tokens = prepared.prompt_tokens - known + sampling.max_tokens
-        self._limits.reserve(
-            session, turn, record_bytes(session), path_bytes(tokens, len(request.messages) + 1)
-        )
+        added = path_bytes(tokens, len(request.conversation.groups) + 1)
+        self._limits.reserve(session, turn, record_bytes(session), added)
         generation = await self._generate_somewhere(session, turn, request, prepared, sampling)
         turn.emit(generation.answer.end_text())
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
@@ -296,8 +296,7 @@ class TurnRunner:
     ) -> Answered:
         """Attaches the turn, and detaches it again if the journal cannot store it."""
         tree, prompt = session.tree, prepared.prompt
-        parent = prompt.match.node
-        tree.reattach(parent)
+        parent = tree.reattach(prompt.match.node)
         for group, ids in prompt.new_groups:
             parent = tree.add_messages(parent, group, ids)
         parent.seen = prompt.seen or parent.seen
@@ -311,7 +310,7 @@ class TurnRunner:
             said=turn.lineage,
         )
         # Another turn that shares a group may not have stored it yet, or may fail to store it.
-        added = [one for one in node.path() if not one.stored]
+        added = list(itertools.takewhile(lambda one: not one.stored, node.up()))[::-1]
         record = AnswerRecord(
             answer_id=turn.answer_id,
             fingerprint=turn.fingerprint,

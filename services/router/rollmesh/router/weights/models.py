@@ -14,7 +14,8 @@ from rollmesh.v1 import router_pb2
 class Models:
     """The models of engines and gateways, and those with kept weights.
 
-    Invariant: the lease table's target for a model is `current` of its kept weights.
+    Invariant: the lease table's target of a model is `current` of its kept weights, and the table's
+    offer is `offered`.
     """
 
     def __init__(self, table: LeaseTable, members: Members, data_dir: Path) -> None:
@@ -24,19 +25,16 @@ class Models:
         self._data_dir = data_dir
         self._kept: dict[str, KeptWeights] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self.restored = False
-        """Whether the kept weights of earlier runs have been read."""
 
     async def restore(self) -> None:
-        """Reads the kept weights of earlier runs, in a thread, while members register.
+        """Reads the kept weights of earlier runs, in a thread.
 
         Raises:
             StoreError: The folder cannot be read or written.
         """
         for kept in await asyncio.to_thread(_restored, self._data_dir):
             self._kept[kept.model] = kept
-            self.set_target(kept)
-        self.restored = True
+            self.show(kept)
 
     def weights(self) -> list[router_pb2.ModelWeights]:
         """Returns the target and the last version of every model, sorted by name."""
@@ -82,13 +80,16 @@ class Models:
         """Returns the lock that guards changes of a model's kept weights."""
         return self._locks.setdefault(model, asyncio.Lock())
 
-    def set_target(self, kept: KeptWeights) -> None:
-        """Makes the current weights of a model its target."""
-        current = kept.current
-        if current is None:
-            self._table.targets.pop(kept.model, None)
-        else:
-            self._table.targets[kept.model] = Target(current.policy_version, current.push_id)
+    def show(self, kept: KeptWeights) -> None:
+        """Shows the lease table which weights of a model are current and which are offered."""
+        for shown, header in (
+            (self._table.targets, kept.current),
+            (self._table.offered, kept.offered),
+        ):
+            if header is None:
+                shown.pop(kept.model, None)
+            else:
+                shown[kept.model] = Target(header.policy_version, header.push_id)
         metrics.TARGET_VERSION.labels(kept.model).set(kept.target_version)
 
 

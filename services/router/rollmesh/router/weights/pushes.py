@@ -14,18 +14,16 @@ from rollmesh.router.weights.updates import Updates
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     StaleVersionError,
-    StartingError,
     WeightTransferError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.statuses import from_status
-from rollmesh.runtime.rpc.uploads import write_chunks
+from rollmesh.runtime.rpc.uploads import check_update, write_chunks
 from rollmesh.runtime.tasks import begun, finish
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, router_pb2
 
 _log = logging.getLogger(__name__)
-_RETRY_MS = 200
 _REFUSALS = (InvalidFieldError, WeightTransferError)
 """Errors that mean an engine can never load the push."""
 
@@ -80,13 +78,12 @@ class Pushes:
             StoreFullError: The disk has too little free space.
             StoreError: The weights could not be stored.
             DeadlineError: The sender paused for too long.
-            StartingError: The router is still starting.
         """
-        self._check_restored()
         header.model = self._models.named(header.model, "header.model")
         header.push_id = uuid.uuid4().hex
         kept = self._models.kept(header.model)
-        self._check(header, kept)
+        check_update(header)
+        self._check_version(header, kept)
         if header.HasField("safetensors_bytes"):
             await self._receive(header, kept, chunks)
         results = await finish(self._tasks, self._offer(header, kept))
@@ -98,22 +95,18 @@ class Pushes:
         Raises:
             InvalidFieldError: The mesh does not have the model.
             StoreError: The files cannot be removed.
-            StartingError: The router is still starting.
         """
-        self._check_restored()
         model = self._models.named(model)
         kept = self._models.kept(model)
         async with self._models.lock(model):
             former = kept.target_version
             await asyncio.to_thread(kept.forget)
-            self._models.set_target(kept)
+            self._models.show(kept)
         _log.warning("forgot the kept weights", extra=fields(model=model, policy_version=former))
         return model, former
 
     def heed(self, engine: Engine) -> None:
         """Compares an engine's reported weights with the wanted ones; updates it if they differ."""
-        if not self._models.restored:
-            return  # handled with its next report
         kept = self._models.kept(engine.model)
         if kept.offered is not None and _holds(engine, kept.offered):
             begun(self._tasks, self._accept(engine, kept))
@@ -123,11 +116,7 @@ class Pushes:
         """Cancels the update of an engine that left."""
         self._updates.leave(engine)
 
-    def _check_restored(self) -> None:
-        if not self._models.restored:
-            raise StartingError("the router is reading its kept weights", retry_delay_ms=_RETRY_MS)
-
-    def _check(self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights) -> None:
+    def _check_version(self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights) -> None:
         last, step = kept.last_version, self._config.max_version_step
         if header.policy_version <= last:
             raise StaleVersionError(
@@ -140,12 +129,6 @@ class Pushes:
                 f"is {header.policy_version}, more than {step} above {last}; count up in smaller "
                 "steps, or raise the router's max_version_step",
             )
-        if header.pause_mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
-            raise InvalidFieldError(
-                "header.pause_mode", "is not set; say what happens to running requests"
-            )
-        if header.WhichOneof("source") is None:
-            raise InvalidFieldError("header.source", "is not set; name where weights come from")
 
     async def _receive(
         self,
@@ -178,8 +161,9 @@ class Pushes:
         """Offers a received push; it is accepted once an engine has it, withdrawn if all refuse."""
         async with self._models.lock(kept.model):
             try:
-                self._check(header, kept)  # another push may have come first
+                self._check_version(header, kept)  # another push may have come first
                 await asyncio.to_thread(kept.offer, header)
+                self._models.show(kept)
             except BaseException:
                 await asyncio.to_thread(kept.discard_part, header)
                 raise
@@ -192,6 +176,7 @@ class Pushes:
             async with self._models.lock(kept.model):
                 if kept.offered is header:
                     await asyncio.to_thread(kept.withdraw)
+                    self._models.show(kept)
         return results
 
     async def _taken(self, engine: Engine) -> None:
@@ -206,7 +191,7 @@ class Pushes:
                 return
             await faults.reach("router-before-accept")
             await asyncio.to_thread(kept.accept)
-            self._models.set_target(kept)
+            self._models.show(kept)
         for other in self._models.engines(kept.model):
             self._updates.bring(other)
 

@@ -11,8 +11,9 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from grpc_status import rpc_status
 
-from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.requests import AcceptedRequests, accepted, refusing
+from rollmesh.runtime.errors import RollmeshError, StartingError
+from rollmesh.runtime.in_flight import BytesInFlight
+from rollmesh.runtime.rpc.requests import AcceptedRequests, RequestReader, accepted
 from rollmesh.runtime.rpc.statuses import status_code_of, to_status
 from rollmesh.runtime.telemetry.logs import current_request_id, fields, set_request_id
 from rollmesh.runtime.telemetry.metrics import count_rpc
@@ -21,10 +22,17 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 _log = logging.getLogger(__name__)
+_RETRY_MS = 200
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all four kinds of RPC."""
+
+    def __init__(self, in_flight: BytesInFlight | None = None, starting: str = "") -> None:
+        """Takes the limit on the requests of unary calls, or None, and the service that starts."""
+        self._in_flight = in_flight
+        self.starting = starting
+        """Full name of a gRPC service that cannot answer yet; empty if all can."""
 
     async def intercept_service(
         self,
@@ -37,33 +45,42 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         request_id = _request_id(handler_call_details)
+        in_flight = None if handler.request_streaming else self._in_flight
+        reader = RequestReader(handler.request_deserializer, in_flight)
         if handler.response_streaming:
             inner_stream: Any = handler.stream_stream or handler.unary_stream
             # A streaming handler either yields its responses or writes them to the context.
             writes = inspect.iscoroutinefunction(inner_stream)
             wrap = _wrap_unary if writes else _wrap_stream
-            stream = wrap(_reading(inner_stream, handler), method, request_id)
+            stream = wrap(self._reading(inner_stream, handler, method), reader, method, request_id)
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
-            return make(stream, refusing(handler.request_deserializer), handler.response_serializer)
+            return make(stream, reader.read, handler.response_serializer)
         inner_unary: Any = handler.stream_unary or handler.unary_unary
-        unary = _wrap_unary(_reading(inner_unary, handler), method, request_id)
+        unary = _wrap_unary(self._reading(inner_unary, handler, method), reader, method, request_id)
         make = (
             grpc.stream_unary_rpc_method_handler
             if handler.request_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-        return make(unary, refusing(handler.request_deserializer), handler.response_serializer)
+        return make(unary, reader.read, handler.response_serializer)
+
+    def _reading(
+        self, inner: Callable[[Any, Context], Any], handler: "Handler", method: str
+    ) -> Callable[..., Any]:
+        """Returns a handler that raises the error of a refused request as it reads the request."""
+        if self.starting and method.startswith(f"/{self.starting}/"):
+            inner = _not_yet
+        if handler.request_streaming:
+            return lambda requests, context: inner(AcceptedRequests(requests), context)
+        return lambda request, context: inner(accepted(request), context)
 
 
-def _reading(inner: Callable[[Any, Context], Any], handler: "Handler") -> Callable[..., Any]:
-    """Returns a handler that raises the error of a refused request when it reads the request."""
-    if handler.request_streaming:
-        return lambda requests, context: inner(AcceptedRequests(requests), context)
-    return lambda request, context: inner(accepted(request), context)
+def _not_yet(_request: Any, _context: Context) -> NoReturn:
+    raise StartingError("the service is reading its store", retry_delay_ms=_RETRY_MS)
 
 
 def _request_id(details: grpc.HandlerCallDetails) -> str:
@@ -103,7 +120,10 @@ class _Watch:
 
 
 def _wrap_unary(
-    inner: Callable[[Any, Context], Awaitable[Any]], method: str, request_id: str
+    inner: Callable[[Any, Context], Awaitable[Any]],
+    reader: RequestReader,
+    method: str,
+    request_id: str,
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(request: Any, context: Context) -> Any:
         watch = _Watch(method, request_id)
@@ -115,13 +135,14 @@ def _wrap_unary(
             watch.succeeded()
             return answer
         finally:
+            reader.release()
             watch.ended()
 
     return call
 
 
 def _wrap_stream(
-    inner: Callable[[Any, Context], Any], method: str, request_id: str
+    inner: Callable[[Any, Context], Any], reader: RequestReader, method: str, request_id: str
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         watch = _Watch(method, request_id)
@@ -133,6 +154,7 @@ def _wrap_stream(
         except Exception as error:  # noqa: BLE001 - the edge: everything becomes a status
             await watch.failed(error, context)
         finally:
+            reader.release()
             watch.ended()
 
     return call

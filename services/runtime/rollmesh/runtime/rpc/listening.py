@@ -31,6 +31,10 @@ class ListeningConfig(Config):
     """Lowest log level that is written."""
     supervised: bool = False
     """Stop when standard input closes; a supervisor holds it open as long as it runs."""
+    max_bytes_in_flight: Annotated[int, Bounds(1)] = 512 * 1024 * 1024
+    """Largest sum of the requests that are being received and answered, bytes; further ones are
+    refused with OVERLOADED and a retry delay (429 in HTTP). Requests of more than 256 KiB may take
+    three quarters of it. RPCs that take a stream of requests do not count."""
     fault: str = ""
     """Fault points to arm, for tests: NAME or NAME:COUNT, separated by commas."""
 

@@ -1,8 +1,9 @@
 """Builds, serves, drains and stops a service.
 
 Startup: bind, health NOT_SERVING, start the service, wait for the router's answer, health SERVING,
-announce. Health stays SERVING if the router is lost later: running calls continue, and all
-services reconnect when the router returns. A supervisor that restarted them would only do harm.
+announce. Until the service has started, its RPCs are refused with STARTING. Health stays SERVING if
+the router is lost later: running calls continue, and all services reconnect when the router
+returns. A supervisor that restarted them would only do harm.
 
 Shutdown: health NOT_SERVING, drain (leave the router, refuse new work), finish running calls within
 the grace period, flush and close the store, stop.
@@ -19,12 +20,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.in_flight import BytesInFlight
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.listening import Bound, PortInUseError, ServerConfig, bind_host
 from rollmesh.runtime.rpc.options import WINDOW_OPTIONS, keepalive_options
 from rollmesh.runtime.rpc.servicer import NAME, ServerServicer
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.runtime.telemetry.metrics import metrics_endpoint
+from rollmesh.runtime.telemetry.metrics import metrics_endpoint, watch_bytes
 from rollmesh.v1 import server_pb2, server_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -116,7 +118,8 @@ async def serve(
         ("grpc.max_receive_message_length", config.max_request_bytes),
         *keepalive_options(config.keepalive_ms),
     ]
-    server = grpc.aio.server(options=options, interceptors=[RpcInterceptor()])
+    interceptor = _interceptor(service, config)
+    server = grpc.aio.server(options=options, interceptors=[interceptor])
     probe = _Health()
     await probe.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     await probe.set(service.name, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -136,6 +139,7 @@ async def serve(
     try:
         with metrics_endpoint(config.host, metrics_port) as bound_metrics_port:
             async with service.running(address):
+                interceptor.starting = ""
                 bound = Bound(port, bound_metrics_port)
 
                 async def begin() -> None:
@@ -152,6 +156,12 @@ async def serve(
         return failure
     finally:
         await server.stop(0)
+
+
+def _interceptor(service: Service, config: ServerConfig) -> RpcInterceptor:
+    in_flight = BytesInFlight(config.max_bytes_in_flight)
+    watch_bytes(in_flight)
+    return RpcInterceptor(in_flight, starting=service.name)
 
 
 async def _drain(service: Service, grace_s: float) -> None:

@@ -10,6 +10,27 @@ from rollmesh.v1 import engine_pb2, router_pb2
 UploadRequest: TypeAlias = router_pb2.PushWeightsRequest | engine_pb2.UpdateWeightsRequest
 
 
+def check_update(header: engine_pb2.UpdateWeightsHeader) -> None:
+    """Checks the fields of an update that every receiver needs.
+
+    Raises:
+        InvalidFieldError: One of them is not set.
+    """
+    check_pause_mode(header.pause_mode, "header.pause_mode")
+    if header.WhichOneof("source") is None:
+        raise InvalidFieldError("header.source", "is not set; name where weights come from")
+
+
+def check_pause_mode(mode: engine_pb2.PauseMode.ValueType, field: str) -> None:
+    """Checks that a pause mode is set.
+
+    Raises:
+        InvalidFieldError: It is not; the error names `field`.
+    """
+    if mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
+        raise InvalidFieldError(field, "is not set; say what happens to running requests")
+
+
 async def chunks_of(requests: AsyncIterator[UploadRequest]) -> AsyncIterator[bytes]:
     """Yields the chunks that follow the header.
 

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from functools import lru_cache
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import Counter, Histogram, start_http_server
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.in_flight import BytesInFlight
 
 RPCS = Counter("rollmesh_rpcs_total", "RPCs answered, by method and gRPC code.", ["method", "code"])
 RPC_SECONDS = Histogram(
@@ -15,6 +16,10 @@ RPC_SECONDS = Histogram(
     "Time from the arrival of an RPC to its end.",
     ["method"],
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600),
+)
+
+BYTES_IN_FLIGHT = Gauge(
+    "rollmesh_bytes_in_flight", "Bytes of the requests that are being received and answered."
 )
 
 _counter = lru_cache(RPCS.labels)  # looking children up takes a lock and longer than counting
@@ -25,6 +30,11 @@ def count_rpc(method: str, code: str, seconds: float) -> None:
     """Counts a completed RPC."""
     _counter(method, code).inc()
     _timer(method).observe(seconds)
+
+
+def watch_bytes(in_flight: BytesInFlight) -> None:
+    """Makes the gauge read a limit."""
+    BYTES_IN_FLIGHT.set_function(lambda: in_flight.held)
 
 
 @contextmanager
