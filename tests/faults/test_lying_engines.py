@@ -5,7 +5,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from tests.meshes import Mesh, scripted_mesh
 from tests.router.engines import Answers, NotingEngine, noting_engine
 from tests.waiting import until
 
+Info: TypeAlias = engine_pb2.GetInfoResponse
 SAID, REPLY = "What is 6 plus 7?", "It is 13."
 
 
@@ -85,19 +86,44 @@ async def why_excluded(mesh: Mesh, name: str) -> str:
 async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
-    lies: list[tuple[Callable[[engine_pb2.GenerateRequest], Answers], bool, str]] = [
-        (nan, False, "NaN"),
-        (nan, True, "NaN"),
-        (nothing, True, "says nothing"),
-        (nothing, False, "says nothing"),
+    stuck = engine_pb2.GetInfoResponse(running=1, holds_request=True, stuck_ms=1000)
+    idle = engine_pb2.GetInfoResponse(running=1)
+    lies: list[tuple[Callable[[engine_pb2.GenerateRequest], Answers], bool, str, Info]] = [
+        (nan, False, "NaN", idle),
+        (nan, True, "NaN", idle),
+        (nothing, True, "does not hold the request", idle),
+        (nothing, False, "does not hold the request", idle),
+        (nothing, True, "has not finished a step", stuck),
+        (nothing, False, "has not finished a step", stuck),
     ]
     async with lying_mesh(tmp_path, tokenizer_dir) as mesh:
-        for lie, stream, why in lies:
+        for lie, stream, why, info in lies:
             async with liar(mesh) as engine:
                 found = await replica(mesh, "liar")
                 assert not found.HasField("exclusion")  # it registered anew
-                engine.answers = lie
+                engine.answers, engine.info = lie, info
                 assert await ask(mesh, stream=stream) == REPLY
                 excluded = await until(lambda: why_excluded(mesh, "liar"))
             assert "out of service" in excluded
             assert why in excluded
+
+
+async def test_an_engine_that_is_slow_and_says_so_is_waited_for(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with lying_mesh(tmp_path, tokenizer_dir) as mesh:
+        for stream in (False, True):
+            async with liar(mesh) as engine:
+                engine.info = engine_pb2.GetInfoResponse(holds_request=True, stuck_ms=999)
+
+                async def slow(request: engine_pb2.GenerateRequest) -> Answers:
+                    while engine.asked < 3:
+                        engine.changed.clear()
+                        await engine.changed.wait()
+                    yield answer(request, -0.5)
+
+                engine.answers = slow
+                assert await ask(mesh, stream=stream) != REPLY  # it is the slow one's
+                assert engine.asked >= 3
+                assert (await replica(mesh, "liar")).leases == 0
+                assert not await why_excluded(mesh, "liar")

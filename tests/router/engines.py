@@ -36,6 +36,10 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         self.refuses = False
         self.answers: Callable[[engine_pb2.GenerateRequest], Answers] | None = None
         """What it says when it is to generate."""
+        self.info = engine_pb2.GetInfoResponse()
+        """What it says of itself."""
+        self.asked = 0
+        """How often it was asked for that."""
         self.hangs = asyncio.Event()
         """Set while it answers; cleared, updates get no answer."""
         self.hangs.set()
@@ -50,7 +54,9 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
             yield engine_pb2.StreamGenerateResponse.FromString(answer.SerializeToString())
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
-        return engine_pb2.GetInfoResponse()
+        self.asked += 1
+        self.changed.set()
+        return self.info
 
     async def UpdateWeights(self, request_iterator: Any, context: Any) -> Any:
         self.calls += 1

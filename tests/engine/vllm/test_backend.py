@@ -12,9 +12,10 @@ from transformers import Qwen3ForCausalLM
 
 from rollmesh.runtime.errors import EngineDeadError, InvalidWeightsError
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import engine_pb2_grpc
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.engine.test_conformance import PROMPT, Engine, Result
 from tests.processes import running
+from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -75,12 +76,35 @@ async def test_a_life_of_updates_and_the_death_of_the_model(
 async def _kill_the_model_after_three(engine: Engine, result: Result) -> None:
     async for response in engine.stream(engine.request(1900, 1)):
         result.take(response)
+        if result.messages == 2:
+            await _stop_and_go_on(engine)
         if result.messages == 3:
-            family = psutil.Process(engine.process.pid).children(recursive=True)
-            cores = [one for one in family if "EngineCore" in " ".join(one.cmdline())]
-            assert cores, [one.cmdline()[:3] for one in family]
-            for core in cores:
+            for core in _cores(engine):
                 core.kill()
+
+
+async def _stop_and_go_on(engine: Engine) -> None:
+    """A model that does not step is seen from outside, while its engine still answers."""
+
+    async def stuck_ms() -> int:
+        return (await engine.stub.GetInfo(engine_pb2.GetInfoRequest())).stuck_ms
+
+    async def steps() -> bool:
+        return not await stuck_ms()
+
+    for core in _cores(engine):
+        core.suspend()
+    await until(stuck_ms)
+    for core in _cores(engine):
+        core.resume()
+    await until(steps)
+
+
+def _cores(engine: Engine) -> list[psutil.Process]:
+    family = psutil.Process(engine.process.pid).children(recursive=True)
+    cores = [one for one in family if "EngineCore" in " ".join(one.cmdline())]
+    assert cores, [one.cmdline()[:3] for one in family]
+    return cores
 
 
 async def _refused(

@@ -371,12 +371,17 @@ class GetInfoRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of a generation that the caller waits for. May be empty."""
     def __init__(
         self,
+        *,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,6 +404,8 @@ class GetInfoResponse(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     SLEEPING_FIELD_NUMBER: _builtins.int
     WEIGHT_TRANSFER_BACKEND_FIELD_NUMBER: _builtins.int
+    HOLDS_REQUEST_FIELD_NUMBER: _builtins.int
+    STUCK_MS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, unique in the mesh."""
     model: _builtins.str
@@ -421,6 +428,12 @@ class GetInfoResponse(_message.Message):
     """Whether the engine is asleep."""
     weight_transfer_backend: _builtins.str
     """Weight transfer backend that the engine was started with, such as "nccl". Empty if none."""
+    holds_request: _builtins.bool
+    """Whether the engine holds the generation that the request names."""
+    stuck_ms: _builtins.int
+    """Time for which the model has not finished a step although generations need one, milliseconds. 0
+    while it works, is paused, asleep, taking new weights, or has nothing to do.
+    """
     def __init__(
         self,
         *,
@@ -435,10 +448,12 @@ class GetInfoResponse(_message.Message):
         paused: _builtins.bool = ...,
         sleeping: _builtins.bool = ...,
         weight_transfer_backend: _builtins.str = ...,
+        holds_request: _builtins.bool = ...,
+        stuck_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "engine_id", b"engine_id", "max_context_tokens", b"max_context_tokens", "model", b"model", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "sleeping", b"sleeping", "vocabulary_tokens", b"vocabulary_tokens", "waiting", b"waiting", "weight_transfer_backend", b"weight_transfer_backend"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "engine_id", b"engine_id", "holds_request", b"holds_request", "max_context_tokens", b"max_context_tokens", "model", b"model", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "sleeping", b"sleeping", "stuck_ms", b"stuck_ms", "vocabulary_tokens", b"vocabulary_tokens", "waiting", b"waiting", "weight_transfer_backend", b"weight_transfer_backend"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,6 +93,8 @@ class Load:
     waiting: int
     paused: bool
     sleeping: bool
+    stuck_ms: int = 0
+    """Time for which the model has not finished a step although requests need one, milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)

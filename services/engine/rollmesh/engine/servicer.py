@@ -126,6 +126,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             paused=load.paused,
             sleeping=load.sleeping,
             weight_transfer_backend=self._backend.weight_transfer,
+            holds_request=request.request_id in self._running,
+            stuck_ms=load.stuck_ms,
         )
 
     async def Pause(

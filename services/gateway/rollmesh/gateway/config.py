@@ -70,7 +70,8 @@ class GatewayConfig(ServerConfig):
     turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Longest duration of a turn, milliseconds."""
     stall_timeout_ms: Annotated[int, Bounds(1)] = 120_000
-    """Silence after which an engine is probed, milliseconds. An engine that does not respond, or
-    that is streaming and has no reason to be silent, is taken out of service."""
+    """Silence after which an engine is probed, milliseconds. An engine that does not respond, does
+    not hold the request, or whose model has not finished a step for this long, is taken out of
+    service."""
     workers: Annotated[int, Bounds(1)] = 2
     """Number of threads that tokenise short texts; long texts get as many threads of their own."""

@@ -27,6 +27,7 @@ from rollmesh.engine.backend import (
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.vllm.chunks import chunks
 from rollmesh.engine.vllm.constraint import compilable, has_tokenizer
+from rollmesh.engine.vllm.heartbeat import Heartbeat
 from rollmesh.engine.vllm.options import read_options
 from rollmesh.engine.vllm.start import start_llm
 from rollmesh.runtime import clock
@@ -73,6 +74,7 @@ class VllmBackend:
         self._takes_constraints = has_tokenizer(config.model_path)
         self._running: dict[str, bool] = {}
         self._control = asyncio.Lock()
+        self._heartbeat = Heartbeat(self._ping)
         self.limits = ModelLimits(0, 0)
         self.died = asyncio.Event()
 
@@ -102,9 +104,20 @@ class VllmBackend:
 
     async def watch(self) -> None:
         """Sets `died` when vLLM's process dies; runs until then."""
-        while not self._llm.errored:  # noqa: ASYNC110 - vLLM offers no event
-            await asyncio.sleep(_HEALTH_CHECK_S)
+        async with self._heartbeat:
+            while not self._llm.errored:
+                await asyncio.sleep(_HEALTH_CHECK_S)
+                self._heartbeat.look(needed=bool(self._running) and not self._is_held)
         self.died.set()
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether the model does not step for a good reason: a pause, or new weights."""
+        return self._paused or self._sleeping or self._control.locked()
+
+    async def _ping(self) -> None:
+        """Returns once the scheduler is between two steps; it answers calls only there."""
+        await self._llm.engine_core.call_utility_all_async("is_scheduler_paused")
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
         """Yields chunks, then the finish; closing the iterator aborts the request in vLLM.
@@ -265,7 +278,14 @@ class VllmBackend:
         """Returns the load and state; requests that vLLM has not scheduled are waiting."""
         held = len(self._running)
         running = min(held, self._config.lease_capacity)
-        return Load(self._policy_version, running, held - running, self._paused, self._sleeping)
+        return Load(
+            self._policy_version,
+            running,
+            held - running,
+            self._paused,
+            self._sleeping,
+            0 if self._is_held else self._heartbeat.silent_ms,
+        )
 
     async def _structural_tag(self, constraint: Constraint | None) -> str | None:
         if constraint is None:

@@ -43,7 +43,7 @@ class EngineClients:
         Args:
             stall_timeout_ms: Silence after which an engine is probed, milliseconds.
         """
-        self._stall_timeout_s = stall_timeout_ms / 1000
+        self._stall_timeout_ms = stall_timeout_ms
         self._engines: dict[str, _Engine] = {}
 
     async def generate(
@@ -69,7 +69,7 @@ class EngineClients:
         timeout_s, metadata = timeout_ms / 1000, request_metadata()
         engine = await self._engine(address)
         streams = bool(max_chunk_tokens)
-        watch = _Watch(self._stall_timeout_s, engine.why_silent, streams=streams)
+        watch = _Watch(self._stall_timeout_ms, lambda: engine.info(request.request_id))
         with engine.used():
             try:
                 if not streams:
@@ -148,33 +148,39 @@ class _Engine:
             self.calls -= 1
             self.used_ms = clock.monotonic_ms()
 
-    async def why_silent(self, *, streams: bool) -> str:
-        """Returns why the engine's silence is a fault, or an empty string if it may be silent.
+    async def info(self, request_id: str) -> engine_pb2.GetInfoResponse:
+        """Returns the state of the engine, and whether it holds a generation."""
+        with typed_errors():
+            return await self.stub.GetInfo(
+                engine_pb2.GetInfoRequest(request_id=request_id), timeout=_ASK_TIMEOUT_S
+            )
 
-        A paused engine samples nothing, and an answer that is not streamed is a single message.
-        (If a server sends two responses to a unary call, gRPC waits forever for the call to end.)
-        """
-        try:
-            with typed_errors():
-                info = await self.stub.GetInfo(engine_pb2.GetInfoRequest(), timeout=_ASK_TIMEOUT_S)
-        except RollmeshError as error:
-            return f"the engine says nothing, and cannot be asked: {error.message}"
-        if not info.running + info.waiting:
-            return "the engine says nothing, and that it runs no request"
-        if streams and not (info.paused or info.sleeping):
-            return "the engine says nothing, though it is not paused"
+
+def why_faulty(info: engine_pb2.GetInfoResponse, stall_ms: int) -> str:
+    """Returns why an engine's silence is a fault, or an empty string if it may be silent.
+
+    A generation may wait for long: while the engine is paused, behind others, for its own prompt.
+    (If a server sends two responses to a unary call, gRPC waits forever for the call to end.)
+
+    Args:
+        info: The state of the engine, asked for the generation.
+        stall_ms: Time without a step of the model that is a fault, milliseconds.
+    """
+    if not info.holds_request:
+        return "the engine says nothing, and that it does not hold the request"
+    if info.paused or info.sleeping or info.stuck_ms < stall_ms:
         return ""
+    return f"the engine's model has not finished a step for {info.stuck_ms} ms"
 
 
 class _Watch:
     """Ends a call whose engine has been silent for too long."""
 
     def __init__(
-        self, stall_s: float, ask: Callable[..., Awaitable[str]], *, streams: bool
+        self, stall_ms: int, ask: Callable[[], Awaitable[engine_pb2.GetInfoResponse]]
     ) -> None:
-        self._stall_s = stall_s
+        self._stall_ms = stall_ms
         self._ask = ask
-        self._streams = streams
         self._heard_ms = clock.monotonic_ms()
         self._fault = ""
 
@@ -202,10 +208,19 @@ class _Watch:
 
     async def _run(self, call: "grpc.aio.Call") -> None:
         while not self._fault:
-            silent_s = (clock.monotonic_ms() - self._heard_ms) / 1000
-            if silent_s < self._stall_s:
-                await asyncio.sleep(self._stall_s - silent_s)
+            silent_ms = clock.monotonic_ms() - self._heard_ms
+            if silent_ms < self._stall_ms:
+                await asyncio.sleep((self._stall_ms - silent_ms) / 1000)
                 continue
-            self._fault = await self._ask(streams=self._streams)
-            self.heard()
+            heard_ms = self._heard_ms
+            fault = await self._why_silent()
+            if self._heard_ms == heard_ms:  # else it spoke meanwhile
+                self._fault = fault
+                self.heard()
         call.cancel()
+
+    async def _why_silent(self) -> str:
+        try:
+            return why_faulty(await self._ask(), self._stall_ms)
+        except RollmeshError as error:
+            return f"the engine says nothing, and cannot be asked: {error.message}"
