@@ -136,7 +136,7 @@ def main_of(world: World) -> list[str]:
     ],
 )
 def test_a_title_call_is_not_the_work_and_not_auxiliary_where_that_is_not_sure(
-    works: object, titles: object, title_is: Lineage, order: str, turns: int
+    works: RenderContext, titles: RenderContext, title_is: Lineage, order: str, turns: int
 ) -> None:
     world = World()
     if order == "title first":
