@@ -126,13 +126,13 @@ def test_a_part_that_says_nothing_is_refused() -> None:
 def test_every_byte_of_a_message_counts_however_long_it_is() -> None:
     for size in (1, 100, 127, 128, 200, 16_383, 16_384, 20_000):
         one, other = (request([said("x" * size + last)]) for last in "ab")
-        assert MessageReader().read(one)[1] != MessageReader().read(other)[1]
+        assert MessageReader().read(one).digest != MessageReader().read(other).digest
 
 
 def test_a_message_is_read_with_its_name_and_its_place() -> None:
     named = said("q")
     named.name = "worker"
-    (message,), _ = MessageReader().read(request([named]))
+    ((message,),) = MessageReader().read(request([named])).groups
     assert (message.name, message.content) == ("worker", "q")
     empty = chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=[chat_pb2.ContentPart()] * 2)
     with pytest.raises(InvalidMessagesError) as caught:

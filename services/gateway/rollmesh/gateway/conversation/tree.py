@@ -166,9 +166,9 @@ class Tree:
     def attach(self, node: Node) -> Node:
         """Attaches a node to its parent; also used to rebuild a tree."""
         assert node.parent is not None
+        if node.parent.parent is None:
+            node.parent = self._registered(node.parent)
         parent = node.parent
-        if parent.parent is None and parent.render_context.key not in self._roots:
-            self._add_root(parent)
         self._forget_places(lambda place: place.depends_on(parent))
         last = int(node.token_ids[-1]) if len(node.token_ids) else None
         node.ends_turn = node.sample is None or last in self._end_ids
@@ -204,8 +204,12 @@ class Tree:
         self.turns -= node.sample is not None
         self.tokens -= len(node.token_ids)
         self.text_bytes -= _size(node)
-        if not parent.children and parent.parent is not None:
-            self.leaf_bytes += parent.record_bytes + _ROW_BYTES
+        if not parent.children:
+            if parent.parent is None:
+                del self._roots[parent.render_context.key]
+                self.text_bytes -= _context_size(parent.render_context)
+            else:
+                self.leaf_bytes += parent.record_bytes + _ROW_BYTES
         self._count_record(node, -1)
 
     def reattach(self, node: Node) -> Node:
@@ -229,16 +233,15 @@ class Tree:
 
     def root(self, render_context: RenderContext) -> Node:
         """Returns the root of a render context; creates it if there is none."""
-        root = self._roots.get(render_context.key)
-        if root is None:
-            root = _new_root(render_context)
-            self._add_root(root)
-        return root
+        return self._registered(_new_root(render_context))
 
-    def _add_root(self, root: Node) -> None:
+    def _registered(self, root: Node) -> Node:
+        """Returns the tree's root of a render context; registers the given one if there is none."""
         context = root.render_context
-        self._roots[context.key] = root
-        self.text_bytes += len(context.tools_json) + len(context.options_json)
+        if context.key not in self._roots:
+            self._roots[context.key] = root
+            self.text_bytes += _context_size(context)
+        return self._roots[context.key]
 
     def _forget_places(self, stale: Callable[[Place], bool]) -> None:
         self.changes += 1
@@ -260,6 +263,10 @@ class Tree:
 
 def _new_root(render_context: RenderContext) -> Node:
     return Node(0, None, render_context, (), np.empty(0, np.uint32), 0)
+
+
+def _context_size(context: RenderContext) -> int:
+    return len(context.tools_json) + len(context.options_json)
 
 
 def path_bytes(tokens: int, nodes: int) -> int:
