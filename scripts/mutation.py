@@ -106,6 +106,7 @@ class Core:
             "pytest_add_cli_args": _lines(_PYTEST),
             "pytest_add_cli_args_test_selection": _lines(self.tests),
             "process_isolation": "forkserver",
+            "timeout_constant": "5",
             "timeout_multiplier": str(timeout_factor),
             "use_git_change_detection": "false",
         }

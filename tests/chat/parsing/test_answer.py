@@ -3,10 +3,12 @@ import json
 import pytest
 
 from rollmesh.chat.canonical import make_context
+from rollmesh.chat.messages import Message
 from rollmesh.chat.parsing.answer import Answer
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
 from rollmesh.chat.parsing.events import ParserEvent, TextEvent, ToolCallEvent
 from rollmesh.chat.parsing.formats import AnswerFormat
+from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from rollmesh.chat.tokenizer import Tokenizer
 
 
@@ -34,6 +36,26 @@ def test_a_stop_string_cuts_at_its_token_however_the_ids_came(tokenizer: Tokeniz
     assert together == [TextEvent("The answer is ")]
     assert "".join(one.text for one in apart if isinstance(one, TextEvent)) == "The answer is "
     assert whole.stopped_at == single.stopped_at
+
+
+@pytest.mark.parametrize("with_parser", [True, False])
+def test_a_message_has_its_reasoning_apart_from_its_text(
+    tokenizer: Tokenizer, *, with_parser: bool
+) -> None:
+    hermes = AnswerFormat("hermes", reasoning=False)
+    answer = Answer(
+        IncrementalDecoder(tokenizer, hermes.delimiters),
+        (),
+        parser=hermes.parser(make_context(b"", b"")) if with_parser else None,
+        reasoning=ReasoningSplitter(inside=False),
+        new_call_id=lambda: "call",
+    )
+    text = "<think>\nI am not sure.\n</think>\n\nThe answer is 42."
+    answer.feed(tokenizer.encode(text).tolist())
+    answer.end_text()
+    answer.finish()
+    message = Message("assistant", "The answer is 42.", reasoning="I am not sure.")
+    assert answer.message() == message
 
 
 def call(name: str) -> str:

@@ -70,3 +70,11 @@ def test_stop_strings_cut_where_the_whole_text_would(text: str, stops: list[str]
         assert emitted == text[: min(text.find(s) for s in stops if s in text[:first])]
     else:
         assert emitted == text
+
+
+def test_a_stop_string_that_is_kept_ends_the_text() -> None:
+    for kept, text in ((False, "a b"), (True, "a b stop")):
+        matcher = StopStrings([" stop"], kept=kept)
+        pieces = [matcher.feed(piece) for piece in ("a b st", "op, and more")]
+        assert ("".join(piece for piece, _ in pieces), pieces[-1][1]) == (text, True)
+        assert matcher.finish() == ""
