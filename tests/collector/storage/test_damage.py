@@ -142,4 +142,4 @@ async def test_what_is_not_ours_beside_the_arrays_stays_and_hurts_nobody(
         async with subscribing(stub, credits_=4) as stream:
             assert await stream.delivered(4) == ["a", "b", "c", "d"]
     assert foreign.exists()
-    assert len([entry for entry in caplog.records if "not ours" in entry.getMessage()]) == 1
+    assert len([entry for entry in caplog.records if "other files" in entry.getMessage()]) == 1

@@ -10,19 +10,19 @@ from rollmesh.runtime.codec.enums import name_of
 from rollmesh.v1 import collector_pb2 as pb
 
 SESSIONS = Counter(
-    "rollmesh_collector_sessions_total", "Sessions that came: stored, or repeats.", ["kind"]
+    "rollmesh_collector_sessions_total", "Sessions received: stored, or repeats.", ["kind"]
 )
 DELIVERIES = Counter(
     "rollmesh_collector_deliveries_total",
-    "Units sent to consumers: the first time, or again.",
+    "Units sent to consumers: for the first time, or redelivered.",
     ["consumer", "attempt"],
 )
 ACKNOWLEDGED = Counter(
-    "rollmesh_collector_acknowledged_total", "Units that consumers have taken.", ["consumer"]
+    "rollmesh_collector_acknowledged_total", "Units that consumers acknowledged.", ["consumer"]
 )
 FILTERED = Counter(
     "rollmesh_collector_filtered_total",
-    "What filters kept from consumers: whole units, or trajectories of units.",
+    "What filters removed: units, or trajectories of units.",
     ["consumer", "reason", "what"],
 )
 REWARDS = Counter(

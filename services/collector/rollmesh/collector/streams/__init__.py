@@ -1,4 +1,4 @@
-"""Subscriptions, and the maintenance that runs alongside them.
+"""Consumers, their streams, and the maintenance that runs alongside them.
 
 May import `delivery` and `storage`.
 """

@@ -49,7 +49,7 @@ class Seen(NamedTuple):
 class Decided(NamedTuple):
     """The outcome for a group in a log."""
 
-    whole: bool
+    known: bool
     """Whether it was already a unit."""
     call: Script | None
     """The call that creates the unit; None if it exists or the group keeps waiting."""

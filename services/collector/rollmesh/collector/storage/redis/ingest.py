@@ -135,7 +135,7 @@ async def _decide_due(client: RedisClient, due: Sequence[str], now_ms: int) -> N
     commands: list[Command] = []
     for entry, is_known in zip(due, known, strict=True):
         one = next(decided) if is_known else None
-        if one is None or one.whole:
+        if one is None or one.known:
             commands.append(("ZREM", deadlines, entry))
         elif one.call is None:  # all its sessions wait for rewards
             commands.append(("ZADD", deadlines, "XX", now_ms + RETRY_MS, entry))

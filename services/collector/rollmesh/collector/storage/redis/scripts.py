@@ -157,7 +157,7 @@ DONE = (
 local id, key, counted, reason, entry = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
 if redis.call('EXISTS', k('session', id)) == 0 then return 0 end
 local gone = redis.call('ZSCORE', k('removed'), 'g:' .. key)
-for at = 8, #ARGV do  -- logs in which it came when the group was whole already
+for at = 8, #ARGV do  -- logs in which its group was complete without it
   local parts = gone and '[]' or redis.call('HGET', k('parts', ARGV[at]), key)
   local late = parts
   for _, part in ipairs(parts and cjson.decode(parts) or {}) do late = late and part ~= id end

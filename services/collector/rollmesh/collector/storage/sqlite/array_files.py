@@ -64,7 +64,7 @@ class ArrayFiles:
             foreign = sorted(path.name for path in self._folder.iterdir() if not _is_ours(path))
         if foreign:
             _log.warning(
-                "beside the arrays there is what is not ours; it stays",
+                "the arrays' directory holds other files, which stay",
                 extra=fields(folder=self._folder, count=len(foreign), first=foreign[:3]),
             )
         self.remove({int(name) for name in found} - set(files))
