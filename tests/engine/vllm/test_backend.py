@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from rollmesh.runtime.errors import EngineDeadError, InvalidWeightsError
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc
+from rollmesh.v1 import engine_pb2_grpc
 from tests.engine.test_conformance import PROMPT, Engine, Result
 from tests.processes import running
 from tests.waiting import until
@@ -87,7 +87,7 @@ async def _stop_and_go_on(engine: Engine) -> None:
     """A model that does not step is seen from outside, while its engine still answers."""
 
     async def stuck_ms() -> int:
-        return (await engine.stub.GetInfo(engine_pb2.GetInfoRequest())).stuck_ms
+        return (await engine.info()).stuck_ms
 
     async def steps() -> bool:
         return not await stuck_ms()
