@@ -4,7 +4,7 @@
 
 32 clients take turns of about 3.5 KB. Once 400 turns are answered, everything is killed at once:
 router, engine, collector, gateway and sidecar of the mesh, or the gateway of the peer. Each is then
-restarted on what it left on disk. In the mesh, an answered turn counts as recovered if the trainer
+restarted on the files it left. In the mesh, an answered turn counts as recovered if the trainer
 receives it and it is trained exactly once, after the sessions are closed; in the peer, if its
 traces contain it. There are three interleaved rounds of each; the figures are medians.
 

@@ -17,12 +17,12 @@ def main() -> None:
     logging.basicConfig(level="INFO", format="%(message)s")
     target = Path(sys.argv[1])
     if (target / _CONFIG).exists():
-        _log.info("%s holds a model, which stays", target)
+        _log.info("%s already contains a model; it is kept", target)
         return
     with tempfile.TemporaryDirectory() as folder:
         report = make_policy(Path(folder), seed=0, progress=_show)
         made = sorted(Path(folder).iterdir(), key=lambda file: file.name == _CONFIG)
-        # The config comes last: what was interrupted is made again, never taken for a model.
+        # The config is copied last, so that an interrupted run is repeated and not taken for a model.
         for file in made:
             shutil.copyfile(file, target / file.name)
     _log.info("%d parameters in %.0f s", report.parameters, report.seconds)

@@ -64,7 +64,7 @@ class ServiceProcess:
             return await self._process.wait()
 
     async def kill(self) -> None:
-        """SIGKILL, to the process and what it started itself."""
+        """Sends SIGKILL to the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self.exit_code()
@@ -79,7 +79,7 @@ class ServiceProcess:
 async def run_to_end(
     *command: str | Path, cwd: Path, env: dict[str, str] | None, limit_s: float
 ) -> tuple[str, str]:
-    """Runs a program with all that it starts; returns what it printed, errors second.
+    """Runs a program and its children; returns its standard output and standard error.
 
     Raises:
         AssertionError: It failed.
@@ -102,7 +102,7 @@ async def run_to_end(
 
 
 async def run_refused(service: str, **flags: object) -> tuple[int, str]:
-    """Runs a service that does not start; returns its exit code and what it wrote to stderr."""
+    """Runs a service that does not start; returns its exit code and standard error."""
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", f"rollmesh.{service}", *arguments,

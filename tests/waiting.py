@@ -31,5 +31,5 @@ async def until(look: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
 
 
 async def until_says(path: Path, text: str, times: int = 1) -> None:
-    """Waits until a file, which need not exist yet, has a text so many times."""
+    """Waits until a file, which need not exist yet, contains a text a number of times."""
     await until(lambda: path.exists() and path.read_text().count(text) >= times)

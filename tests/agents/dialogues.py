@@ -57,7 +57,7 @@ MINI = [
     (result('two\\n"\n}'), _SUBMIT),
 ]
 
-# The same agent under its prompts for SWE-bench: the first answer is no call, and is dropped.
+# The same agent under its prompts for SWE-bench: the first answer is not a call, and is dropped.
 TALK = "Write nothing."
 MINI_TALK = [
     ("</instructions>", "I would rather talk."),

@@ -18,7 +18,7 @@ _AGENT_S = 100.0
 
 
 class Outside:
-    """A proxy that answers nobody and remembers who asked: agents are to stay on loopback."""
+    """A proxy that answers no request and records each one: agents must stay on loopback."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -41,7 +41,7 @@ class Outside:
 async def run_agent(
     script: str, session: Session, outside: Outside, folder: Path, *arguments: str
 ) -> Any:
-    """Runs a script as any agent is run: with a base URL and a key; returns what it prints last.
+    """Runs a script as an agent, with a base URL and a key; returns its last line of output.
 
     Raises:
         AssertionError: Its packages are not installed, it failed, or it tried to leave the machine.

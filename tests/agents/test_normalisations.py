@@ -78,7 +78,7 @@ class Agent:
 
 
 class Conversation:
-    """One session's agent, and what it left once it is closed."""
+    """One session's agent, and the stored session once it is closed."""
 
     agent: Agent
     result: SessionResult
@@ -103,7 +103,7 @@ def part(text: str, **more: Any) -> Said:
 
 
 def answers_to(echo: Said) -> list[Said]:
-    """What an agent sends behind an echo: a result for each call, or its next wish."""
+    """What an agent sends after an echo: a result for each call, or its next question."""
     calls = echo.get("tool_calls") or []
     results = [{"role": "tool", "tool_call_id": one["id"], "content": "done"} for one in calls]
     return results or [user("Go on.")]

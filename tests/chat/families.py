@@ -29,7 +29,7 @@ MISTRAL = Path(str(mistral_common.__file__)).parent / "data"
 # Later versions are not in the package: a file as their makers write it, with a small vocabulary.
 _LATER = {"tekken_v11.json": "v11", "tekken_v13.json": "v13"}
 _LATER_TOKENS = ("[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
-# What stands in these templates for one token. Control tokens are special; tags are one token
+# Texts that are one token in these templates. Control tokens are special; tags are one token
 # too, but are kept when text is decoded, as in the models' own tokenizers.
 _CONTROL = re.compile(
     r"<\|[a-z_]+>|<[a-z_]+\|>|<[|\uff5c][^<>{}'\"\s]{1,40}[|\uff5c]>"

@@ -1,4 +1,4 @@
-"""`rollmesh up`: what dies comes back at its address; nothing stays behind, however it ends."""
+"""`rollmesh up`: processes that die restart at their address, and none outlives the command."""
 
 import asyncio
 import json

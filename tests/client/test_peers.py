@@ -1,4 +1,4 @@
-"""Peers that answer what is no message, or what only a newer mesh knows."""
+"""Peers whose answers are not messages, or use values of a newer mesh."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -79,7 +79,7 @@ async def test_an_answer_that_is_no_message_is_a_typed_error(
 ) -> None:
     async with answering([garbage]) as address, open_channel(address) as channel:
         stub: Any = collector_pb2_grpc.CollectorServiceStub(channel)
-        with pytest.raises(RemoteError, match=f"CollectorService/{method}: .* is no message"):
+        with pytest.raises(RemoteError, match=f"CollectorService/{method}: .* is not a message"):
             await first_answer(stub, method)
     assert tracebacks(caplog) == []
 

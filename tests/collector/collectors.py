@@ -35,7 +35,7 @@ async def ingest_all(stub: Any, *names: str) -> None:
 
 
 async def consumer_stats(stub: Any) -> collector_pb2.ConsumerStats:
-    """Returns where the only consumer stands."""
+    """Returns the state of the only consumer."""
     stats = await stub.GetStats(collector_pb2.GetStatsRequest(), timeout=TIMEOUT_S)
     (consumer,) = stats.consumers
     return consumer  # type: ignore[no-any-return]

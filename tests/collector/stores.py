@@ -1,4 +1,4 @@
-"""Real stores for tests, and a reader of theirs."""
+"""Real stores for tests, and a reader."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -103,7 +103,7 @@ class Reader:
         return ids
 
     async def restart(self) -> None:
-        """Forgets what it holds, as a collector whose last stream ended."""
+        """Releases all units it holds, as a collector does when its last stream ends."""
         self.cursor = 0
         await self.store.release(self.name)
 

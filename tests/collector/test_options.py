@@ -1,4 +1,4 @@
-"""What a subscription may ask for, and the calls beside it, over the wire."""
+"""Options of a subscription, and the other RPCs, through a real server."""
 
 import asyncio
 from pathlib import Path

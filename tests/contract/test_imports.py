@@ -1,4 +1,4 @@
-"""What the process of a service loads: its own package and what that stands on."""
+"""What the process of a service loads: its own package and its dependencies."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from rollmesh.cli.up.plan import SERVICES
 LOADED = "import sys\nimport rollmesh.{service}.__main__\nprint(*sys.modules, sep='\\n')"
 FORBIDDEN = {"torch", "vllm", "transformers", "rollmesh.client", "rollmesh.integrations"}
 FORBIDDEN |= {"rollmesh.batches", "rollmesh.cli"}
-STANDS_ON = {  # beside itself, the runtime and the stubs
+STANDS_ON = {  # apart from itself, the runtime and the stubs
     "router": set[str](),
     "engine": {"mesh"},
     "collector": set[str](),

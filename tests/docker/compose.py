@@ -1,4 +1,4 @@
-"""A compose project of its own, under a name and on ports that nobody else has."""
+"""A compose project under a unique name, on free ports."""
 
 import os
 import shutil

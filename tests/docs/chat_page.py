@@ -1,4 +1,4 @@
-"""What the example of docs/chat.md runs with: an engine that says what it was told to."""
+"""Surroundings of the example in docs/chat.md: a scripted engine, and checks."""
 
 SETUP = """
 from tokenizers import Tokenizer

@@ -47,7 +47,7 @@ async def agent(prompt: str, session: Session) -> float:
 
 
 async def run(block: Block, names: dict[str, Any]) -> None:
-    """Runs a block as it stands, with `await` at its top level."""
+    """Runs an unchanged block, which may use `await` at its top level."""
     code = compile(block.text, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     outcome = eval(code, names)  # noqa: S307 - our own pages
     if inspect.iscoroutine(outcome):

@@ -71,7 +71,7 @@ class Engine:
         self._next = 0
 
     def request(self, count: int, chunk: int, **fields: Any) -> engine_pb2.StreamGenerateRequest:
-        """Asks for so many tokens, in messages of at most `chunk`; 0 asks for one answer."""
+        """Requests a number of tokens, in messages of at most `chunk`; 0 requests one answer."""
         self._next += 1
         sampling = fields.pop("sampling", {})
         given: dict[str, Any] = {
@@ -202,7 +202,7 @@ async def test_what_is_masked_is_not_sampled_and_log_probs_stay_the_models(engin
         result = await engine.generate(engine.request(1, 0, sampling=greedy | masks))
         assert result.ids == [second], masks
         assert result.logprobs == pytest.approx([plain.top_logprobs[0][1]], abs=1e-4), masks
-    # Of a longer sequence the last id is masked, and only behind the others.
+    # The last id of a longer sequence is masked only after the others.
     long = sampling_pb2.TokenSequence(token_ids=plain.ids[:3])
     sampling = greedy | {"bad_sequences": [long]}
     result = await engine.generate(engine.request(3, 0, sampling=sampling))
@@ -226,7 +226,7 @@ async def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None
         pytest.param("{", "not JSON", id="no JSON"),
         pytest.param('{"type": "structural_tag"}', "no format", id="no format"),
         pytest.param('{"format": ' * 80 + "{}" + "}" * 80, "nested deeper", id="deep"),
-        pytest.param('{"format": {"a": "' + "x" * 131_072 + '"}}', "larger than", id="large"),
+        pytest.param('{"format": {"a": "' + "x" * 131_072 + '"}}', "more than", id="large"),
     ],
 )
 async def test_a_constraint_that_is_none_is_refused(engine: Engine, tag: str, says: str) -> None:

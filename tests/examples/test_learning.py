@@ -30,7 +30,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def _run(example: str, folder: Path, policy: Path) -> tuple[dict[str, float], str]:
-    """Runs an example; returns its result and what it said meanwhile."""
+    """Runs an example; returns its result and its output."""
     command: list[str | Path] = ["-m", f"examples.{example}", "--steps", str(_STEPS)]
     command += ["--folder", folder, "--policy", policy]
     settings = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}

@@ -19,7 +19,7 @@ class Proxy:
         """host:port for the clients."""
 
     def silence(self) -> None:
-        """From now on nothing comes through the connections there are, and nobody is told."""
+        """Silently stops forwarding on all existing connections."""
         self._silenced |= self._writers
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -29,7 +29,7 @@ SOON = collector_pb2.GroupPolicy(deadline_ms=SOON_MS, min_samples=1)
 
 @pytest.fixture
 def jump(monkeypatch: pytest.MonkeyPatch) -> Jump:
-    """Sets the clock of this host so many hours ahead of what it was."""
+    """Moves the clock of this host ahead by a number of hours."""
     host = time.time_ns
 
     def set_(hours: int) -> None:

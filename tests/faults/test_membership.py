@@ -1,4 +1,4 @@
-"""Replicas and their router: who waits for whom, and who has an id."""
+"""Replicas and their router: waiting for each other, and conflicts of ids."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ WAITS = "waiting for the router"
 
 
 async def health(port: int) -> int:
-    """What the service on a port says; it may be about to listen."""
+    """Returns the health of the service on a port, which may not listen yet."""
     async with asyncio.timeout(60), open_channel(f"127.0.0.1:{port}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         response = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)

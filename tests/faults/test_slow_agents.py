@@ -1,4 +1,4 @@
-"""Agents that stream an answer and do not read it, until the connection takes no more."""
+"""Agents that stream an answer without reading it, until the connection is full."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -151,7 +151,7 @@ async def test_an_agent_that_reads_late_gets_the_whole_answer_and_the_trainer_ev
         async with client.session() as session:
             async with not_reading(session) as agent:
                 await goes_on(mesh, client)
-                await until_free(client)  # it waits for nobody
+                await until_free(client)  # it does not wait for a reader
                 assert await streams_ended(mesh) == 3  # the others': this one is held up
                 assert await agent.rest() == (AT_LENGTH, True)
         (trajectory,) = (await delivered(client, session)).trajectories

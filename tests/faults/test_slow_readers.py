@@ -1,4 +1,4 @@
-"""Trainers that ask for much and do not read, until the connection takes no more."""
+"""Trainers that request much without reading, until the connection is full."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -41,7 +41,7 @@ async def ingest(stub: Any, names: Sequence[str]) -> None:
 
 
 async def standing(stub: Any, consumer: str, *, calls: int = 1) -> collector_pb2.ConsumerStats:
-    """Where a consumer stands after the collector has answered so many calls of others."""
+    """State of a consumer after the collector has answered a number of other calls."""
     request = collector_pb2.GetStatsRequest()
     answers = [await stub.GetStats(request, timeout=TIMEOUT_S) for _ in range(calls)]
     unknown = collector_pb2.ConsumerStats()  # as yet
@@ -58,7 +58,7 @@ async def filled(stub: Any, consumer: str) -> int:
 
 
 async def taken(stream: Stream, count: int) -> list[str]:
-    """Reads and acknowledges so many deliveries."""
+    """Reads and acknowledges a number of deliveries."""
     ids = await stream.delivered(count)
     await stream.acknowledge(*ids)
     return ids
@@ -89,7 +89,9 @@ async def test_what_a_stream_does_not_read_goes_to_another_of_its_consumer(stub:
         await slow.delivered(1)  # and no more: others are on their way
         async with subscribing(stub, lease_ms=SOON_MS, credits_=MANY) as fast:
             await reads_all(fast, leave=True)
-            await reads_all(fast)  # what it let run out comes again: nobody else would take it
+            await reads_all(
+                fast
+            )  # its expired units are redelivered to it: there is no other stream
         await ingest(stub, ["last"])
         assert await reads_on(slow, until="last") <= {*UNITS, "last"}
         found = await standing(stub, "trainer")

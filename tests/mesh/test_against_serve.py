@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Servers:
-    """The two, each behind its client."""
+    """Both servers, each with a client."""
 
     mesh: httpx2.AsyncClient
     vllm: httpx2.AsyncClient

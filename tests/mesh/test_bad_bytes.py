@@ -1,4 +1,4 @@
-"""Bytes that are no message, empty messages and unknown enum numbers, sent to every RPC."""
+"""Malformed bytes, empty messages and unknown enum numbers, sent to every RPC."""
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence

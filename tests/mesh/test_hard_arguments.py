@@ -73,7 +73,7 @@ async def test_what_was_sampled_can_be_gone_on_from_restored_and_closed(
 
 
 def deep(levels: int) -> Any:
-    """A JSON value of so many levels."""
+    """A JSON value with a number of levels."""
     value: Any = 1
     for _ in range(levels):
         value = {"properties": value}

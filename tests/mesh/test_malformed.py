@@ -133,7 +133,7 @@ def messages() -> Iterator[tuple[bytes, str]]:
 
 
 def whole_bodies() -> Iterator[tuple[bytes, str]]:
-    """Bodies that are no JSON object."""
+    """Bodies that are not a JSON object."""
     for wrong in (b"", b" ", b"{", b"[]", b"5", b"null", b'"x"', b"{}}", b"\x00", b"[" * 900):
         yield wrong, "body"
     yield b"[" * 5_000_000, "body"

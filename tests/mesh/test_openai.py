@@ -83,10 +83,10 @@ async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(shared: Mesh) -
     assert (result.outcome, result.reward, result.metadata) == ("COMPLETED", 1.0, {"task": "7"})
     (trajectory,) = result.trajectories
     assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")
-    # The template would print the call's arguments with other blanks, and the second turn says so.
+    # The template would print the arguments with other whitespace; the second turn reports it.
     assert trajectory.reasons == ("TEMPLATE_REWRITE",)
     # An oracle of its own: the reference implementation's render of the whole conversation, plus
-    # the second blank in the arguments, which was sampled and which no render would bring back.
+    # the second space in the arguments, which was sampled and which no render would restore.
     reference = AutoTokenizer.from_pretrained(shared.model)
     whole = [*messages, {"role": "assistant", "content": "It is 42."}]
     whole[1] = {

@@ -133,8 +133,8 @@ async def test_rewards_of_turns_are_on_the_nodes_of_a_tree_which_has_no_trajecto
 @pytest.mark.parametrize(
     ("rewards", "text"),
     [
-        pytest.param(Rewards(turns={99: 1.0}), "node 99 is no turn", id="no node"),
-        pytest.param(Rewards(turns={2: 1.0}), "node 2 is no turn", id="the agent's own message"),
+        pytest.param(Rewards(turns={99: 1.0}), "node 99 is not a turn", id="no node"),
+        pytest.param(Rewards(turns={2: 1.0}), "node 2 is not a turn", id="the agent's own message"),
         pytest.param(Rewards(turns={"chatcmpl-x-2": 1.0}), "answer of session", id="another's"),
         pytest.param(Rewards(trajectories={"x-2": 1.0}), "no trajectory 'x-2'", id="no trajectory"),
         pytest.param(Rewards(session=float("nan")), "nan is not a finite", id="not a number"),

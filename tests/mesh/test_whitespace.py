@@ -55,4 +55,4 @@ async def test_an_answer_whose_blanks_the_template_strips_stays_and_is_not_calle
     text = Tokenizer(stripping_model).rust.decode(trajectory.token_ids.tolist())
     assert (PADDED if asked == "why" else PLAIN) in text
     sampled = [segment for segment in trajectory.segments if segment.sampled]
-    assert not set(sampled[0].reasons) - {"EXACT"}  # the turn behind it says so
+    assert not set(sampled[0].reasons) - {"EXACT"}  # the next turn reports it

@@ -218,7 +218,7 @@ def test_siblings_of_a_group_share_and_strangers_spread() -> None:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Any order of events, against a plain dict of who holds what."""
+    """Any order of events, compared with a plain dict of leases."""
 
     def __init__(self) -> None:
         super().__init__()

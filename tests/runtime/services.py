@@ -1,4 +1,4 @@
-"""A service that does what a test says, in this process or as one of its own."""
+"""A service whose behaviour a test defines, in this process or in its own."""
 
 import asyncio
 import os

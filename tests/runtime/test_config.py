@@ -126,7 +126,7 @@ def test_booleans(text: str, expected: bool) -> None:  # noqa: FBT001 - a table
     ],
 )
 def test_a_value_of_the_wrong_form_names_its_setting(setting: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{setting}: {value!r} is not a"):
+    with pytest.raises(ConfigError, match=f"^{setting}: is {value!r}; give "):
         parse(f"--{setting.replace('_', '-')}={value}")
     with pytest.raises(ConfigError, match=f"^{setting}: "):
         parse(**{f"ROLLMESH_PROBE_{setting.upper()}": value})

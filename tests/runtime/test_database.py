@@ -1,4 +1,4 @@
-"""The database: what is acknowledged is kept, and nobody loses by another's error."""
+"""The database: acknowledged writes are kept, and an error fails only its own call."""
 
 import asyncio
 import shutil

@@ -197,7 +197,7 @@ async def test_any_name_may_stand_in_the_metadata() -> None:
 
 @asynccontextmanager
 async def foreign(script: Script) -> AsyncIterator[grpc.aio.Channel]:
-    """Serves without anything of ours around the handlers."""
+    """Serves without interceptors."""
     server = grpc.aio.server()
     ScriptedService(script).register(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""A release of a small repository: what it refuses, what a dry run leaves alone, what it makes."""
+"""A release of a small repository: refusals, dry runs, and results."""
 
 import subprocess
 from pathlib import Path

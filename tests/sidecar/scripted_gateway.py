@@ -1,4 +1,4 @@
-"""A gateway that answers as a test says, behind a real gRPC server."""
+"""A scripted gateway on a real gRPC server."""
 
 import asyncio
 import socket
@@ -104,7 +104,7 @@ def waiting(
 
 
 class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
-    """Answers every Chat with `script` and keeps what it was asked; `failures` come first."""
+    """Answers every Chat with `script`, after `failures`, and records the requests."""
 
     def __init__(self) -> None:
         self.script: Script = answering(text("Hello"), done("Hello"))

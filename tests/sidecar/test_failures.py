@@ -369,5 +369,5 @@ async def test_an_answer_without_an_end_is_an_error(
         async for _ in answer:
             pass
 
-    with pytest.raises(openai.APIError, match="without an end"):
+    with pytest.raises(openai.APIError, match="without its final message"):
         await take()

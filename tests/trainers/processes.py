@@ -16,7 +16,7 @@ _SCRIPT_S = 240.0
 
 
 async def run_script(script: str, folder: Path, /, **arguments: Any) -> Any:
-    """Runs a script with one JSON argument; returns what it prints last.
+    """Runs a script with one JSON argument; returns its last line of output.
 
     Raises:
         AssertionError: Its packages are not installed, or it failed.

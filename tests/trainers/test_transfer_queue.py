@@ -56,7 +56,8 @@ async def test_a_prompt_fails_by_the_policy_that_was_asked_for(ran: Any) -> None
 
 
 async def test_a_uid_that_keys_would_be_cut_at_is_refused(ran: Any) -> None:
-    assert ran["refusals"]["uid"] == "uid: 'a_b' has a \"_\", and keys are cut there; leave it out"
+    said = "uid: 'a_b' contains \"_\", which separates the parts of a key; leave it out"
+    assert ran["refusals"]["uid"] == said
 
 
 async def test_a_column_that_would_be_overwritten_is_refused(ran: Any) -> None:

@@ -1,4 +1,4 @@
-"""verl 0.9.1 and TransferQueue 0.1.11 as published, on CPU, with a mesh behind them."""
+"""verl 0.9.1 and TransferQueue 0.1.11 as published, on CPU, against a mesh."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -33,7 +33,7 @@ class MeshAddresses:
 
     @classmethod
     def from_json(cls, text: str) -> "MeshAddresses":
-        """Reads the line that `rollmesh up` prints behind `UP`."""
+        """Reads the line that `rollmesh up` prints after `UP`."""
         found = json.loads(text)
         return cls(**{name: found[name] for name in ("router", "gateway", "collector", "sidecar")})
 

@@ -122,7 +122,9 @@ class MeshRollouts:
             InvalidFieldError: The completions are not those of the last rollout.
         """
         if len(completions) != len(mesh_reward):
-            raise InvalidFieldError("completions", "are not those of the last rollout")
+            raise InvalidFieldError(
+                "completions", "are not those of the last rollout; pass them on unchanged"
+            )
         return list(mesh_reward)
 
     def attach(self, trainer: Any) -> None:
@@ -167,7 +169,7 @@ class MeshRollouts:
             rows_of([result]), key=lambda row: (row.trajectory.lineage != "MAIN", -row.index)
         )
         if not rows:
-            raise InvalidFieldError("session", f"{result.session_id} has nothing to train on")
+            raise InvalidFieldError("session", f"{result.session_id} has no trainable trajectory")
         self.counts["left_out"] += len(rows) - 1
         return rows[0]
 

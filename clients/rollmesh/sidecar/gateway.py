@@ -40,7 +40,7 @@ class Gateway:
         with typed_errors():
             response = await self._stub.Chat(request, **self._call_options(request_id))
         if len(response.answers) != request.choices:
-            raise RollmeshError("the gateway ended its answer without an end")
+            raise RollmeshError("the gateway's answer ended without its final message")
         return response
 
     async def stream_chat(

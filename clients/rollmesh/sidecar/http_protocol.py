@@ -95,7 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
         elif len(self.connections) > most:
             self._refuse(
                 TooManyConnectionsError(
-                    f"the sidecar has {most} connections; try again",
+                    f"the sidecar already has {most} connections; try again later",
                     retry_delay_ms=_BUSY_MS,
                 )
             )
@@ -176,7 +176,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop(BodyTooLargeError("body", f"is larger than {most} bytes"))
         if self._answering() and len(self.pipeline) >= self.bounds.max_pipelined_requests:
             waiting = self.bounds.max_pipelined_requests
-            self._stop(PipelineTooLongError(f"more than {waiting} requests wait for an answer"))
+            self._stop(
+                PipelineTooLongError(
+                    f"more than {waiting} requests wait on this connection; wait for answers "
+                    "before you send more"
+                )
+            )
         super().on_headers_complete()
         self._receiving = self.cycle
         self._held.append(0)

@@ -27,11 +27,12 @@ def named_session(path: str, headers: Mapping[bytes, str]) -> tuple[str, str]:
     if path.startswith(_KEY_PREFIX):
         if bearer and bearer != path:
             raise SessionKeyWrongError(
-                "the bearer token is not the key in the path; send one of them"
+                "the bearer token differs from the key in the path; send only one of them"
             )
         bearer, path = path, ""
     if not bearer:
         raise SessionKeyWrongError(
-            "give the session's key as bearer token, or call the session's base URL"
+            "send the session's key as bearer token, or call the session's base URL, "
+            "which contains it"
         )
     return path or bearer.split("-")[1], bearer

@@ -143,7 +143,7 @@ def test_json_is_the_value_and_where_tools_are_may_be_calls(compiler: Compiler) 
     assert not compiler.accepts(tag, '{"n": "x"}')
     alone = tag_of(Wanted(Calls.NONE, json_schema=schema), form)
     assert not compiler.accepts(alone, WRITTEN["hermes"])
-    # What looks like a call is none where it stands in a value: it is not let through.
+    # Text inside a value that looks like a call is not one, and is not allowed.
     assert not compiler.accepts(tag_of(Wanted(json_schema=b""), form), '{"a": "<tool_call>"}')
     assert compiler.accepts(
         tag_of(Wanted(Calls.NONE, json_schema=b""), form), '{"a": "<tool_call>"}'

@@ -20,9 +20,9 @@ class Reading:
     """What a parser makes of an answer."""
 
     content: str
-    """Without blanks around it: they carry nothing beside calls, and None is no text."""
+    """Without surrounding whitespace, which means nothing beside calls; None is no text."""
     calls: Calls
-    """Names, and arguments as JSON values; their text where that is no JSON."""
+    """Names, and arguments as JSON values, or as text if they are not JSON."""
     malformed: bool = False
 
 
@@ -50,7 +50,7 @@ class Pair:
 
 
 SPELLED = {"gemma4", "muse_glimmer"}
-"""Formats whose values carry no types, or not all of them, and which are no `TaggedFormat`."""
+"""Formats that are not a `TaggedFormat` and whose values do not all carry a type."""
 
 
 def marks_of(pair: Pair) -> tuple[str, ...]:

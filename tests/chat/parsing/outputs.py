@@ -29,7 +29,7 @@ class Writer:
     """How one format writes calls."""
 
     name: str
-    """Format, and behind a blank which way of writing it."""
+    """Format, and after a space its variant."""
     call: Callable[[str, str, int], str]
     """Name, arguments as they are written, index."""
     before: str = ""
@@ -43,7 +43,7 @@ class Writer:
     pretty: bool = True
     """Whether arguments are JSON, which may be indented."""
     said: Callable[[str], str] = lambda words: words
-    """Text that is no call, as the format writes it."""
+    """Text that is not a call, as the format writes it."""
 
     @property
     def format(self) -> str:
@@ -60,7 +60,7 @@ def _named(key: str) -> Callable[[str, str, int], str]:
 
 
 def _tags(form: str, joint: str) -> Callable[[Arguments], str]:
-    """Arguments as tags: values that are no text as JSON."""
+    """Arguments as tags; values that are not text as JSON."""
 
     def spell(arguments: Arguments) -> str:
         return joint.join(

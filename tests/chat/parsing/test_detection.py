@@ -1,4 +1,4 @@
-"""Values, reasoning and ids as they are read, and which format a template shows."""
+"""Parsing of values, reasoning and ids, and detection of a template's format."""
 
 from pathlib import Path
 

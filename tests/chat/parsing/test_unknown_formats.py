@@ -1,4 +1,4 @@
-"""What a gateway says of how answers are read, and what it does where nobody knows."""
+"""What a gateway reports about its parsers, and what it does with an unknown format."""
 
 import json
 from pathlib import Path

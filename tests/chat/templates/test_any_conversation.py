@@ -36,7 +36,7 @@ arguments = st.sampled_from(['{"a": "x"}', "{}", '{"b": [1, {"c": 2}]}'])
 def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
     """Up to thirteen messages in the orders that agents send, results with their calls.
 
-    The agent may begin, with a greeting, and the last answer may be one to answer behind.
+    The agent may begin with a greeting, and the last message may be an answer.
     """
     messages: list[Message] = []
     if draw(st.booleans()):
@@ -140,7 +140,7 @@ def test_an_empty_system_message_is_one_with_the_user_turn_where_it_is_not_print
 
 def test_a_system_message_alone_is_refused_where_it_is_printed_with_the_user_turn() -> None:
     _, continuation = loaded("gemma3")
-    with pytest.raises(TemplateRenderError, match="printed with the user turn"):
+    with pytest.raises(TemplateRenderError, match="a system message alone"):
         continuation.generation_prompt([(Message("system", "s"),)], CONTEXTS[0])
 
 

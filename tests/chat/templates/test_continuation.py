@@ -154,18 +154,20 @@ PRINTS = "m.content"
             "ask first",
             id="refused by the template",
         ),
-        pytest.param("{% if greets %}{% continue %}{% endif %}", PRINTS, "does not end", id="left"),
+        pytest.param(
+            "{% if greets %}{% continue %}{% endif %}", PRINTS, "does not end an answer", id="left"
+        ),
         pytest.param(
             "",
             "m.content | upper if greets and messages | length > 2 else m.content",
-            "what follows changes",
+            "later messages change",
             id="printed otherwise later",
         ),
         pytest.param(
             "",
             "m.content ~ loop.index if loop.index == 2 and messages[0].role == 'assistant'"
             " else m.content",
-            "further before",
+            "earlier messages change",
             id="changes the question behind it",
         ),
     ],

@@ -66,7 +66,7 @@ def text_behind(
     then: Message,
     context: RenderContext = TOOLS,
 ) -> str:
-    """What stands behind the first answer once `then` is asked, special tokens included."""
+    """The text after the first answer once `then` is asked, special tokens included."""
     groups = group_messages((ASK, node.messages[0], then))
     (added,) = continuation.token_ids(groups, 2, context)
     ids = [continuation.after(node, added), continuation.generation_prompt(groups, context)]
@@ -102,7 +102,7 @@ def test_an_answer_that_ends_as_its_parts_do_is_refused(tmp_path: Path) -> None:
     families.write("gptoss", tmp_path)
     template, tokenizer = load_model(tmp_path)
     source = template.source.replace("<|return|>", "<|end|>")
-    with pytest.raises(TemplateRefusedError, match="inside of answers"):
+    with pytest.raises(TemplateRefusedError, match="inside answers"):
         Continuation(ChatTemplate(source, {}), tokenizer)
 
 

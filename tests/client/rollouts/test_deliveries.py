@@ -95,7 +95,7 @@ async def test_only_the_attempt_that_counts_is_handed_over_and_all_are_acknowled
         kept.append(session)
 
     async with mesh.client() as client:
-        async with client.session() as stale:  # of a trainer that is no more
+        async with client.session() as stale:  # of a trainer that no longer exists
             pass
         async with rollout_groups(
             client,

@@ -134,7 +134,7 @@ async def test_an_ended_run_is_collected_from_a_server_that_was_killed_and_remem
         result = tasks.create_task(runner({"wait_for": str(go), "result": 0.5}, SESSION))
         await server.logged("began 5e55")
         await server.kill()
-        kept = {"status": "completed", "result": 0.75}  # it ended while nobody polled
+        kept = {"status": "completed", "result": 0.75}  # it ended between two polls
         (tmp_path / "5e55").write_text(json.dumps(kept))
         await server.start("--remember")
     assert result.result() == 0.75

@@ -1,4 +1,4 @@
-"""Units on their way out: judged, put together, or set aside where they are damaged."""
+"""Loading units: filtering, assembling, and setting damaged ones aside."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The arrays of large calls, in files beside the SQLite store."""
+"""Arrays of large calls, which the SQLite store keeps in files."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""How often the Redis store waits for Redis, and what others find where it broke off in between."""
+"""Round trips of the Redis store, and the state that others find if it stops between two."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -94,7 +94,7 @@ async def _listed(store: RedisStore, consumer: str) -> list[tuple[str, str, int]
 async def test_an_ingest_that_loses_any_trip_on_its_way_is_finished_by_its_repeat(
     tmp_path: Path, trip: int, *, answer: bool
 ) -> None:
-    def arrivals() -> list[Arrival]:  # anew for each call: the store takes the arrays out of them
+    def arrivals() -> list[Arrival]:  # new for each call, because the store removes their arrays
         return _arrivals(
             record("a"),
             *group("g", 0, 1, size=2),

@@ -30,8 +30,8 @@ def test_what_fits_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("own", "says"),
     [
-        pytest.param("", "has none, not 'nccl'; start it with --weight-transfer", id="none"),
-        pytest.param("ipc", "has 'ipc', not 'nccl'", id="another"),
+        pytest.param("", "is 'nccl', and the engine has no transfer backend; start it", id="none"),
+        pytest.param("ipc", "is 'nccl', and the engine uses 'ipc'", id="another"),
     ],
 )
 def test_a_backend_that_the_engine_lacks_is_named(own: str, says: str) -> None:

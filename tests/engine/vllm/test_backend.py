@@ -31,7 +31,7 @@ async def engine(tmp_path: Path, model_dir: Path, other_model_dir: Path) -> Asyn
 
 
 def torch_logprobs(model: Path, ids: list[int]) -> np.ndarray:
-    """What torch gives for `ids` behind the prompt."""
+    """Log-probabilities by torch for `ids` after the prompt."""
     network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logits = network(torch.tensor([PROMPT.tolist() + ids])).logits[0].float()
@@ -54,12 +54,12 @@ async def test_a_life_of_updates_and_the_death_of_the_model(
     await _refused(engine, weights, "model.norm.weight", None, "model.norm.weight is missing")
     await _refused(engine, weights, "model.norm.weight", torch.zeros(3), "has shape")
     await _refused(engine, weights, "model.norm.weight", torch.zeros(64).long(), "has dtype I64")
-    await _refused(engine, weights, "model.extra", torch.zeros(3), "model.extra is no tensor")
+    await _refused(engine, weights, "model.extra", torch.zeros(3), "model.extra is not a tensor")
     await _refused(engine, weights, "lm_head.weight", torch.zeros(3, 64), "lm_head.weight has")
     result = await engine.generate(engine.request(40, 0))
     assert np.abs(torch_logprobs(other_model_dir, result.ids) - result.logprobs).max() < 1e-4
 
-    # A tied output layer that is sent beside its embedding is not used, whatever it holds.
+    # A tied output layer that is sent with its embedding is ignored.
     head = torch.zeros_like(weights["model.embed_tokens.weight"])
     sent = {name: tensor.clone() for name, tensor in weights.items()} | {"lm_head.weight": head}
     await engine.update(4, save(sent))

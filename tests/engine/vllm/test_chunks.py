@@ -1,4 +1,4 @@
-"""Log-probabilities of outputs that vLLM has joined, because nobody had read the first yet."""
+"""Log-probabilities of outputs that vLLM merged before the first was read."""
 
 from itertools import chain
 from types import SimpleNamespace

@@ -74,7 +74,7 @@ def test_options_come_by_flag_by_file_and_by_a_mesh(tmp_path: Path) -> None:
         spec.flags for spec in plan_mesh(read_mesh(path), lambda: 1) if "engine" in spec.name
     ]
     assert parse_config(EngineConfig, "engine", flags, {}).vllm == wanted
-    with pytest.raises(ConfigError, match="vllm: '7' is not a dict"):
+    with pytest.raises(ConfigError, match="vllm: is '7'; give a table"):
         parse_config(EngineConfig, "engine", ["--vllm=7"], {})
 
 
@@ -92,7 +92,7 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_a_model_that_does_not_fit_ends_with_the_reason_in_one_line(model_dir: Path) -> None:
-    """A context of 4 M tokens, whose KV cache is larger than the 1 GiB that it may take."""
+    """A context of 4 M tokens, whose KV cache does not fit 1 GiB."""
     options = json.dumps({"hf_overrides": {"max_position_embeddings": 2**22}})
     done = start(
         model_dir, dtype="float32", enforce_eager=True, max_context_tokens=2**22, vllm=options

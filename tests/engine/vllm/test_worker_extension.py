@@ -29,7 +29,7 @@ HEAD = "lm_head.weight"
             {"model.norm.weight": Header("I64", (4,))},
             "model.norm.weight has dtype I64, the model has BF16",
         ),
-        ({"extra": Header("BF16", (4,))}, "extra is no tensor of the model"),
+        ({"extra": Header("BF16", (4,))}, "extra is not a tensor of the model"),
         ({HEAD: Header("BF16", (8, 4))}, ""),
         (
             {HEAD: Header("BF16", (9, 4))},

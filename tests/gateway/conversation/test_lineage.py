@@ -1,4 +1,4 @@
-"""How branches are told apart: what agents do beside their work is kept, and not trained."""
+"""Lineage of branches: auxiliary calls of agents are stored and not trained."""
 
 from collections.abc import Callable
 

@@ -176,7 +176,7 @@ class Agent:
 
 @dataclass
 class Rows:
-    """How often each sampled node stands in an export, and in how many places it is trained."""
+    """How often each sampled node is exported, and how often it is trained."""
 
     mesh: LiveMesh
     trained: Counter[int] = field(default_factory=Counter)
@@ -191,7 +191,7 @@ class Rows:
         part: trajectory_pb2.TrajectorySegment | trajectory_pb2.TrajectoryNode,
         mask: np.ndarray,
     ) -> None:
-        """Takes what was sampled at `place` behind `ids[: place[0]]`."""
+        """Adds the sample at `place` after `ids[: place[0]]`."""
         start, end = place
         prompt, sampled = ids[:start].tolist(), ids[start:end].tolist()
         assert zlib.crc32(np.asarray(ids[:start], "<u4").tobytes()) == part.prompt_crc32
@@ -216,7 +216,7 @@ class Rows:
             assert (done.prompt_tokens, done.completion_tokens) == (len(prompt), len(sampled))
         seen = Counter(tuple(one.prompt) for one in self.mesh.generations)
         used = Counter(tuple(prompt) for prompt, _ in self.nodes.values())
-        assert used <= seen  # nobody's sample was taken twice
+        assert used <= seen  # no sample was taken twice
         replies = {tuple(one.prompt): one.sampled for one in self.mesh.generations}
         for one in self.mesh.generations:  # the longest, where some were cut
             if len(one.sampled) > len(replies[tuple(one.prompt)]):

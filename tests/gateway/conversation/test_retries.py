@@ -79,7 +79,7 @@ class Requests(RuleBasedStateMachine):
             assert (sample is None) == (not lost)  # and a sample is not a retry
             assert sample is None or sample in lost
         if lost:
-            assert sample in lost  # what nobody has is given before what somebody has
+            assert sample in lost  # unread answers are returned before read ones
         if sample is None:
             sample = Sampled()
             self.samples.append(sample)
@@ -107,7 +107,7 @@ class Requests(RuleBasedStateMachine):
             return
         self.leave(request)
         if not request.sample.waiting and not request.sample.answered:
-            self.samples.remove(request.sample)  # aborted: nobody can join it
+            self.samples.remove(request.sample)  # aborted, so it cannot be joined
 
     @rule()
     def the_gateway_restarts(self) -> None:
@@ -131,7 +131,7 @@ TestRequests.settings = settings(max_examples=100, stateful_step_count=30)
 
 async def test_events_of_an_answer_that_was_lost_do_not_reach_who_joins_later() -> None:
     turn = Turn(1, "a", "f")
-    turn.emit([TextEvent("lost")])  # nobody streams: the turn begins anew on another engine
+    turn.emit([TextEvent("lost")])  # without a stream the turn restarts on another engine
     assert not turn.has_emitted
     turn.begin_again()
     turn.stream = True

@@ -1,4 +1,4 @@
-"""The whole tree as it is exported, read by the client, against the trajectories of its leaves."""
+"""The exported tree as the client reads it, against the trajectories of its leaves."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sessions that nobody uses are closed; one that cannot be is set aside, and ends nothing else."""
+"""Idle sessions are closed; one that cannot be closed is set aside and affects no other."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Calls that are cut off while the journal writes: what it keeps, the gateway knows."""
+"""Calls cancelled during a journal write: the gateway knows what was written."""
 
 import asyncio
 import random
@@ -113,7 +113,7 @@ async def test_a_call_that_is_cut_off_with_its_answer_in_hand_is_no_orphan(mesh:
 
 
 async def until_answered(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Leaves off with the answer in hand: the call ends there, and nobody knows if it arrived."""
+    """Ends the call once the answer is read, so the client's view of it is unknown."""
     async for event in events:
         yield event
         if isinstance(event, Answered):

@@ -1,4 +1,4 @@
-"""The outbox against a real server: nothing is lost, and nobody waits for another's error."""
+"""The outbox against a real server: nothing is lost, and errors delay no other session."""
 
 import asyncio
 import sqlite3
@@ -26,7 +26,7 @@ from tests.waiting import until
 
 
 class Collector(collector_pb2_grpc.CollectorServiceServicer):
-    """Keeps what it takes, call by call."""
+    """Records the sessions of each call."""
 
     def __init__(self, check: Callable[[list[str]], None]) -> None:
         """Takes what raises where a call is refused."""
@@ -168,7 +168,7 @@ async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_
         taken = [name for call in collector.taken for name in call]
         assert sorted(taken) == sorted({*names} - {dropped})
         assert (letters.count, outbox.undelivered) == (0, 0)
-        with pytest.raises(SessionUnknownError, match="no dead letter"):
+        with pytest.raises(SessionUnknownError, match="not a dead letter"):
             await letters.drop(dropped)
 
 
@@ -275,7 +275,7 @@ async def test_a_closed_session_that_is_damaged_is_set_aside_and_the_others_go(
         await until(lambda: not outbox.undelivered)
         assert outbox.dead == {"b", "c"}
         contexts = await database.run(lambda db: db.execute("SELECT * FROM contexts").fetchall())
-        assert len(contexts) == 1  # of what was set aside
+        assert len(contexts) == 1  # of the sessions that were set aside
 
 
 async def test_frames_go_with_the_last_session_that_has_them(tmp_path: Path) -> None:

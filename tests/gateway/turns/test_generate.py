@@ -59,7 +59,7 @@ def message(
         pytest.param({"spans": ((-1, 0, 2),)}, "negative", id="a negative version"),
         pytest.param({"spans": ((0, 0, 1),)}, "do not cover", id="too short"),
         pytest.param({"spans": ()}, "do not cover", id="no spans"),
-        pytest.param({"reason": 0}, "no known reason", id="no reason"),
+        pytest.param({"reason": 0}, "unknown finish reason", id="no reason"),
         pytest.param({"crc": 1}, "other prompt ids", id="another prompt"),
     ],
 )
@@ -73,7 +73,7 @@ def test_what_cannot_be_right_is_refused(
 def test_a_message_after_the_end_is_refused(tokenizer: Tokenizer) -> None:
     taking = generation(tokenizer)
     taking.take(message())
-    with pytest.raises(EngineFaultError, match="went on"):
+    with pytest.raises(EngineFaultError, match="sent more after"):
         taking.take(message())
 
 

@@ -1,4 +1,4 @@
-"""Long texts are tokenised in threads of their own: no short request waits behind them."""
+"""Long texts are tokenised in separate threads, so short requests do not wait for them."""
 
 import asyncio
 import random

@@ -37,7 +37,7 @@ CALLS = (ToolCall("aaaaaaaa1", "f", '{"a": "x"}'), ToolCall("bbbbbbbb2", "f", '{
 
 @dataclass(frozen=True)
 class Step:
-    """One turn of an agent: what it asks, what the model answers, and in which form."""
+    """One turn of an agent: its question, the model's answer, and its form."""
 
     asked: str
     answer: Message
@@ -118,7 +118,7 @@ def reference(
 
 
 class Played:
-    """A session as a gateway holds it, without engines: answers are sampled as they are told."""
+    """A session as a gateway holds it, without engines; tests choose the samples."""
 
     def __init__(self, name: str, context: RenderContext, *, rewrite: bool) -> None:
         self.family, self.continuation = loaded(name)
@@ -127,7 +127,7 @@ class Played:
         self._rewrite = rewrite
 
     def turns(self, session: Sequence[Step]) -> Iterator[tuple[Prompt, list[Message]]]:
-        """Plays a session; yields each prompt and the messages that it stands for."""
+        """Plays a session; yields each prompt with its messages."""
         messages: list[Message] = []
         calls: tuple[ToolCall, ...] = ()
         for step in session:
@@ -193,7 +193,7 @@ class Played:
         return np.concatenate([np.empty(0, np.uint32), *pieces])
 
     def _printed(self, prompt: Prompt, answer: Message) -> str:
-        """How the template prints the answer behind this prompt; nothing where it cannot."""
+        """The template's render of the answer after this prompt; empty if it has none."""
         held = [message for node in prompt.match.node.path() for message in node.messages]
         held += [message for group, _ in prompt.new_groups for message in group]
         then = [Message("user", "next7zq")]

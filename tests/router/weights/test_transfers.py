@@ -175,7 +175,7 @@ def _drive(addresses: MeshAddresses) -> None:
 
 
 class Calls:
-    """Stands for the SDK's client: notes what it is asked for."""
+    """Replaces the SDK's client and records its calls."""
 
     def __init__(self) -> None:
         self.inits: list[tuple[Any, ...]] = []

@@ -33,7 +33,9 @@ def trajectory(leaf: int) -> trajectory_pb2.Trajectory:
             "inf is not",
             id="infinite",
         ),
-        pytest.param({"turn_rewards": {1: 1}}, "turn_rewards[1]", "node 1 is no turn", id="turn"),
+        pytest.param(
+            {"turn_rewards": {1: 1}}, "turn_rewards[1]", "node 1 is not a turn", id="turn"
+        ),
         pytest.param(
             {"turn_rewards": {2: float("nan")}},
             "turn_rewards[2]",

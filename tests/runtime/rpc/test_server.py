@@ -1,4 +1,4 @@
-"""A service from its start to its stop, in this process and as one of its own."""
+"""A service from start to stop, in this process and in its own."""
 
 import asyncio
 import json

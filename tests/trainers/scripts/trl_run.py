@@ -1,4 +1,4 @@
-"""TRL's own trainer for a few steps, with a mesh and real vLLM behind it; runs in .venv."""
+"""TRL's own trainer for a few steps, on a mesh with real vLLM; runs in .venv."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # the checkers do not see t
 
 
 class Inspected(GRPOTrainer):  # type: ignore[misc]  # the checkers do not see trl
-    """The published trainer; says what it trained on."""
+    """The published trainer, which also records its training data."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -73,7 +73,7 @@ def read_mesh(path: Path | None) -> dict[str, dict[str, Any]]:
     for name, table in tables.items():
         if name not in known or not isinstance(table, dict):
             raise ConfigError(
-                f"{name}: is not a table of a mesh; known are {', '.join(sorted(known))}"
+                f"{name}: is not a table of a mesh file; give {', '.join(sorted(known))}"
             )
     mesh_config(tables)
     return tables
@@ -181,7 +181,7 @@ def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str
 def _number(tables: _Tables, service: str, name: str, default: int) -> int:
     value = tables.get(service, {}).get(name, default)
     if type(value) is not int:
-        raise ConfigError(f"{service}.{name}: {value!r} is not a number")
+        raise ConfigError(f"{service}.{name}: is {value!r:.200}; give an integer")
     return value
 
 

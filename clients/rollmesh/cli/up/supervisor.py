@@ -159,7 +159,9 @@ class Supervisor:
                 async with asyncio.timeout((spec.grace_ms + _KILL_AFTER_GRACE_MS) / 1000):
                     await process.wait()
             except TimeoutError:
-                _log.warning("killed", extra=fields(process=spec.name))
+                _log.warning(
+                    "process killed after its grace period", extra=fields(process=spec.name)
+                )
             _kill_group(process)
 
 

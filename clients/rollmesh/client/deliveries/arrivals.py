@@ -37,7 +37,7 @@ class Arrivals:
             if future is not None and not future.done():
                 future.set_result(delivery)
                 continue
-            _log.info("session that nobody awaits", extra=fields(session=session_id))
+            _log.info("unexpected session acknowledged", extra=fields(session_id=session_id))
             await self._sessions.acknowledge(delivery)
 
     @asynccontextmanager

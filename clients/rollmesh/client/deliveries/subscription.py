@@ -183,7 +183,7 @@ class Subscription(Background):
         """Says which policy version is trained from now on: the filter's lag counts from it.
 
         Raises:
-            InvalidFieldError: It is no version.
+            InvalidFieldError: It is not a version.
         """
         message = filled(collector_pb2.ReportPolicyVersion, policy_version=policy_version)
         self._create.consumer.policy_version = policy_version  # for the next stream
@@ -211,7 +211,7 @@ class Subscription(Background):
                     self._created = isinstance(error, ConsumerMovedError)
                     self._forget_waiting()
                 except RollmeshError as error:
-                    _log.info("collector away", extra=fields(error=str(error)))
+                    _log.info("collector unreachable", extra=fields(error=str(error)))
                 await asyncio.sleep(self._backoff.next_s())
 
     def _forget_waiting(self) -> None:

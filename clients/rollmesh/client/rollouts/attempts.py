@@ -124,7 +124,9 @@ class Attempts:
                 await self._settings.on_session(outcome, delivered)
             except Exception as error:  # noqa: BLE001 - the trainer's code failed
                 said, kind = _text(error), type(error).__name__
-                _log.warning("session lost", extra=fields(session=session.session_id, error=said))
+                _log.warning(
+                    "session lost", extra=fields(session_id=session.session_id, error=said)
+                )
                 return replace(outcome, outcome="FAILED", result=None, error=said, error_type=kind)
             return outcome
 
@@ -135,7 +137,7 @@ class Attempts:
         """Runs and scores the agent; returns the runner's result."""
         sample = place.group.sample
         if place.stop.done():
-            raise AgentStoppedError("its group has failed")
+            raise AgentStoppedError("stopped because its group failed")
         run = find_runner(place.group.runner)
 
         async def agent() -> Any:
@@ -256,7 +258,7 @@ def _where(
     place: Place, attempt: int, error: Exception, session_id: str = ""
 ) -> dict[str, dict[str, object]]:
     return fields(
-        session=session_id,
+        session_id=session_id,
         group=place.group.group_id,
         sample=place.index,
         attempt=attempt,

@@ -108,7 +108,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
     def _group_id(self, sample: Any) -> str:
         group_id = self._settings.group_id(sample) if self._settings.group_id else uuid.uuid4().hex
         if not isinstance(group_id, str) or not group_id:
-            raise InvalidFieldError("group_id", f"gave {group_id!r:.200}; return an id as text")
+            raise InvalidFieldError("group_id", f"returned {group_id!r:.200}; return a string")
         return group_id
 
     async def _run(self, place: Place) -> None:

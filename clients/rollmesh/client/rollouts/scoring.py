@@ -62,7 +62,7 @@ class RewardCalls:
             if not limit.expired():
                 raise  # raised by the function
             raise RewardTimeLimitError(
-                f"the reward function took over {self._timeout_s:g} s"
+                f"the reward function exceeded its time limit of {self._timeout_s:g} s"
             ) from error
 
     async def _in_thread(self, episode: Episode) -> Any:

@@ -137,7 +137,9 @@ class RolloutSettings:
                 "reward_timeout_ms", f"is {self.reward_timeout_ms}; give at least 1, or None"
             )
         if (self.on_session is None) != (self.consumer == ""):
-            raise InvalidFieldError("consumer", "and on_session belong together; give both")
+            raise InvalidFieldError(
+                "consumer", "needs on_session and on_session needs consumer; give both"
+            )
         needed_of(self.needed, self.n)
         export_mode(self.export)
         read_sampling(self.sampling)

@@ -57,8 +57,8 @@ async def supervised(
     if not task.done():
         await _end(task, grace_s)
         if stop.done():
-            raise AgentStoppedError("the rollout ended it")
-        raise AgentTimeLimitError(f"the agent ran over {timeout_s:g} s")
+            raise AgentStoppedError("the rollout stopped the agent")
+        raise AgentTimeLimitError(f"the agent exceeded its time limit of {timeout_s:g} s")
     if task.cancelled():
         raise AgentExitedError("the agent raised CancelledError; nobody cancelled it")
     return task.result()

@@ -62,10 +62,10 @@ class CommandRunner:
         """
         words = [] if isinstance(self.argv, str) else list(self.argv)
         if not words or not all(isinstance(word, str) and "\0" not in word for word in words):
-            raise InvalidFieldError("argv", f"is {self.argv!r:.200}; give the words as texts")
+            raise InvalidFieldError("argv", f"is {self.argv!r:.200}; give a list of strings")
         for name, value in self.env.items():
             if not isinstance(value, str):
-                raise InvalidFieldError(f"env.{name}", f"is {value!r:.200}; give a text")
+                raise InvalidFieldError(f"env.{name}", f"is {value!r:.200}; give a string")
 
     async def __call__(self, sample: Any, session: Session) -> Any:
         """Runs the command; returns its result as JSON values, None if it gives none.
@@ -123,7 +123,7 @@ class CommandRunner:
 
     def _environment(self, session: Session, filled: Mapping[str, str]) -> dict[str, str]:
         return {
-            **os.environ,  # noqa: TID251 - handed on as it is, as any shell does
+            **os.environ,  # noqa: TID251 - passed on unchanged, as a shell does
             **self.env,
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
@@ -227,7 +227,9 @@ def _result(path: Path, output: _Tail) -> Any:
     """Returns the result file, or else the last line of output if it is JSON."""
     if path.exists():
         if path.stat().st_size > _MAX_RESULT_BYTES:
-            raise CommandError(f"the result file has over {_MAX_RESULT_BYTES} bytes")
+            raise CommandError(
+                f"the result file has more than {_MAX_RESULT_BYTES} bytes; write less"
+            )
         try:
             return json.loads(path.read_bytes())
         except ValueError as error:
@@ -236,7 +238,7 @@ def _result(path: Path, output: _Tail) -> Any:
     if output.cut and b"\n" not in text:
         size = len(output.data)
         raise CommandError(
-            f"output's last line has over {size} bytes; write the result to the file"
+            f"the last line of output has more than {size} bytes; write the result to the file"
         )
     try:
         return json.loads(text[text.rfind(b"\n") + 1 :])

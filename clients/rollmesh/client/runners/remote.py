@@ -65,7 +65,9 @@ class RemoteRunner:
             InvalidFieldError: The URL is not an HTTP URL.
         """
         if not self.url.startswith(("http://", "https://")):
-            raise InvalidFieldError("url", f"is {self.url!r}; begin it with http:// or https://")
+            raise InvalidFieldError(
+                "url", f"is {self.url!r}; give a URL that begins with http:// or https://"
+            )
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         timeout = httpx2.Timeout(self.poll_s + _CONNECT_S, connect=_CONNECT_S, pool=None)
         limits = httpx2.Limits(max_connections=self.max_connections)
@@ -156,7 +158,9 @@ class RemoteRunner:
                 await waits.next(error)
                 continue
             if response.status_code == 404:
-                raise RemoteAgentLostError("the agent server does not know the run any more")
+                raise RemoteAgentLostError(
+                    "the agent server no longer knows the run; was it restarted?"
+                )
             if response.status_code < 500 and response.status_code != 429:
                 return _read(response)
             await waits.next(None, response)
@@ -207,5 +211,7 @@ def _read(response: httpx2.Response) -> Mapping[str, Any]:
     except ValueError as error:
         raise RemoteAgentError(f"the agent server's answer is not JSON: {error}") from error
     if not isinstance(run, dict) or run.get("status") not in ("running", "completed", "failed"):
-        raise RemoteAgentError(f"the agent server's answer is not a run: {response.text[:200]}")
+        raise RemoteAgentError(
+            f"the agent server's answer does not describe a run: {response.text[:200]}"
+        )
     return run

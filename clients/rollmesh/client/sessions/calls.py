@@ -65,7 +65,7 @@ class SessionCalls(Connections):
         except BaseException as error:
             if not session.closed:
                 outcome: Outcome = "FAILED" if isinstance(error, Exception) else "ABORTED"
-                with suppress(RepeatConflictError):  # an earlier close, which stands
+                with suppress(RepeatConflictError):  # an earlier close, which was kept
                     await shielded(self.close_session(session, outcome=outcome), _LEAVE_S)
             raise
         if not session.closed:

@@ -91,7 +91,9 @@ def _node_id(turn: str | int, session_id: str) -> int:
     of, _, node_id = turn.removeprefix(_ANSWER).rpartition("-")
     if of != session_id or not node_id.isdecimal():
         raise InvalidFieldError(
-            "rewards.turns", f"{turn!r} is not an answer of session {session_id}", turn=turn
+            "rewards.turns",
+            f"{turn!r} is not an answer of session {session_id}; give the id of one",
+            turn=turn,
         )
     return int(node_id)
 

@@ -56,9 +56,13 @@ class TrajectoryTree:
         bounds = np.array([0, *(node.end for node in proto.nodes)], np.int64)
         sizes = np.diff(bounds)
         if bounds[-1] != len(arrays.token_ids) or (sizes < 0).any():
-            raise InvalidFieldError("tree.nodes", "do not cover the tokens")
+            raise InvalidFieldError(
+                "tree.nodes", "do not cover all tokens; the collector's answer is damaged"
+            )
         if (parents >= np.arange(len(parents))).any():
-            raise InvalidFieldError("tree.nodes", "has a child before its parent")
+            raise InvalidFieldError(
+                "tree.nodes", "lists a child before its parent; the collector's answer is damaged"
+            )
         ends = np.zeros(len(parents) + 1, np.int64)  # of the paths; the last is that of no parent
         for at, parent in enumerate(parents):
             ends[at] = ends[parent] + sizes[at]

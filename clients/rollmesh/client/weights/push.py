@@ -125,7 +125,7 @@ def _json(value: Any, field: str) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise InvalidFieldError(field, f"cannot be sent as JSON: {error}") from error
+        raise InvalidFieldError(field, f"cannot be serialised as JSON: {error}") from error
 
 
 def weights_of(response: router_pb2.ListReplicasResponse, model: str) -> router_pb2.ModelWeights:

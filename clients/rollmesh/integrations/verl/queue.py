@@ -100,7 +100,9 @@ def prompt_uid(prompt: Mapping[str, Any]) -> str:
     """
     uid = str(prompt["uid"])
     if "_" in uid:
-        raise InvalidFieldError("uid", f'{uid!r} has a "_", and keys are cut there; leave it out')
+        raise InvalidFieldError(
+            "uid", f'{uid!r} contains "_", which separates the parts of a key; leave it out'
+        )
     return uid
 
 

@@ -134,7 +134,7 @@ class PromptRollouts:
 
         Raises:
             MissingRewardError: Neither the runner nor verl gave a reward.
-            InvalidFieldError: The session has nothing to train on.
+            InvalidFieldError: The session has no trainable trajectory.
         """
         prompt, extra = self._prompts[outcome.group_id], _extra_info(outcome.result)
         try:
@@ -146,7 +146,7 @@ class PromptRollouts:
             extra |= said
             rows = rows_of([replace(session, reward=reward)])
         if not rows:
-            raise InvalidFieldError("session", f"{session.session_id} has nothing to train on")
+            raise InvalidFieldError("session", f"{session.session_id} has no trainable trajectory")
         flat = self._settings.flat_extra_fields
         await self._writer(prompt).write(
             queue_rows(rows, prompt.row, reward_extra_info=extra, flat_extra_fields=flat)

@@ -131,7 +131,7 @@ class ChatEndpoint:
                 if response.HasField("begun"):
                     reply.begin(response.choice_index, response.begun.answer_id)
                 if not reply.knows(response.choice_index):
-                    raise RollmeshError("the gateway began an answer without its id")
+                    raise RollmeshError("the gateway's answer began without an id")
                 if not reply.knows(0):  # all chunks carry the id of the first choice
                     continue
                 for one in early:
@@ -140,7 +140,7 @@ class ChatEndpoint:
                         found[one.choice_index] = one.done
                 early.clear()
         if found.keys() != set(range(call.chat.choices)):
-            raise RollmeshError("the gateway ended its answer without an end")
+            raise RollmeshError("the gateway's answer ended without its final message")
         return [found[at] for at in range(call.chat.choices)]
 
 

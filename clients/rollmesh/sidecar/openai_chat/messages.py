@@ -42,7 +42,7 @@ def _message(message: Any, field: str) -> chat_pb2.ChatMessage:
     name = message.get("role")
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is no role")
+        raise InvalidFieldError(f"{field}.role", f"{excerpt(name)} is not a role")
     content = message.get("content")
     if len(message) == 2 and isinstance(content, str):  # the common case: nothing else to check
         return chat_pb2.ChatMessage(role=role, content=_parts(content))
@@ -77,7 +77,7 @@ def _text(content: Any, field: str) -> str:
     texts: list[str] = []
     for at, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
-            raise InvalidFieldError(f"{field}[{at}]", "is no text part; only text is served")
+            raise InvalidFieldError(f"{field}[{at}]", "is not a text part; only text is supported")
         texts.append(string(part.get(part["type"]), f"{field}[{at}].{part['type']}"))
     return "".join(texts)
 

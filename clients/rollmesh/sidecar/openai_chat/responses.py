@@ -29,7 +29,7 @@ def finish_reason(done: gateway_pb2.ChatAnswer, *, named: bool) -> str:
     """
     if done.finish_reason not in _FINISHES:
         name = name_of(sampling_pb2.FinishReason.DESCRIPTOR, done.finish_reason)
-        raise RollmeshError(f"finish_reason: the gateway answered {name}, which ends no turn")
+        raise RollmeshError(f"finish_reason: the gateway sent {name}, which cannot end a turn")
     stopped = done.finish_reason == sampling_pb2.FINISH_REASON_STOP
     if done.message.tool_calls and stopped and not named:
         return "tool_calls"

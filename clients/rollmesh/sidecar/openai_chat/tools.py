@@ -30,7 +30,9 @@ def read_tools(tools: Any) -> str:
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidFieldError(f"tools[{at}].function.name", "is missing; only functions")
+            raise InvalidFieldError(
+                f"tools[{at}].function.name", "is missing; only functions are supported"
+            )
     return to_json(tools, "tools") if tools else ""
 
 

@@ -76,4 +76,6 @@ def to_json(value: Any, field: str) -> str:
     try:
         return orjson.dumps(value).decode()
     except TypeError as error:
-        raise InvalidFieldError(field, f"cannot be written: {error}; give less deep") from error
+        raise InvalidFieldError(
+            field, f"cannot be serialised: {error}; nest it less deeply"
+        ) from error

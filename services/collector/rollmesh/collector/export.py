@@ -131,7 +131,7 @@ def _writer(path: Path, part: Path) -> Iterator[_Writer]:
             with _parquet(part) as writer:
                 yield writer
         case other:
-            raise ConfigError(f"to: {other!r} is no known ending; give .jsonl or .parquet")
+            raise ConfigError(f"to: {other!r} has an unknown extension; give .jsonl or .parquet")
 
 
 class _Lines:
@@ -164,7 +164,9 @@ def _parquet(part: Path) -> Iterator[_Parquet]:
         import pyarrow as arrow  # noqa: PLC0415 - large, and needed only here
         from pyarrow import parquet  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError("to: .parquet needs pyarrow; install it, or give .jsonl") from error
+        raise ConfigError(
+            "to: .parquet needs the pyarrow package; install it, or give .jsonl"
+        ) from error
     turn = arrow.struct(
         [("node_id", arrow.uint32()), ("end", arrow.uint32()), ("reward", arrow.float64())]
     )

@@ -105,7 +105,7 @@ async def _redis_store(url: str, retention: Retention) -> AsyncIterator[Store]:
         from rollmesh.collector.storage.redis.store import open_store as open_redis  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            "store: a Redis needs the redis package: pip install 'rollmesh[collector]'"
+            "store: a Redis store needs the redis package: pip install 'rollmesh[collector]'"
         ) from error
     async with connected(url) as client:
         yield await open_redis(client, retention)

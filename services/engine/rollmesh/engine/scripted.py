@@ -171,7 +171,7 @@ class ScriptedBackend:
             if isinstance(source, Path):
                 await asyncio.to_thread(_read_names, source)
             elif not self._joined:
-                raise WeightTransferError("no trainer was joined; call InitWeightTransfer")
+                raise WeightTransferError("no trainer has joined; call InitWeightTransfer first")
             self._policy_version = policy_version
         finally:
             if not was_paused:

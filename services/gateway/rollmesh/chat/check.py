@@ -20,10 +20,13 @@ def report(profile: TemplateProfile, format_: AnswerFormat) -> str:
     lines = [f"{profile}", "", f"an answer ends with   {ends}"]
     lines.append(f"tool calls            {format_.tools}")
     lines.append(f"reasoning             {format_.reasoning_name}")
-    lines.append(f"probes, whole render  {profile.verified}")
+    lines.append(f"probes, complete      {profile.verified}")
     lines.append(f"probes, last turn     {profile.kept}")
     if kept := profile.findings & REWRITING:
-        lines += ["", "The template does this to earlier turns; sessions keep what was sampled:"]
+        lines += [
+            "",
+            "The template changes earlier turns as follows; sessions keep the sampled tokens:",
+        ]
         lines += [f"  - {finding}" for finding in sorted(kept)]
     if other := profile.findings - REWRITING:
         lines += ["", "It also:"]
@@ -34,14 +37,14 @@ def report(profile: TemplateProfile, format_: AnswerFormat) -> str:
     if format_.tools == UNKNOWN:
         lines += [
             "",
-            "The template shows no known format of tool calls, so requests with tools are refused.",
+            "The template shows no known tool-call format, so requests with tools are refused.",
             f"Set tool_parser to one of: {known_parsers()}",
         ]
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Returns the exit code: 0 if the template can be continued, 1 where not."""
+    """Returns the exit code: 0 if the template can be continued, 1 if not."""
     parser = argparse.ArgumentParser(prog="rollmesh template check", description=__doc__)
     parser.add_argument("model", type=Path, help="folder with tokenizer.json and chat template")
     model: Path = parser.parse_args().model

@@ -142,7 +142,9 @@ class Conversation:
         """
         fresh = group_messages(read_messages(messages))
         if not fresh:
-            raise InvalidFieldError("messages", "is empty; give what follows the last answer")
+            raise InvalidFieldError(
+                "messages", "is empty; give the messages that follow the last answer"
+            )
         start, groups = len(self._held), [*(one.messages for one in self._held), *fresh]
         try:
             added, opening = self._added(groups, start)

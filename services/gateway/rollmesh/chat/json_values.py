@@ -116,7 +116,7 @@ def _check_depth(text: str) -> None:
 def _finite(source: str) -> float:
     value = float(source)
     if not math.isfinite(value):
-        raise NotFiniteError(f"{source[:20]} is no double")
+        raise NotFiniteError(f"{source[:20]} is not a finite number")
     return value
 
 

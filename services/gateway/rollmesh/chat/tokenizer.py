@@ -224,7 +224,9 @@ class _PlainTokenizer:
         plain = _ANY_HIDDEN.sub(lambda one: _HIDDEN if one[0].endswith(_LITERAL) else "", marked)
         (encoding,) = rust.encode_batch_fast([plain], add_special_tokens=False)
         if set(encoding.ids) & set(self._ids.values()):
-            raise SpecialTextError("text that spells a special token has no other tokens")
+            raise SpecialTextError(
+                "text that spells a special token cannot be encoded as other tokens"
+            )
         return np.asarray([self._ids.get(id_, id_) for id_ in encoding.ids], dtype=np.uint32)
 
     def _made(self) -> RustTokenizer:

@@ -73,7 +73,9 @@ class GatewayService:
         )
         moved = self._continuation.profile.findings & MOVING
         if config.history == "rewrite" and moved:
-            raise ConfigError(f"history: give keep: the template {min(moved)}")
+            raise ConfigError(
+                f"history: rewrite is not possible, because the template {min(moved)}; give keep"
+            )
         self._vocabulary_tokens = vocabulary_of(config.model_path)
         self._max_context_tokens = config.max_context_tokens or _context_of(config)
         tool_calls = write_tool_calls(self._format)
@@ -226,7 +228,7 @@ class GatewayService:
         )
         if self._format.tools == UNKNOWN:
             _log.warning(
-                "the chat template shows no known format of tool calls: requests with tools are "
+                "the chat template shows no known tool-call format: requests with tools are "
                 "refused until tool_parser is set",
                 extra=fields(give=known_parsers()),
             )

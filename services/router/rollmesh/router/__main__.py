@@ -1,4 +1,4 @@
-"""Runs a router, or a tool beside one: `python -m rollmesh.router [TOOL] --help`."""
+"""Runs a router or one of its command-line tools: `python -m rollmesh.router [TOOL] --help`."""
 
 import os
 import sys

@@ -170,7 +170,10 @@ class LeaseTable:
             EnginesBusyError: Every engine that can serve it is full.
         """
         if not lease_id or not session_id or lease_id in self._held[stream_id]:
-            raise InvalidLeaseError("acquire", "lease_id and session_id must be set and new")
+            raise InvalidLeaseError(
+                "acquire",
+                "lease_id and session_id must be set, and no lease may have this lease_id",
+            )
         gateway, models = self._gateways[stream_id], sorted(self.models())
         if not gateway.model and len(models) > 1:
             known = ", ".join(models)

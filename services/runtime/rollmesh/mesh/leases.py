@@ -159,7 +159,7 @@ class LeaseClient(Background):
     ) -> tuple[str, _Line, router_pb2.LeaseGrant]:
         """Retries until a lease is granted; drops the exclusions if they leave no engine."""
         deadline = clock.monotonic_ms() + deadline_ms
-        refusal: RollmeshError = NoEngineError("no router answered")
+        refusal: RollmeshError = NoEngineError("the router cannot be reached; try again")
         while (left_ms := deadline - clock.monotonic_ms()) > 0:
             try:
                 async with asyncio.timeout(left_ms / 1000):
@@ -200,7 +200,7 @@ class LeaseClient(Background):
             return lease_id, line, await answer
         except asyncio.QueueFull:
             raise EnginesBusyError(
-                "the router takes no more bookings", retry_delay_ms=_BUSY_MS
+                "the router has too many bookings; try again later", retry_delay_ms=_BUSY_MS
             ) from None
         except asyncio.CancelledError:
             line.release(lease_id)  # it was granted, or will be
@@ -226,7 +226,7 @@ class LeaseClient(Background):
                             if answer is not None and not answer.done():
                                 answer.set_result(response)
                 except (RollmeshError, ConnectionError) as error:
-                    _log.info("router away", extra=fields(error=str(error)))
+                    _log.info("router unreachable", extra=fields(error=str(error)))
                 finally:
                     self._disconnected()
                 await asyncio.sleep(backoff.next_s())

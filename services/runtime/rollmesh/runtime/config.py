@@ -30,6 +30,14 @@ _ACCEPTED: dict[type[Any], tuple[type[Any], ...]] = {
     dict: (str, dict),
 }
 """Types that a TOML file may give for a type: `int(7.9)` would lose the fraction silently."""
+_WORDS: dict[type[Any], str] = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path",
+    dict: "a table",
+}
 
 
 class ConfigError(Exception):
@@ -235,11 +243,11 @@ def _help(setting: Setting) -> str:
 def _convert(name: str, value: Any, kind: type[Any]) -> Any:
     converters: dict[type[Any], Callable[[Any], Any]] = {bool: _to_bool, dict: _to_table}
     if not isinstance(value, _ACCEPTED[kind]) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name}: {value!r} is not a {kind.__name__}")
+        raise ConfigError(f"{name}: is {value!r:.200}; give {_WORDS[kind]}")
     try:
         return converters.get(kind, kind)(value)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{name}: {value!r} is not a {kind.__name__}") from error
+        raise ConfigError(f"{name}: is {value!r:.200}; give {_WORDS[kind]}") from error
 
 
 def _to_bool(value: Any) -> bool:

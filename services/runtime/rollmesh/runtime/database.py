@@ -102,7 +102,9 @@ class Database(AbstractAsyncContextManager["Database"]):
             StoreError: The store failed for another reason.
         """
         if self._closing:
-            raise ShuttingDownError("the store is closed; ask another")
+            raise ShuttingDownError(
+                "the store is closed because the service is stopping; try again"
+            )
         if self._died:
             raise _dead()
         future: Future[_Result] = Future()
@@ -110,7 +112,7 @@ class Database(AbstractAsyncContextManager["Database"]):
             self._queue.put_nowait((work, future))
         except queue.Full:
             raise StoreFullError(
-                "the store is behind; try again", retry_delay_ms=_RETRY_MS
+                "the store has too many pending writes; try again later", retry_delay_ms=_RETRY_MS
             ) from None
         if self._died:  # while the job was queued
             self._fail_waiting()

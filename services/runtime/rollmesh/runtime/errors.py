@@ -43,31 +43,31 @@ class InvalidFieldError(RollmeshError):
 
 
 class GroupSizeError(InvalidFieldError):
-    """A session announces its group with another size than the sessions that are stored."""
+    """A session gives its group a different size than earlier sessions did."""
 
     reason = "GROUP_SIZE_CONFLICT"
 
 
 class UndecodableError(InvalidFieldError):
-    """A request is no message of the method that it was sent to."""
+    """The bytes of a request are not a message of the called method."""
 
     reason = "UNDECODABLE"
 
 
 class PromptEmptyError(InvalidFieldError):
-    """A prompt has no ids."""
+    """The prompt has no token ids."""
 
     reason = "PROMPT_EMPTY"
 
 
 class PromptTooLongError(InvalidFieldError):
-    """A prompt leaves no room in the model's context."""
+    """The prompt leaves no room for an answer in the model's context."""
 
     reason = "PROMPT_TOO_LONG"
 
 
 class TokenOutOfVocabularyError(InvalidFieldError):
-    """A prompt holds an id the model does not have."""
+    """The prompt contains an id that the model does not have."""
 
     reason = "TOKEN_OUT_OF_VOCABULARY"
 
@@ -79,90 +79,90 @@ class InvalidSamplingError(InvalidFieldError):
 
 
 class InvalidConstraintError(InvalidFieldError):
-    """A constraint cannot be enforced: it is malformed, too large, or the model's files lack it."""
+    """The constraint is malformed, too large, or not supported for this model."""
 
     reason = "INVALID_CONSTRAINT"
 
 
 class InvalidWeightsError(InvalidFieldError):
-    """New weights do not fit the model; the old ones stay."""
+    """The new weights do not fit the model; the old ones stay in use."""
 
     reason = "INVALID_WEIGHTS"
 
 
 class InvalidMessagesError(InvalidFieldError):
-    """The messages of a chat request are not a conversation."""
+    """The messages are not a conversation that the chat template can render."""
 
     reason = "INVALID_MESSAGES"
 
 
 class ContextLengthExceededError(InvalidFieldError):
-    """A conversation leaves no room in the model's context."""
+    """The conversation leaves no room for an answer in the model's context."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
 class IdempotencyKeyReusedError(InvalidFieldError):
-    """The idempotency key names the sample of another request."""
+    """The idempotency key was already used for another request."""
 
     reason = "IDEMPOTENCY_KEY_REUSED"
 
 
 class UnsupportedPartError(InvalidFieldError):
-    """A message holds a part that is not served, such as an image."""
+    """A message contains a part that is not supported, such as an image."""
 
     reason = "UNSUPPORTED_PART"
 
 
 class ModelMismatchError(InvalidFieldError):
-    """A request names another model than the engine serves."""
+    """The request names a model that the engine does not serve."""
 
     reason = "MODEL_MISMATCH"
 
 
 class InvalidLeaseError(InvalidFieldError):
-    """A booking names no model in a mesh of several, or reuses the id of a lease."""
+    """A lease request names no model in a mesh of several, or reuses the id of a lease."""
 
     reason = "INVALID_LEASE"
 
 
 class RepeatConflictError(RollmeshError):
-    """A write was repeated with another body; what the first one did stands."""
+    """A write was repeated with a different body; the first one was kept."""
 
     code = "ALREADY_EXISTS"
     reason = "REPEAT_CONFLICT"
 
 
 class RequestIdInUseError(RollmeshError):
-    """A request with this id is running."""
+    """A generation with this id is already running."""
 
     code = "ALREADY_EXISTS"
     reason = "REQUEST_ID_IN_USE"
 
 
 class ReplicaIdInUseError(RollmeshError):
-    """A member with this id is registered."""
+    """Another member is registered under this id."""
 
     code = "ALREADY_EXISTS"
     reason = "REPLICA_ID_IN_USE"
 
 
 class StaleVersionError(RollmeshError):
-    """A weight update is not newer than the weights in use."""
+    """The policy version is not above the current one."""
 
     code = "FAILED_PRECONDITION"
     reason = "STALE_VERSION"
 
 
 class SupersededError(RollmeshError):
-    """A later push, or the end of the engine, came before the engine answered this one."""
+    """A later push replaced this one, or the engine left, before the engine answered."""
 
     code = "ABORTED"
     reason = "SUPERSEDED"
 
 
 class WeightTransferError(RollmeshError):
-    """A transfer backend did not join the trainer or take its weights; the old ones stay."""
+    """A transfer backend did not connect to the trainer or did not receive its weights."""
 
     code = "FAILED_PRECONDITION"
     reason = "WEIGHT_TRANSFER_FAILED"
@@ -176,21 +176,21 @@ class SessionUnknownError(RollmeshError):
 
 
 class SessionDamagedError(RollmeshError):
-    """What is stored of a session cannot be read; everything else can."""
+    """The stored data of a session cannot be read; other sessions are not affected."""
 
     code = "DATA_LOSS"
     reason = "SESSION_DAMAGED"
 
 
 class SessionClosedError(RollmeshError):
-    """The session is closed and takes no more turns."""
+    """The session is closed and accepts no more turns."""
 
     code = "FAILED_PRECONDITION"
     reason = "SESSION_CLOSED"
 
 
 class SessionLimitError(RollmeshError):
-    """The session holds as much as it may; what it holds is kept, and it can be closed."""
+    """The session has reached a limit; its contents are kept, and it can be closed."""
 
     code = "OUT_OF_RANGE"
     reason = "SESSION_LIMIT"
@@ -211,7 +211,7 @@ class EngineStartError(RollmeshError):
 
 
 class EngineDeadError(RollmeshError):
-    """The model's process died under the engine."""
+    """The engine's model process died."""
 
     code = "UNAVAILABLE"
     reason = "ENGINE_DEAD"
@@ -225,21 +225,21 @@ class EngineLostError(RollmeshError):
 
 
 class EngineMismatchError(RollmeshError):
-    """The engine has another vocabulary or a shorter context than the gateway was given."""
+    """The engine's vocabulary or context length does not fit the gateway's model."""
 
     code = "INTERNAL"
     reason = "ENGINE_MISMATCH"
 
 
 class EngineFaultError(RollmeshError):
-    """An engine contradicts itself or what was asked of it; nothing that it said was kept."""
+    """The engine contradicted itself or its request; its answer was discarded."""
 
     code = "INTERNAL"
     reason = "ENGINE_FAULT"
 
 
 class GenerationAbortedError(RollmeshError):
-    """The generation was aborted by an operator; nothing was committed."""
+    """An operator aborted the generation; nothing was committed."""
 
     code = "ABORTED"
     reason = "GENERATION_ABORTED"
@@ -253,14 +253,14 @@ class NoEngineError(RollmeshError):
 
 
 class EnginesBusyError(RollmeshError):
-    """Every engine holds as many leases as it may."""
+    """All leases of every engine are taken."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "ENGINES_BUSY"
 
 
 class TooManySessionsError(RollmeshError):
-    """The gateway holds as many open sessions as it may."""
+    """The gateway has its maximum number of open sessions."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "TOO_MANY_SESSIONS"
@@ -274,40 +274,40 @@ class OverloadedError(RollmeshError):
 
 
 class StoreFullError(RollmeshError):
-    """The store takes nothing more until something is acknowledged."""
+    """The store is full until deliveries are acknowledged, or its disk is full."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "STORE_FULL"
 
 
 class StoreError(RollmeshError):
-    """The store failed; nothing of the request was kept."""
+    """The store failed; nothing of the request was stored."""
 
     reason = "STORE_FAILED"
 
 
 class StoreLostError(StoreError):
-    """The store's files were removed or replaced while it was open; nothing more is kept."""
+    """The store's files were removed or replaced while open; nothing more is stored."""
 
     reason = "STORE_LOST"
 
 
 class StoreInUseError(StoreError):
-    """Another process that lives has the store open."""
+    """Another running process has the store open."""
 
     code = "FAILED_PRECONDITION"
     reason = "STORE_IN_USE"
 
 
 class StartingError(RollmeshError):
-    """The service listens and cannot answer yet: it is reading its store."""
+    """The service is still reading its store."""
 
     code = "UNAVAILABLE"
     reason = "STARTING"
 
 
 class StoreAwayError(RollmeshError):
-    """The store's server cannot be reached; nothing of the request was kept."""
+    """The store's server cannot be reached; nothing of the request was stored."""
 
     code = "UNAVAILABLE"
     reason = "STORE_AWAY"
@@ -348,7 +348,7 @@ class ConsumerMovedError(RollmeshError):
 
 
 class ShuttingDownError(RollmeshError):
-    """The service takes nothing new because it is about to stop."""
+    """The service is shutting down and accepts no new work."""
 
     code = "UNAVAILABLE"
     reason = "SHUTTING_DOWN"
@@ -362,7 +362,7 @@ class DeadlineError(RollmeshError):
 
 
 class RemoteError(RollmeshError):
-    """A status that carries no reason of rollmesh: the transport's, or a foreign server's."""
+    """A status without a rollmesh reason, from the transport or a foreign server."""
 
     reason = "REMOTE"
 

@@ -19,7 +19,7 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
 
     Use it when memory must learn what a store committed. If several callers wait, each waits under
     `asyncio.shield`. The outcome is always set: if the owner stops the work, even before its first
-    step, or takes no more work, it is a `ShuttingDownError`.
+    step, or accepts no more work, it is a `ShuttingDownError`.
 
     Args:
         tasks: Owns the work; an error in it does not stop the other tasks.

@@ -55,7 +55,7 @@ def read_head(session_id: str, data: bytes) -> session_pb2.SessionRecord:
     try:
         head = session_pb2.SessionRecord.FromString(data)
     except DecodeError as error:
-        raise damaged(session_id, f"its head is no message: {error}") from error
+        raise damaged(session_id, f"its head is not a valid message: {error}") from error
     if head.session_id != session_id:
         raise damaged(session_id, f"its head is that of {head.session_id!r}")
     return head
@@ -86,7 +86,7 @@ def damaged(session_id: str, problem: str) -> SessionDamagedError:
     """Logs that a session cannot be read; returns the error for it."""
     _log.error("session damaged", extra=fields(session_id=session_id, problem=problem))
     return SessionDamagedError(
-        f"session_id: what is stored of {session_id!r} is damaged: {problem}; restore the store "
+        f"session_id: the stored data of {session_id!r} is damaged: {problem}; restore the store "
         "from a copy",
         session_id=session_id,
     )

@@ -20,6 +20,6 @@ def check_repeat(request_id: str, first: bytes, digest: bytes) -> None:
     """
     if first != digest:
         raise RepeatConflictError(
-            f"request_id: {request_id!r} gave this session other rewards, which stand; "
-            "give another id"
+            f"request_id: {request_id!r} was already used with other rewards, which were kept; "
+            "use another id"
         )

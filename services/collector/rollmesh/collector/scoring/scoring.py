@@ -55,7 +55,9 @@ class Scoring:
             StoreFullError: The scorer cannot keep up.
         """
         if self._waiting.qsize() + count > _MOST_WAITING:
-            raise StoreFullError("the scorer is behind; try again", retry_delay_ms=RETRY_MS)
+            raise StoreFullError(
+                "too many sessions wait for the scorer; try again later", retry_delay_ms=RETRY_MS
+            )
 
     def add(self, session_id: str) -> None:
         """Queues a stored session; if the queue is full, it is delivered when its wait ends."""
@@ -83,7 +85,9 @@ class Scoring:
             except (SessionUnknownError, SessionDamagedError):  # removed, or logged as damaged
                 continue
             except Exception as error:  # noqa: BLE001 - one session must not stop the others
-                _log.error("not scored", exc_info=error, extra=fields(session_id=session_id))
+                _log.error(
+                    "session not scored", exc_info=error, extra=fields(session_id=session_id)
+                )
 
     async def _score(self, scorer: RemoteScorer, session_id: str) -> None:
         record = await self._lasting_session(session_id)
@@ -110,7 +114,8 @@ class Scoring:
     def _failed(self, session_id: str, error: RollmeshError) -> None:
         metrics.SCORES.labels("failed").inc()
         _log.warning(
-            "not scored", extra=fields(session_id=session_id, reason=error.reason, error=str(error))
+            "session not scored",
+            extra=fields(session_id=session_id, reason=error.reason, error=str(error)),
         )
 
     async def _lasting_session(self, session_id: str) -> session_pb2.SessionRecord:

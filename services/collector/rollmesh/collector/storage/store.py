@@ -291,7 +291,9 @@ def read_token(page_token: str) -> int:
     """
     known = page_token.isascii() and page_token.isdigit() and len(page_token) <= _MAX_TOKEN_DIGITS
     if page_token and not known:
-        raise InvalidFieldError("page_token", "give the next_page_token of a page, or none")
+        raise InvalidFieldError(
+            "page_token", "is invalid; give the next_page_token of a page, or leave it empty"
+        )
     return int(page_token or "0")
 
 

@@ -27,7 +27,7 @@ def read_constraint(request: engine_pb2.GenerateRequest, sampling: Sampling) -> 
         return None
     text = request.constraint.structural_tag_json
     if len(text.encode()) > _MAX_BYTES:
-        raise InvalidConstraintError(_FIELD, f"is larger than {_MAX_BYTES} bytes; send less")
+        raise InvalidConstraintError(_FIELD, f"has more than {_MAX_BYTES} bytes; simplify it")
     try:
         tag: Any = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -40,10 +40,11 @@ def read_transfer(transfer: engine_pb2.WeightTransfer, own_backend: str) -> Tran
 def _check_backend(wanted: str, own: str) -> None:
     if not own:
         raise WeightTransferError(
-            f"backend: the engine has none, not {wanted!r}; start it with --weight-transfer"
+            f"backend: is {wanted!r}, and the engine has no transfer backend; "
+            "start it with --weight-transfer"
         )
     if wanted != own:
-        raise WeightTransferError(f"backend: the engine has {own!r}, not {wanted!r}; use that")
+        raise WeightTransferError(f"backend: is {wanted!r}, and the engine uses {own!r}; give that")
 
 
 def _parse(text: str, field: str) -> Any:

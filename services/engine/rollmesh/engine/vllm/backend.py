@@ -212,7 +212,9 @@ class VllmBackend:
                 if not was_paused and not self.died.is_set():
                     await self._llm.resume_generation()
             took_ms = clock.monotonic_ms() - started
-            _log.info("weights", extra=fields(policy_version=policy_version, paused_ms=took_ms))
+            _log.info(
+                "weights updated", extra=fields(policy_version=policy_version, paused_ms=took_ms)
+            )
             return took_ms
 
     async def _check(self, source: Path | Transfer) -> None:
@@ -359,7 +361,7 @@ def _finish(completion: Any, cached_tokens: int) -> engine_pb2.GenerateFinish:
     stop = completion.stop_reason
     if (
         reason == sampling_pb2.FINISH_REASON_STOP and stop is None
-    ):  # the end token that vLLM knows by itself
+    ):  # the end token that vLLM reads from the model's config
         stop = completion.token_ids[-1] if len(completion.token_ids) else None
     return engine_pb2.GenerateFinish(
         reason=reason,

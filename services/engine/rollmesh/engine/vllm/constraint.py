@@ -35,9 +35,9 @@ def compilable(constraint: Constraint) -> str:
         if constraint.strict and (unsupported or (bounds and not takes_patterns)):
             raise InvalidConstraintError(
                 _FIELD,
-                "has a JSON schema of which a part cannot be enforced (multipleOf, uniqueItems, "
-                "contains, allOf of several, unusual formats, lengths of strings that may not hold "
-                "the format's marks, ...); leave it out, or strict",
+                "has a JSON schema with a keyword that cannot be enforced (multipleOf, "
+                "uniqueItems, contains, allOf of several, unusual formats, lengths of strings that "
+                "may not contain the format's delimiters, ...); remove the keyword, or strict",
             )
         for string in bounds if takes_patterns else ():
             _bound_by_pattern(string)

@@ -189,7 +189,7 @@ def find_misfit(offered: Mapping[str, Header], wanted: Mapping[str, Header]) -> 
     # Trainers often send the tied output layer in addition to the embedding that it equals.
     for name in sorted(offered.keys() - wanted.keys()):
         if name != _TIED_HEAD or _EMBEDDING not in wanted:
-            return f"{name} is no tensor of the model"
+            return f"{name} is not a tensor of the model"
         if problem := _difference(offered[name], wanted[_EMBEDDING]):
             return f"{name} {problem}"
     return ""

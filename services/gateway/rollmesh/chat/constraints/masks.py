@@ -20,7 +20,7 @@ def bad_sequences(words: Iterable[str], tokenizer: ModelTokenizer) -> list[list[
     for at, word in enumerate(words):
         plain: list[int] = tokenizer.encode(word.lstrip()).tolist()
         if not plain:
-            raise InvalidFieldError(f"bad_words[{at}]", "has no tokens; leave it out")
+            raise InvalidFieldError(f"bad_words[{at}]", "encodes to no tokens; leave it out")
         sequences.append(plain)
         after: list[int] = tokenizer.encode(f" {word.lstrip()}").tolist()
         if len(after) == len(plain) and after[0] != plain[0]:

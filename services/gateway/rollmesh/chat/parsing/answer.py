@@ -79,7 +79,7 @@ class Answer:
             text, stopped = self._stops.feed(self._decoder.feed(token_id))
             if stopped:
                 self.stopped_at = self._fed
-            if self._one_call:  # by itself, so that it is known which id begins the second
+            if self._one_call:  # on its own, to know which id begins the second
                 events += self._first_call(self._split(text))
             else:
                 certain.append(text)

@@ -96,7 +96,7 @@ def choose(
     elif tools not in {*FORMATS, *CHANNELS, "none"} and not (
         tools == UNKNOWN and tool_parser == "auto"
     ):
-        raise ConfigError(f"tool_parser: there is no {tools!r}; give auto or {known_parsers()}")
+        raise ConfigError(f"tool_parser: is {tools!r}; give auto or {known_parsers()}")
     if reasoning_parser not in {"auto", "none", "think"}:
         raise ConfigError("reasoning_parser: give auto, none or think")
     reasoning = {"auto": found.reasoning, "think": True, "none": False}[reasoning_parser]
@@ -119,7 +119,7 @@ def check_readable(format_: AnswerFormat) -> None:
     if format_.tools == UNKNOWN:
         raise InvalidFieldError(
             "tools",
-            "the model's chat template shows no known format of tool calls, so calls could not be "
+            "the model's chat template shows no known tool-call format, so calls could not be "
             f"parsed; set tool_parser to one of: {known_parsers()}",
         )
 

@@ -86,7 +86,7 @@ class Boundaries:
         lead = self._leads.get(before)
         _, found, after = text.partition(MARKER)
         if lead is None or not found or not after.startswith(lead):
-            raise TemplateRenderError(f"what follows a {before} message changes how it is printed")
+            raise TemplateRenderError(f"later messages change how a {before} message is printed")
         return after[len(lead) :]
 
     def without_closing(self, place: Place, group: MessageGroup, text: str) -> str:
@@ -107,7 +107,7 @@ class Boundaries:
             end, follower = self._end_of(group[0]), text.rfind(FOLLOWED)
             at = max(text.rfind(one, 0, follower) for one in self.ends.headers.values() or (end,))
             if at < 0:
-                raise TemplateRenderError("an answer in the history does not end")
+                raise TemplateRenderError("the template does not end an answer in the history")
             return text[: at + len(end)]
         if not text.endswith(self._ends[place]):
             raise TemplateRenderError(f"a {place} message does not end as others of its kind")
@@ -121,12 +121,12 @@ class Boundaries:
         if at >= 0 and text.startswith(alone[: at + len(end)]):
             return text[at + len(end) :]
         if self.ends.headers:
-            raise TemplateRenderError("what follows an answer changes how it is printed")
+            raise TemplateRenderError("later messages change how an answer is printed")
         _, found, after = text.partition(MARKER)
         _, ended, after = after.partition(end)
         if not found or not ended:
             raise TemplateRenderError(
-                "the end of an answer is not found before the text that follows it"
+                "the template prints no end of an answer before the next message"
             )
         return after
 
@@ -154,7 +154,7 @@ class Boundaries:
         _, found, tail = alone.partition(MARKER)
         if not found:
             if place == "user":
-                raise TemplateRefusedError("the template does not print a user message as it is")
+                raise TemplateRefusedError("the template does not print a user message unchanged")
             return
         if place == "assistant":
             at = tail.find(self.ends.text)

@@ -120,7 +120,9 @@ class Continuation:
         """
         cutter = self._of(context).cutter
         if len(groups) == 1 and cutter.is_joined(groups[0], context):
-            raise TemplateRenderError("a system message alone: it is printed with the user turn")
+            raise TemplateRenderError(
+                "a system message alone cannot be rendered; send a user message with it"
+            )
         return self._tokenizer.encode(cutter.generation_prompt(place(groups, len(groups))))
 
     def opens_reasoning(
@@ -243,7 +245,7 @@ class Continuation:
     ) -> TokenIds | None:
         """Returns the ids of a group; None for an answer, whose ids depend on what follows.
 
-        Of two in a row the second is taken for what it usually is: one has to be known.
+        Of two answers in a row the second is rendered, because one of them has to be known.
         """
         if groups[at][0].role == "assistant" and place(groups, at) != "assistant":
             return None
@@ -274,7 +276,7 @@ class Continuation:
     def _id_of(self, text: str) -> int:
         id_ = self._tokenizer.special_id(text)
         if id_ is None:
-            raise TemplateRefusedError(f"{text!r} ends a turn and is no token")
+            raise TemplateRefusedError(f"{text!r} ends a turn but is not a single token")
         return id_
 
     def _encode(self, texts: list[str]) -> list[TokenIds]:

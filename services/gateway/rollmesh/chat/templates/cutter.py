@@ -51,7 +51,9 @@ class Cutter:
             TemplateRenderError: The template refuses a group, or cannot be continued there.
         """
         if context.tools_json and self.ignores_tools:
-            raise TemplateRenderError("tools: the model's chat template does not print tools")
+            raise TemplateRenderError(
+                "tools: the model's chat template does not print tools; leave them out"
+            )
         texts: list[str] = []
         for at in range(start, len(groups)):
             before = place(groups, at)
@@ -64,8 +66,8 @@ class Cutter:
             message = groups[at][0]
             if self.boundaries.says_after_results and message.tool_calls and message.content:
                 raise TemplateRenderError(
-                    "content: the model's chat template prints text beside calls after their "
-                    "results; leave it out"
+                    "content: the model's chat template prints the text of a message with tool "
+                    "calls after their results; leave the text out"
                 )
             joined = at < 2 and self.is_joined(groups[0], context)
             if at == 0:

@@ -69,7 +69,7 @@ class _Finder:
             raise TemplateRefusedError(f"user, assistant, user: {error}") from error
         _, found, tail = text.partition(MARKER)
         if not found:
-            raise TemplateRefusedError("the template does not print an answer as it is")
+            raise TemplateRefusedError("the template does not print an answer unchanged")
         end = self._leading_special(tail)
         alone = self._render(WINDOWS["assistant"]).partition(MARKER)[2]
         if end is not None and not alone:
@@ -80,7 +80,7 @@ class _Finder:
         last = self._leading_special(alone)
         if end is None or last is None:
             raise TemplateRefusedError(
-                f"an answer is followed by {tail[:20]!r}: it has no end token of its own"
+                f"an answer has no end token of its own: it is followed by {tail[:20]!r}"
             )
         call = self._call_end(end)
         inside = self._inside()
@@ -99,8 +99,8 @@ class _Finder:
             if stop in inside:
                 raise TemplateRefusedError(
                     f"the model stops at {self._tokenizer.shown(stop)}, which the template prints "
-                    "inside of answers: the text after it would never be sampled; take it out "
-                    "of eos_token_id in generation_config.json"
+                    "inside answers, so the text after it would never be sampled; remove it "
+                    "from eos_token_id in generation_config.json"
                 )
 
     def _inside(self) -> str:

@@ -100,7 +100,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise TemplateRenderError(str(error)) from error
         except RecursionError as error:
-            raise TemplateRenderError("a value is nested too deep for it") from error
+            raise TemplateRenderError("a value is nested too deeply for the template") from error
 
     def _prints_strings(self) -> bool:
         """Returns whether content is rendered as a string; multimodal templates expect parts."""
@@ -120,7 +120,9 @@ def load_template(model_path: Path, tokenizer: Tokenizer) -> ChatTemplate:
     path = model_path / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.exists() else _configured(tokenizer)
     if source is None:
-        raise ModelFilesError(f"{model_path}: no chat_template.jinja and none in its config")
+        raise ModelFilesError(
+            f"{model_path}: has neither a chat_template.jinja nor a chat template in its config"
+        )
     variables = {}
     for name in _SPECIALS:
         value = tokenizer.config.get(name)

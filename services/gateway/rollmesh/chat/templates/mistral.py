@@ -154,7 +154,9 @@ class MistralTemplate:
             TemplateRenderError: `mistral_common` refuses the messages.
         """
         if context.options_json:
-            raise TemplateRenderError("the model has no chat template that could take options")
+            raise TemplateRenderError(
+                "the model has no chat template, so template options cannot be used"
+            )
         validator = self._before_answer if generation_prompt else self._any_end
         tools = json.loads(context.tools_json) if context.tools_json else None
         recorder = _Recorder(self._instruct.tokenizer)

@@ -34,7 +34,7 @@ class SpecialText:
         self._spells = tokenizer.spells
         self._refuses = setting == "refuse"
         self._hides = setting == "plain"
-        # Text may hold what hidden text is marked with: that is printed as it is all the same.
+        # Text may contain the marker of hidden text; it is printed unchanged.
         self._changed = tokenizer.hide if self._hides else tokenizer.escape
         self._contexts: ByteCache[tuple[bytes, bytes], tuple[RenderContext, bool]] = ByteCache(
             _CONTEXTS_BYTES

@@ -195,12 +195,16 @@ def _read_lineage(request: gateway_pb2.ChatRequest) -> Lineage | None:
 def _read_wanted(request: gateway_pb2.ChatRequest, render_context: RenderContext) -> Wanted:
     calls = _CALLS.get(request.tool_choice)
     if calls is None:
-        raise InvalidFieldError("tool_choice", f"there is no {request.tool_choice}")
+        raise InvalidFieldError("tool_choice", f"is {request.tool_choice}; give a ToolChoice")
     if calls in {Calls.REQUIRED, Calls.NAMED} and not render_context.tools_json:
-        raise InvalidFieldError("tool_choice", "wants a call, but there are no tools; send some")
+        raise InvalidFieldError(
+            "tool_choice", "requires a tool call, but the request has no tools; send tools"
+        )
     named = calls is Calls.NAMED
     if named and request.tool_name not in tool_schemas(render_context.tools_json):
-        raise InvalidFieldError("tool_choice", f"names {request.tool_name!r}, which is no tool")
+        raise InvalidFieldError(
+            "tool_choice", f"names {request.tool_name!r}, which is not one of the tools"
+        )
     schema = request.json_format.schema_json.encode() if request.HasField("json_format") else None
     if schema:
         _check_schema(schema)

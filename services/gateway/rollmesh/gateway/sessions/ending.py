@@ -37,4 +37,4 @@ async def end_turns(session: Session, error: RollmeshError) -> None:
 
 def cancelled() -> GenerationAbortedError:
     """Returns the error of a turn that no request waits for any more."""
-    return GenerationAbortedError("the turn was cancelled; nothing was kept")
+    return GenerationAbortedError("the turn was cancelled; nothing was committed")

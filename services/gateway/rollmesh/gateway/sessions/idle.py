@@ -18,13 +18,15 @@ async def close_idle(gateway: Gateway, idle_ms: int) -> None:
     """Closes sessions that have been idle for `idle_ms`; runs until it is cancelled."""
     while True:
         for session in gateway.unused_since(clock.monotonic_ms() - idle_ms):
-            _log.warning("idle session", extra=fields(session=session.spec.session_id))
+            _log.warning(
+                "closing an idle session", extra=fields(session_id=session.spec.session_id)
+            )
             try:
                 await _close(gateway, session)
             except RollmeshError as error:  # retried in the next round
                 _log.warning(
-                    "not closed",
-                    extra=fields(session=session.spec.session_id, error=str(error)),
+                    "idle session not closed",
+                    extra=fields(session_id=session.spec.session_id, error=str(error)),
                 )
         await asyncio.sleep(min(idle_ms / 4000, _CHECK_S))
 

@@ -120,7 +120,7 @@ class Gateway:
             ]
         )
         _log.info(
-            "restored",
+            "sessions restored",
             extra=fields(
                 open=len(sessions), closed=len(self._closed), dead_letters=len(self._outbox.dead)
             ),
@@ -317,7 +317,9 @@ class Gateway:
 
     async def stop(self) -> None:
         """Ends the turns that are still running; waits for those being committed."""
-        error = ShuttingDownError("the gateway stopped; nothing was kept", retry_delay_ms=_RETRY_MS)
+        error = ShuttingDownError(
+            "the gateway stopped; nothing was committed", retry_delay_ms=_RETRY_MS
+        )
         for session in list(self._sessions.values()):
             await end_turns(session, error)
 
@@ -333,7 +335,7 @@ class Gateway:
             metrics.TURNS.labels(error.reason).inc()
             session.end(turn, error)
         except Exception as error:  # noqa: BLE001 - task edge: one turn must not end the others
-            _log.exception("turn failed", extra=fields(session=session.spec.session_id))
+            _log.exception("turn failed", extra=fields(session_id=session.spec.session_id))
             session.end(turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
 
 
@@ -348,8 +350,8 @@ def _digest_of(request: gateway_pb2.CloseSessionRequest) -> bytes:
 def _check_repeat(session_id: str, first: bytes, digest: bytes) -> None:
     if first != digest:
         raise RepeatConflictError(
-            f"session {session_id} was closed with another outcome, other rewards or metadata, "
-            "which stand; SetRewards at the collector gives it other rewards",
+            f"session {session_id} was already closed with another outcome, rewards or metadata, "
+            "which were kept; change its rewards with SetRewards at the collector",
             session_id=session_id,
         )
 

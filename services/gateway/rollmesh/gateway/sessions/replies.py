@@ -63,7 +63,7 @@ class Replies:
             await faults.reach("gateway-before-reply")
             report = await self._report(answered, request)
             turn.handed = True
-            turn.waiting += 1  # until the reply is sent, an equal request is no retry
+            turn.waiting += 1  # until the reply is sent, an equal request is not a retry
         return turn, dataclasses.replace(answered, report=report)
 
     def replied(self, turn: Turn, *, left: bool) -> None:
@@ -137,4 +137,6 @@ class Replies:
             node.reasons -= {
                 trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY
             }  # the next replay tries again
-            _log.warning("replay not recorded", extra=fields(session=session_id, error=str(error)))
+            _log.warning(
+                "replay not recorded", extra=fields(session_id=session_id, error=str(error))
+            )

@@ -231,7 +231,9 @@ def revive(
         DamagedSessionError: It still cannot be read, and stays a dead letter.
     """
     if not db.execute("DELETE FROM dead_letters WHERE session_id = ?", (session_id,)).rowcount:
-        raise SessionUnknownError(f"session_id: {session_id!r} is no dead letter")
+        raise SessionUnknownError(
+            f"session_id: {session_id!r} is not a dead letter; ListDeadLetters lists all"
+        )
     sent = db.execute(
         "UPDATE outbox SET state = ? WHERE session_id = ?", (State.WAITING, session_id)
     ).rowcount

@@ -70,7 +70,7 @@ class DeadLetters:
     def _check(self, session_id: str) -> None:
         if session_id not in self._outbox.dead:
             raise SessionUnknownError(
-                f"session_id: {session_id!r} is no dead letter; ListDeadLetters has those",
+                f"session_id: {session_id!r} is not a dead letter; ListDeadLetters lists all",
                 session_id=session_id,
             )
 

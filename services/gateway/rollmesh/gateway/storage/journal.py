@@ -118,8 +118,8 @@ def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:
     known = "SELECT session_id FROM closes WHERE request_id = ?"
     for (session_id,) in db.execute(known, (spec.request_id,)):
         raise SessionClosedError(
-            f"request_id: {spec.request_id!r} opened session {session_id}, which is closed; "
-            "give another to open another",
+            f"request_id: {spec.request_id!r} belongs to session {session_id}, which is closed; "
+            "give a new one to open another session",
             session_id=session_id,
         )
     db.execute(

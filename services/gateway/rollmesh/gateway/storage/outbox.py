@@ -103,7 +103,9 @@ def dead_letter(
     message = str(error) if isinstance(error, (RollmeshError, DamagedSessionError)) else repr(error)
     name = name_of(gateway_pb2.DeadLetterReason.DESCRIPTOR, reason)
     _log.error(
-        "set aside", extra=fields(session=session_id, reason=name, error=message), exc_info=error
+        "session set aside",
+        extra=fields(session_id=session_id, reason=name, error=message),
+        exc_info=error,
     )
     return gateway_pb2.DeadLetter(
         session_id=session_id, reason=reason, message=message, unix_ms=clock.unix_ms()
@@ -206,7 +208,9 @@ class Outbox:
             try:
                 turn = await self._database.run(lambda db: self._turn(db, delivered))  # noqa: B023
             except RollmeshError as error:  # transient: a full disk or write backlog
-                _log.warning("no hand-over", extra=fields(reason=error.reason, error=str(error)))
+                _log.warning(
+                    "deliveries not recorded", extra=fields(reason=error.reason, error=str(error))
+                )
                 self._delivered += delivered
                 await asyncio.sleep(_JOURNAL_RETRY_S)
                 continue
@@ -262,7 +266,7 @@ class Outbox:
             known = isinstance(error, RollmeshError)
             reason = error.reason if isinstance(error, RollmeshError) else type(error).__name__
             _log.warning(
-                "not delivered yet",
+                "sessions not delivered yet",
                 extra=fields(reason=reason, error=str(error)),
                 exc_info=None if known else error,
             )

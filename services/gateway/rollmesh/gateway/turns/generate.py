@@ -54,7 +54,7 @@ class Generation:
             EngineFaultError: The message is invalid; none of it was taken.
         """
         if self.finish is not None:
-            raise EngineFaultError("the engine went on after the end of its answer")
+            raise EngineFaultError("the engine sent more after the end of its answer")
         try:
             ids = unpack_ids(response.token_ids_u32le, "token_ids_u32le")
             logprobs = unpack_logprobs(response.logprobs_f32le, "logprobs_f32le")
@@ -83,7 +83,7 @@ class Generation:
         if len(ids) != len(logprobs):
             raise EngineFaultError(f"the engine gave {len(logprobs)} log-probs for {len(ids)} ids")
         if self._taken + len(ids) > self.max_tokens:
-            raise EngineFaultError(f"the engine gave more ids than the {self.max_tokens} asked for")
+            raise EngineFaultError(f"the engine sent more ids than the {self.max_tokens} requested")
         if not len(ids):
             return
         if self.vocabulary_tokens and (largest := int(ids.max())) >= self.vocabulary_tokens:
@@ -109,7 +109,7 @@ def _check_finish(finish: engine_pb2.GenerateFinish, sampled: int, prompt_crc32:
     if finish.prompt_crc32 != prompt_crc32:
         raise EngineFaultError("the engine received other prompt ids than the session recorded")
     if finish.reason not in _FINISHES:
-        raise EngineFaultError(f"the engine ended for no known reason ({finish.reason})")
+        raise EngineFaultError(f"the engine sent an unknown finish reason ({finish.reason})")
     at = 0
     for span in finish.version_spans:
         # vLLM returns an empty span if the weights changed and no token followed.
@@ -132,7 +132,7 @@ def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
     sampled = joined(generation.runs)
     cut = generation.answer.stopped_at
     if cut is None and finish.reason == sampling_pb2.FINISH_REASON_ABORT:
-        raise GenerationAbortedError("the generation was aborted; nothing was kept, try again")
+        raise GenerationAbortedError("the generation was aborted; nothing was committed, try again")
     size = len(sampled) if cut is None else cut
     sampled = sampled.until(size)
     spans = tuple(
@@ -143,7 +143,7 @@ def checked_sample(generation: Generation, *, prompt_tokens: int) -> Sample:
         if span.start < min(span.end, size)
     )
     if not size:
-        raise RollmeshError("the engine ended without a token; nothing was kept, try again")
+        raise RollmeshError("the engine ended without a token; nothing was committed, try again")
     return Sample(
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,

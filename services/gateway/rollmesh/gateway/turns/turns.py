@@ -193,7 +193,7 @@ class TurnRunner:
                     did = "is wrong" if isinstance(error, EngineFaultError) else "went away"
                     raise EngineLostError(
                         f"engine {engine_id} {did} in the middle of the turn; "
-                        "nothing was kept, try again",
+                        "nothing was committed, try again",
                         retry_delay_ms=1000,
                     ) from error
             turn.begin_again()
@@ -242,7 +242,7 @@ class TurnRunner:
                     aborted = True  # the engine then finishes its stream, with version spans
                     await self._engines.abort(address, message.request_id)
         if generation.finish is None:
-            raise EngineDeadError(f"engine {engine_id} ended its stream without a finish")
+            raise EngineDeadError(f"engine {engine_id} ended its stream without a finish reason")
         return generation
 
     def _answer(

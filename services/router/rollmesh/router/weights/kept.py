@@ -90,7 +90,7 @@ class KeptWeights:
             if header.safetensors_bytes > free:
                 raise StoreFullError(
                     f"header.safetensors_bytes: is {header.safetensors_bytes}, and the disk of "
-                    f"{self.folder} has room for {max(free, 0)}; make room, or send less"
+                    f"{self.folder} has room for {max(free, 0)}; free space on it"
                 )
             return self._part(header).open("wb")
 

@@ -112,7 +112,7 @@ class Updates:
             result = await self._update(engine, header)
             if not result.status.code:
                 _log.info(
-                    "brought up to date",
+                    "engine brought up to date",
                     extra=fields(engine=engine.engine_id, policy_version=header.policy_version),
                 )
                 continue

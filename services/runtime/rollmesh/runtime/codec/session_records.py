@@ -72,7 +72,7 @@ def _check_tree(tree: trajectory_pb2.TrajectoryTree, field: str) -> None:
                 f"{field}.nodes[{at}].scaffold_tokens", "are more than its tokens"
             )
         if node.HasField("parent_index") and node.parent_index >= at:
-            raise InvalidFieldError(f"{field}.nodes[{at}].parent_index", "is no earlier node")
+            raise InvalidFieldError(f"{field}.nodes[{at}].parent_index", "is not an earlier node")
         _check_reward(node, f"{field}.nodes[{at}]")
         end = node.end
     if end != count:

@@ -39,7 +39,8 @@ def check_rewards(
         if node_id not in turns:
             raise InvalidFieldError(
                 field,
-                f"node {node_id} is no turn of the session; give the last number of an answer's id",
+                f"node {node_id} is not a turn of the session; give the number at the end of an "
+                "answer's id",
                 node_id=node_id,
             )
         _check_finite(field, reward)

@@ -1,8 +1,8 @@
 """Named points at which a test may stop a process to kill it there.
 
 A point does nothing unless the process was started with its name armed: `--fault NAME`, or
-`--fault NAME:7` for the seventh time that it is reached. Armed, it says so on standard output,
-once, and then blocks until the process is killed.
+`--fault NAME:7` for the seventh time that it is reached. An armed point prints one line
+and then blocks until the process is killed.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ def arm(names: str) -> None:
     """Arms the points of a comma-separated list.
 
     Raises:
-        ConfigError: A count is no number above 0.
+        ConfigError: A count is not a number above 0.
     """
     for entry in filter(None, names.split(",")):
         name, _, times = entry.partition(":")
@@ -31,7 +31,7 @@ def is_armed(name: str) -> bool:
 
 
 async def reach(name: str) -> None:
-    """Blocks for good at an armed point, after printing `FAULT name`; else returns at once."""
+    """Blocks forever at an armed point, after printing `FAULT name`; otherwise returns at once."""
     left = _armed.get(name)
     if left is None:
         return

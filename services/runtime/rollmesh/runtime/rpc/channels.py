@@ -63,7 +63,9 @@ def _callable(
         try:
             return response_deserializer(data) if response_deserializer else data
         except DecodeError as error:
-            raise _UndecodableAnswer(f"{method}: the answer is no message: {error}") from None
+            raise _UndecodableAnswer(
+                f"{method}: the answer is not a message of this method: {error}"
+            ) from None
 
     return make(method, request_serializer, read, **registered)
 

@@ -41,7 +41,7 @@ class Write(Serialisable, Protocol):
 class _Call:
     digest: bytes
     answer: asyncio.Future[Any]
-    """Cancelled if the call failed: the next call with its id is executed anew."""
+    """Cancelled if the call failed: the next call with its id is executed again."""
 
 
 class Repeats:

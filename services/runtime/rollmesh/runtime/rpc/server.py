@@ -169,7 +169,7 @@ async def _drain(service: Service, grace_s: float) -> None:
         async with asyncio.timeout(grace_s):
             await service.drain()
     except TimeoutError:
-        _log.warning("drained only in part", extra=fields(after_s=grace_s))
+        _log.warning("drain timed out", extra=fields(after_s=grace_s))
 
 
 async def _until_over(

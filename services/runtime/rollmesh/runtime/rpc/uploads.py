@@ -68,7 +68,7 @@ async def write_chunks(
     if written != size:
         received = f"at least {written}" if written > size else written
         raise InvalidWeightsError(
-            "safetensors_chunk", f"{received} bytes were received, {size} were announced"
+            "safetensors_chunk", f"received {received} bytes, but {size} were announced"
         )
 
 

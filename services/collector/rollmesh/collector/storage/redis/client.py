@@ -138,11 +138,13 @@ async def _check_durable(client: RedisClient, address: str) -> None:
             found = pairs(await client.run("CONFIG GET", name)).get(name)
             if found != value:
                 raise ConfigError(
-                    f"store: redis at {address} has {name} {found}, which loses what it "
-                    f"acknowledged; set {name} {value}"
+                    f"store: the Redis at {address} has {name} {found} and can lose "
+                    f"acknowledged writes; set {name} {value}"
                 )
     except StoreError as error:  # a managed Redis hides its settings
-        _log.warning("redis may lose writes: cannot ask", extra=fields(error=str(error)))
+        _log.warning(
+            "cannot check whether Redis keeps acknowledged writes", extra=fields(error=str(error))
+        )
 
 
 async def _check_format(client: RedisClient, address: str) -> None:
@@ -191,8 +193,12 @@ def _read_errors() -> Iterator[None]:
     try:
         yield
     except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.BusyLoadingError) as e:
-        raise StoreAwayError(f"redis is away: {e}", retry_delay_ms=RETRY_MS) from e
+        raise StoreAwayError(
+            f"the Redis server cannot be reached: {e}", retry_delay_ms=RETRY_MS
+        ) from e
     except exceptions.RedisError as e:
         if isinstance(e, exceptions.OutOfMemoryError) or "OOM" in str(e) or "MISCONF" in str(e):
-            raise StoreFullError(f"redis takes no more: {e}", retry_delay_ms=RETRY_MS) from e
-        raise StoreError(f"redis failed: {e}") from e
+            raise StoreFullError(
+                f"the Redis server refuses writes: {e}", retry_delay_ms=RETRY_MS
+            ) from e
+        raise StoreError(f"the Redis server failed: {e}") from e

@@ -263,7 +263,7 @@ class ObjectCallParser(StepParser):
 def _read_calls(body: str, keys: tuple[str, ...], id_key: str) -> list[tuple[str, str, str]]:
     """Returns name, arguments and id of a JSON object, or of each in an array; else nothing.
 
-    Arguments are the text as it stands in the body.
+    Arguments are the unchanged text of the body.
     """
     if not keys:
         return []

@@ -6,9 +6,9 @@
     </atem:invoke>
     </atem:function_calls><|eom|><|start|>assistant to=user<|message|> ... <|eot|>
 
-A message to `self` is reasoning; one to `user` or to nobody is text. A message to anybody else
-contains calls, which are emitted once the message is complete. Values are converted as the tool's
-schema says. The model sometimes opens the next message without ending the previous one.
+A message to `self` is reasoning; one to `user` or without a recipient is text. A message to anyone
+else contains calls, which are emitted once the message is complete. Values are converted as the
+tool's schema says. The model sometimes opens the next message without ending the previous one.
 """
 
 import re

@@ -120,7 +120,7 @@ class VllmParser:
             raise _WorkerDiedError(f"the worker died: {error}") from error
         except asyncio.CancelledError:
             if clock.monotonic_ms() - asked_ms > self._timeout_s * 500:
-                process.kill()  # stuck; else its answer is skipped by who asks next
+                process.kill()  # stuck; otherwise the next caller skips its answer
             raise
         if "error" in answer:
             raise _WorkerFailedError(answer["error"])
@@ -186,12 +186,12 @@ async def _line(process: Child) -> dict[str, Any]:
 
     Raises:
         OSError: It ended.
-        ValueError: The line is no JSON object, or too long.
+        ValueError: The line is not a JSON object, or too long.
     """
     line = await process.stdout.readline()
     if not line:
         raise BrokenPipeError(f"exit code {await process.wait()}")
     message = json.loads(line)
     if not isinstance(message, dict):
-        raise ValueError("it said what is no JSON object")  # noqa: TRY004 - as for other bad lines
+        raise ValueError("its answer is not a JSON object")  # noqa: TRY004 - as for other bad lines
     return message

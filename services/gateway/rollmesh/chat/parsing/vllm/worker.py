@@ -27,7 +27,7 @@ def load(name: str, model_path: Path) -> Parse:
 
     made = ToolParserManager.get_tool_parser(name)
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(model_path / "tokenizer.json"))
-    made(tokenizer)  # says now what it lacks
+    made(tokenizer)  # fails now if something is missing
 
     def parse(text: str, tools: list[Any]) -> dict[str, Any]:
         functions = [{"type": "function", "function": one.get("function", one)} for one in tools]
@@ -70,7 +70,7 @@ def main() -> int:
         os.dup2(2, 1)
         try:
             parse = load(sys.argv[1], Path(sys.argv[2]))
-        except Exception as error:  # noqa: BLE001 - the reason goes to who waits for it
+        except Exception as error:  # noqa: BLE001 - the caller gets the reason
             _say({"error": f"{type(error).__name__}: {error}"}, answers)
             return 1
         _say({"ready": True}, answers)

@@ -76,7 +76,7 @@ def probe(template: ModelTemplate, tokenizer: ModelTokenizer, options_json: byte
         cutter = Cutter(template, tokenizer, options)
         return Probed(_Probe(template, tokenizer, cutter, options).profile(), cutter)
     except TemplateRenderError as error:
-        raise TemplateRefusedError(f"the template fails on a probe: {error}") from error
+        raise TemplateRefusedError(f"the template failed while it was probed: {error}") from error
 
 
 class _Probe:
@@ -208,7 +208,7 @@ class _Probe:
         outcome = self._try(groups, context)
         self._counts[outcome] += 1
         if outcome is _Outcome.KEPT and not self._is_explained(messages, context):
-            self._cutter.refused[order] = "what follows changes how it is printed"
+            self._cutter.refused[order] = "later messages change how it is printed"
         elif outcome is _Outcome.REFUSED and order not in self._cutter.refused:
             without = tuple(one for one in messages if one.role != "assistant")
             why = self._refusal(messages, context)
@@ -301,7 +301,10 @@ class _Probe:
         texts.append(self._cutter.generation_prompt(place(groups, len(groups))))
         ids = np.concatenate([self._tokenizer.encode(text) for text in texts])
         if not np.array_equal(ids, self._tokenizer.encode("".join(texts))):
-            return _Outcome.REFUSED, "text at the seams tokenizes apart"
+            return (
+                _Outcome.REFUSED,
+                "its text and that of its neighbours cannot be tokenized separately",
+            )
         if "".join(texts) == full:
             return _Outcome.EXACT, ""
         answers = [at for at, group in enumerate(groups) if group[0].role == "assistant"]
@@ -309,4 +312,4 @@ class _Probe:
         ends = (self._boundaries.ends.text, self._boundaries.ends.call)
         if tail and full.endswith(tuple(end + tail for end in ends)):
             return _Outcome.KEPT, ""
-        return _Outcome.REFUSED, "the template prints it depending on what stands further before"
+        return _Outcome.REFUSED, "earlier messages change how it is printed"
