@@ -37,14 +37,10 @@ from mutmut.utils.format_utils import get_mutant_name
 ROOT = Path(__file__).parents[1]
 ARGUED = ROOT / "tests/mutants.toml"
 _MUTMUT = str(Path(sys.executable).with_name("mutmut"))
-# What collects garbage at the end of a session takes half of a mutant's time.
-_PYTEST = (
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:unraisableexception",
-    "--hypothesis-profile=mutation",
-)
+# Only whether a test fails counts: mutmut takes a report that cannot be printed for a timeout, and
+# collecting garbage at the end of a session takes a fifth of a mutant's time.
+_PYTEST = ("-p", "no:cacheprovider", "-p", "no:unraisableexception", "--tb=no", "-rN")
+_PYTEST += ("--hypothesis-profile=mutation",)
 _KILLED = frozenset({"killed", "timeout", "segfault"})
 _PATIENCE = 8
 _MUTANT = re.compile(r"(?P<module>.+)\.x[_ǁ](?P<path>\w+)__mutmut_\d+")
