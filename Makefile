@@ -13,6 +13,8 @@ TORCH = torch==2.13.0
 GPU_PYTHON ?= $(PYTHON)
 # Processes that run tests at the same time; most tests wait, so more than there are cores.
 TEST_WORKERS ?= 3
+# Tests start hundreds of processes: what is compiled is kept, also where the environment says not to.
+export PYTHONDONTWRITEBYTECODE :=
 
 # verl and torch ask for more than their CPU parts need; the locks are what was tried.
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts

@@ -2,8 +2,10 @@ import signal
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
 from hypothesis import HealthCheck, Phase, settings
 
 from rollmesh.chat.templates.continuation import Continuation
@@ -75,4 +77,15 @@ def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
     """Router, scripted engine, collector, gateway and sidecar, each a real process."""
     async with scripted_mesh(tmp_path, tokenizer_dir) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_mesh(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path
+) -> AsyncIterator[Mesh]:
+    """A mesh around vLLM, for tests that keep to sessions of their own; it starts slowly."""
+    engine: dict[str, Any] = {"backend": "vllm", "dtype": "float32", "enforce_eager": True}
+    engine |= {"max_context_tokens": 2048, "model_path": model_dir}
+    async with scripted_mesh(tmp_path_factory.mktemp("vllm-mesh"), model_dir, **engine) as running:
         yield running

@@ -2,6 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from examples.demo.chatml import make_tokenizer
 
@@ -53,3 +57,21 @@ def make_model_dir(path: Path, seed: int = 0) -> Path:
     generation = {"eos_token_id": config.eos_token_id, "pad_token_id": 0}
     (path / "generation_config.json").write_text(json.dumps(generation))
     return path
+
+
+def load_network(path: Path) -> Any:
+    """The model in torch, float32."""
+    import torch  # noqa: PLC0415 - these take six seconds
+    from transformers import Qwen3ForCausalLM  # noqa: PLC0415
+
+    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def torch_logprobs(path: Path, ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """What torch gives for each id of the vocabulary after each of `ids`, by position and id."""
+    import torch  # noqa: PLC0415
+
+    with torch.no_grad():
+        logits = load_network(path)(torch.tensor(np.array(ids, np.int64))[None]).logits[0]
+    found: npt.NDArray[np.float32] = torch.log_softmax(logits.float(), -1).numpy()
+    return found

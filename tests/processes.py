@@ -7,9 +7,16 @@ import signal
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from pathlib import Path
+
+from tests.forks import Forked
 
 _START_S = 400.0  # vLLM on a machine that does other work
 _STOP_S = 90.0
@@ -18,7 +25,7 @@ _STOP_S = 90.0
 class ServiceProcess:
     """One running `python -m rollmesh.X`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | Forked, log: Path) -> None:
         self._process = process
         self._log = log
         self.port = 0
@@ -85,6 +92,21 @@ async def run_to_end(
         AssertionError: It failed.
         TimeoutError: It took too long; it is killed.
     """
+    code, output, errors = await _run(*command, cwd=cwd, env=env, limit_s=limit_s)
+    assert code == 0, f"{command} failed:\n{output}\n{errors}"
+    return output, errors
+
+
+async def run_refused(service: str, **flags: object) -> tuple[int, str]:
+    """Runs a service that does not start; returns its exit code and what it wrote to stderr."""
+    command = (sys.executable, "-m", f"rollmesh.{service}", *_as_arguments(flags))
+    code, _, errors = await _run(*command, cwd=None, env=None, limit_s=_START_S)
+    return code, errors
+
+
+async def _run(
+    *command: str | Path, cwd: Path | None, env: dict[str, str] | None, limit_s: float
+) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *command, cwd=cwd, env=env, start_new_session=True,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -95,27 +117,12 @@ async def run_to_end(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    failed = f"{command} failed:\n{output.decode()}\n{errors.decode()}"
-    assert process.returncode == 0, failed
-    return output.decode(), errors.decode()
+        code = await process.wait()
+    return code, output.decode(), errors.decode()
 
 
-async def run_refused(service: str, **flags: object) -> tuple[int, str]:
-    """Runs a service that does not start; returns its exit code and standard error."""
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"rollmesh.{service}", *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(_START_S):
-            _, errors = await process.communicate()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode is not None
-    return process.returncode, errors.decode()
+def _as_arguments(flags: Mapping[str, object]) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
 
 
 def reserved_port() -> socket.socket:
@@ -156,19 +163,22 @@ async def started(service: str, folder: Path, **flags: object) -> AsyncIterator[
     """Runs a service until the block ends; whether it is ever ready is for the block to see."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{service}.log"
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    with log.open("ab") as stderr:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            f"rollmesh.{service}",
-            *arguments,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=stderr,
-            start_new_session=True,
-        )
-    result = ServiceProcess(process, log)
-    try:
+    arguments = _as_arguments(flags)
+    async with AsyncExitStack() as stack:
+        process: asyncio.subprocess.Process | Forked
+        if service == "engine" and flags.get("backend") != "scripted":  # vLLM is not to be forked
+            process = await _executed(f"rollmesh.{service}", arguments, log)
+        else:
+            process = forked = await Forked.start(f"rollmesh.{service}", arguments, log)
+            stack.callback(forked.close)
+        result = ServiceProcess(process, log)
+        stack.push_async_callback(result.kill)
         yield result
-    finally:
-        await result.kill()
+
+
+async def _executed(module: str, arguments: Sequence[str], log: Path) -> asyncio.subprocess.Process:
+    with log.open("ab") as stderr:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, *arguments),
+            stdout=asyncio.subprocess.PIPE, stderr=stderr, start_new_session=True,
+        )  # fmt: skip

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 # By the start of a test's path; the first that fits. Groups begin in this order: the longest first.
 # Tests with vLLM run one after another, for its memory and its threads; so do those with Ray.
 _GROUPS = (
+    ("tests/engine/vllm/test_parallel.py", "parallel"),  # minutes, beside what learns
     ("tests/engine/vllm/", "vllm"),
     ("tests/engine/test_conformance.py", "vllm"),
     ("tests/engine/requests/test_constraint.py", "vllm"),
@@ -23,6 +24,8 @@ _GROUPS = (
     ("tests/client/runners/test_ray_tasks.py", "ray"),
     ("tests/docs/", "docs"),  # these use the default ports
     ("tests/agents/", "agents"),
+    ("tests/chat/templates/", "templates"),  # these share what probing a template found
+    ("tests/gateway/turns/test_prompt.py", "templates"),
     ("tests/faults/", None),
     ("tests/chat/", None),
 )

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import trl
 
 from tests.agents import dialogues
 from tests.agents.processes import Outside
 from tests.meshes import Mesh, scripted_mesh
 from tests.models import make_tokenizer_dir
+from tests.paths import package_folder
 
-_TEMPLATE = Path(str(trl.__file__)).parent / "chat_templates" / "qwen3.jinja"
+_TEMPLATE = package_folder("trl") / "chat_templates" / "qwen3.jinja"
 _CONTEXT = 32_768  # mini-swe-agent's own prompts are long
 
 

@@ -5,24 +5,21 @@ them, and asks again. What the engine sampled is in the next prompt all the same
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import pytest_asyncio
-import torch
-from transformers import Qwen3ForCausalLM
 
-from rollmesh.client import SessionResult
+from rollmesh.client import Session, SessionResult
 from tests.agents.processes import Outside, run_agent
-from tests.agents.trajectories import audited
-from tests.meshes import Mesh, scripted_mesh
+from tests.agents.trajectories import delivered
+from tests.meshes import Mesh
+from tests.models import torch_logprobs
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
 ]
 QUESTIONS = ("What is 12 plus 30?", "Use the tools.", "I am not sure.")
 AGENTS = [
@@ -36,24 +33,6 @@ AGENTS = [
 REASONS = {"EXACT", "LENGTH_CUT", "MALFORMED_TOOL_CALL", "TEMPLATE_REWRITE"}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def vllm_mesh(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: Path
-) -> AsyncIterator[Mesh]:
-    """One for all, because a start takes half a minute."""
-    folder = tmp_path_factory.mktemp("vllm-mesh")
-    async with scripted_mesh(
-        folder,
-        model_dir,
-        backend="vllm",
-        max_context_tokens=2048,
-        model_path=model_dir,
-        dtype="float32",
-        enforce_eager=True,
-    ) as running:
-        yield running
-
-
 def check(model: Path, result: SessionResult) -> None:
     """Asserts one trajectory, all of it trained that was sampled, with the log-probs of torch."""
     agent = result.metadata["agent"]
@@ -62,11 +41,8 @@ def check(model: Path, result: SessionResult) -> None:
     assert set(trajectory.reasons) <= REASONS, agent
     sampled = sum(s.end - s.start for s in trajectory.segments if s.sampled)
     assert trajectory.loss_mask.sum() == sampled
-    network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = torch.tensor(trajectory.token_ids.astype(np.int64))
-    with torch.no_grad():
-        found = torch.log_softmax(network(ids[None]).logits[0].float(), -1)
-    chosen = found[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()
+    rows = torch_logprobs(model, trajectory.token_ids)
+    chosen = rows[np.arange(len(rows) - 1), trajectory.token_ids[1:]]
     trained = trajectory.loss_mask[1:]
     assert np.abs(chosen - trajectory.logprobs[1:])[trained].max() < 1e-3
 
@@ -74,6 +50,7 @@ def check(model: Path, result: SessionResult) -> None:
 async def test_every_agent_and_vllm_leave_one_exact_trajectory(
     vllm_mesh: Mesh, model_dir: Path, tmp_path: Path
 ) -> None:
+    sessions: list[Session] = []
     async with vllm_mesh.client() as client:
 
         async def run(at: int, script: str, arguments: tuple[str, ...]) -> None:
@@ -85,12 +62,11 @@ async def test_every_agent_and_vllm_leave_one_exact_trajectory(
                 client.session(sampling=sampling, metadata={"agent": script}) as session,
             ):
                 answers = await run_agent(script, session, outside, folder, *arguments, *QUESTIONS)
+            sessions.append(session)
             assert len(answers) == len(QUESTIONS)
 
         async with asyncio.TaskGroup() as group:
             for at, (script, arguments) in enumerate(AGENTS):
                 group.create_task(run(at, script, arguments))
-        async with client.subscribe("trainer", unit="session") as deliveries, asyncio.timeout(60):
-            results = [(await anext(deliveries)).sessions[0] for _ in AGENTS]
-    for result in results:
-        check(model_dir, audited(result))
+        for session in sessions:
+            check(model_dir, await delivered(client, session))

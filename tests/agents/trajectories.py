@@ -1,25 +1,15 @@
 """What a session left with the collector, checked to the token."""
 
-import asyncio
-
 from examples.demo.audit import Audit
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Client, Session, SessionResult
+from tests import meshes
 from tests.meshes import Mesh
 
 
 async def delivered(client: Client, session: Session) -> SessionResult:
     """The record of a closed session, checked: nothing drifted, was lost, or counts twice."""
-    async with client.subscribe("agents", unit="session") as deliveries, asyncio.timeout(60):
-        async for delivery in deliveries:
-            await deliveries.acknowledge(delivery)
-            (result,) = delivery.sessions
-            if result.session_id == session.session_id:
-                return audited(result)
-    raise AssertionError("the deliveries ended without the session")
-
-
-def audited(result: SessionResult) -> SessionResult:
+    result = await meshes.delivered(client, session)
     audit = Audit()
     audit.received([result])
     assert (audit.drift_tokens, audit.duplicated) == (0, 0)

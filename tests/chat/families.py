@@ -8,24 +8,26 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
-import mistral_common
-import trl
-from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer as RustTokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
+from rollmesh.chat.messages import Message
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
-from rollmesh.chat.templates.jinja import ChatTemplate, ModelTemplate
+from rollmesh.chat.templates.jinja import ChatTemplate
 from rollmesh.chat.templates.mistral import MistralTemplate, MistralTokenizer
-from rollmesh.chat.tokenizer import ModelTokenizer, Tokenizer
+from rollmesh.chat.tokenizer import Tokenizer
+from tests.paths import package_folder
 
-FOLDER = Path(str(trl.__file__)).parent / "chat_templates"
-MISTRAL = Path(str(mistral_common.__file__)).parent / "data"
+FOLDER = package_folder("trl") / "chat_templates"
+MISTRAL = package_folder("mistral_common") / "data"
 # Later versions are not in the package: a file as their makers write it, with a small vocabulary.
 _LATER = {"tekken_v11.json": "v11", "tekken_v13.json": "v13"}
 _LATER_TOKENS = ("[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
@@ -49,6 +51,8 @@ _ENDS = {
     "idefics": "<end_of_utterance>",
     "smolvlm": "<end_of_utterance>",
 }
+for_each = settings(max_examples=settings().max_examples // 6)
+"""Of a property that is tested with each template."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,62 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
+@cache
 def load(name: str) -> Family:
     with tempfile.TemporaryDirectory() as folder:
         source, variables = write(name, Path(folder))
         tokenizer = Tokenizer(Path(folder))
     return Family(name, source, ChatTemplate(source, variables), tokenizer, variables)
+
+
+@cache
+def continuation(name: str) -> Continuation:
+    """A template's continuation; to probe one takes the most time of these tests.
+
+    Raises:
+        TemplateRefusedError: It cannot be continued.
+    """
+    family = load(name)
+    return Continuation(family.template, family.tokenizer)
+
+
+def rendered(family: Family, messages: Sequence[Message], tools_json: bytes) -> str | None:
+    """Transformers' own render; None where the template refuses the conversation."""
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - it is large
+        render_jinja_template,
+    )
+
+    plain: list[dict[str, Any]] = []
+    in_parts = family.name.startswith(("llava", "idefics", "smolvlm"))
+    for message in messages:
+        text: Any = message.content
+        entry: dict[str, Any] = {"role": message.role}
+        entry["content"] = [{"type": "text", "text": text}] if in_parts else text
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.role == "tool":
+            entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
+        plain.append(entry)
+    try:
+        texts, _ = render_jinja_template(
+            conversations=[plain],
+            tools=json.loads(tools_json) if tools_json else None,
+            chat_template=family.source,
+            add_generation_prompt=True,
+            **family.variables,
+        )
+    except Exception:  # noqa: BLE001 - whatever a template raises
+        return None
+    return str(texts[0])
 
 
 def write(name: str, folder: Path) -> tuple[str, dict[str, str]]:
@@ -115,6 +170,8 @@ def mistral_file(name: str, folder: Path) -> Path:
     """The file of a tokenizer; one of a later version is made in `folder`."""
     if name not in _LATER:
         return MISTRAL / name
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer  # noqa: PLC0415 - it is large
+
     made = json.loads((MISTRAL / "tekken_240718.json").read_text())
     tokens: list[str] = [str(one["token_str"]) for one in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
     tokens += [token for token in _LATER_TOKENS if token not in tokens]
@@ -128,28 +185,32 @@ def mistral_file(name: str, folder: Path) -> Path:
     return path
 
 
-def load_mistral(name: str) -> tuple[MistralTemplate, MistralTokenizer]:
+@cache
+def load_mistral(name: str) -> tuple[Continuation, MistralTokenizer]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = MistralTokenizer(mistral_file(name, Path(folder)))
-    return MistralTemplate(tokenizer), tokenizer
+    return Continuation(MistralTemplate(tokenizer), tokenizer), tokenizer
 
 
 def rows() -> Iterator[str]:
     """The lines of the table."""
     for name in names():
-        family = load(name)
-        yield _row(name, family.template, family.tokenizer)
+        yield _row(name, partial(continuation, name))
 
 
 def mistral_rows() -> Iterator[str]:
     """The lines of the table of tokenizers."""
     for name in mistral_names():
-        yield _row(name, *load_mistral(name))
+        yield _row(name, partial(_mistral, name))
 
 
-def _row(name: str, template: ModelTemplate, tokenizer: ModelTokenizer) -> str:
+def _mistral(name: str) -> Continuation:
+    return load_mistral(name)[0]
+
+
+def _row(name: str, load: Callable[[], Continuation]) -> str:
     try:
-        profile = Continuation(template, tokenizer).profile
+        profile = load().profile
     except TemplateRefusedError as error:
         return f"| {name} | refused | | {_cell(str(error))} |"
     findings = "; ".join(sorted(profile.findings))

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import trl
 
-TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
+from tests.paths import package_folder
+
+TEMPLATES = package_folder("trl") / "chat_templates"
 
 
 def check(model: Path) -> "subprocess.CompletedProcess[str]":

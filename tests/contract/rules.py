@@ -15,6 +15,7 @@ _UNCOMMENTED = re.compile(
 )
 _SKIPPED = ("option ", "syntax", "package", "import", "reserved", "returns", "}")
 _UNITS = {"timeout": "_ms", "delay": "_ms", "duration": "_ms", "age": "_ms"}
+_STATUS = "google.rpc.Status"
 _ZERO_COUNTS = ("temperature", "top_p", "min_p", "reward", "seed", "logprob", "penalty")
 
 
@@ -83,7 +84,7 @@ def _fields(lines: list[str]) -> Iterator[Problem]:
         bare_number = kind in {"float", "double", "int64"} and not label
         if bare_number and any(word in name for word in _ZERO_COUNTS):
             yield Problem(number, "optional where zero counts", name)
-        if name in {"error", "error_code", "status_code"}:
+        if re.search(r"(^|_)(error|status)(_|$)", name) and kind not in {"bool", _STATUS}:
             yield Problem(number, "errors only as status", name)
         if kind.startswith(("uint", "int")):
             for word, unit in _UNITS.items():

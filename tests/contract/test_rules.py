@@ -61,6 +61,8 @@ def test_a_good_file_has_no_problems() -> None:
         (("timeout_ms", "timeout"), "unit _ms"),
         (("optional float", "float"), "optional where zero counts"),
         (("optional float temperature", "string error"), "errors only as status"),
+        (("optional float temperature", "ErrorReason error_reason"), "errors only as status"),
+        (("optional float temperature", "string last_error"), "errors only as status"),
         (("optional float temperature", "bytes token_ids"), "dtype in the name"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -1,12 +1,15 @@
 """Every command and configuration that the pages show is one that there is."""
 
+import io
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout
 from functools import cache
 from itertools import count
+from unittest.mock import patch
 
 import pytest
 
@@ -34,10 +37,16 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 @cache
-def helps(*module: str) -> str:
-    command = [sys.executable, "-m", *module, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    return done.stdout
+def helps(module: str, *tool: str) -> str:
+    """What `python -m module tool --help` prints."""
+    with (
+        patch.object(sys, "argv", [module, *tool, "--help"]),
+        redirect_stdout(io.StringIO()) as printed,
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_module(module, run_name="__main__")
+    assert not ended.value.code
+    return printed.getvalue()
 
 
 def check_flags(words: list[str], known: str) -> None:

@@ -1,23 +1,22 @@
 """The wheel, installed into an environment that has never seen this repository."""
 
 import asyncio
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy
 import pytest
 from openai import AsyncOpenAI
 
 from rollmesh.client import Client, MeshAddresses
 from tests.docs.chat_page import CHECK, SETUP
 from tests.docs.pages import blocks
-from tests.paths import ROOT
+from tests.paths import ROOT, package_folder
 
 ENVIRONMENT = ROOT / ".venv-wheel"
 MESH = """
@@ -32,53 +31,48 @@ reply_tokens = 4
 """
 
 
-def call(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    environ = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+def call(
+    *command: str | Path, folder: Path, packages: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(packages or "")}
     return subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, timeout=250, check=False
     )
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, as `make wheel` does."""
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Commands of a fresh environment with the wheel and nothing that it depends on.
+
+    The wheel is built from a copy of the sources, as `make wheel` does.
+    """
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
     for name in ("protos", "services", "clients"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    built = call(
-        sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, folder=source
-    )
-    assert built.returncode == 0, built.stderr
-    (path,) = folder.glob("*.whl")
-    return path
-
-
-def install(wheel: Path, folder: Path, *paths: Path) -> Path:
-    """Returns the commands of a fresh environment with the wheel and the packages in `paths`."""
-    made = call(sys.executable, "-m", "venv", "env", folder=folder)
-    assert made.returncode == 0, made.stderr
-    python = folder / "env" / "bin" / "python"
-    quiet = ("--no-deps", "--no-index", "-q", "--disable-pip-version-check")
-    done = call(python, "-m", "pip", "install", *quiet, wheel, folder=folder)
-    assert done.returncode == 0, done.stderr
-    (packages,) = (folder / "env" / "lib").glob("python3*/site-packages")
-    (packages / "mesh.pth").write_text("".join(f"{path}\n" for path in paths))
-    return python.parent
+    python = (sys.executable, "-m")
+    done = [call(*python, "hatchling", "build", "-t", "wheel", "-d", folder, folder=source)]
+    done += [call(*python, "venv", "--without-pip", "env", folder=folder)]
+    into = ("--python", "env", "-q", "--disable-pip-version-check", "install")
+    wheels = folder.glob("*.whl")
+    done += [call(*python, "pip", *into, "--no-deps", "--no-index", *wheels, folder=folder)]
+    assert [one.stderr for one in done if one.returncode] == []
+    return folder / "env" / "bin"
 
 
 @pytest.fixture(scope="module")
-def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Commands where `rollmesh[mesh]` is installed: nothing but the wheel and its lock."""
+def mesh_packages() -> Path:
+    """What `rollmesh[mesh]` brings, by its lock."""
     assert (ENVIRONMENT / ".ready").exists(), "run `make .venv-wheel/.ready`"
     (packages,) = (ENVIRONMENT / "lib").glob("python3*/site-packages")
-    return install(wheel, tmp_path_factory.mktemp("installed"), packages)
+    return packages
 
 
 def test_it_says_its_version(commands: Path, tmp_path: Path) -> None:
     done = call(commands / "rollmesh", "--version", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "rollmesh 0.1.0\n")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (done.returncode, done.stdout) == (0, f"rollmesh {version}\n")
 
 
 async def until_up(output: asyncio.StreamReader) -> AsyncIterator[str]:
@@ -88,14 +82,16 @@ async def until_up(output: asyncio.StreamReader) -> AsyncIterator[str]:
             return
 
 
-async def test_a_mesh_runs_from_it(commands: Path, tmp_path: Path, tokenizer_dir: Path) -> None:
+async def test_a_mesh_runs_from_it(
+    commands: Path, mesh_packages: Path, tmp_path: Path, tokenizer_dir: Path
+) -> None:
     (tmp_path / "mesh.toml").write_text(MESH.format(model=tokenizer_dir))
     process = await asyncio.create_subprocess_exec(
         commands / "rollmesh",
         "up",
         "--config=mesh.toml",
         cwd=tmp_path,
-        env={"PATH": os.environ["PATH"]},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(mesh_packages)},
         stdout=asyncio.subprocess.PIPE,
     )
     try:
@@ -122,36 +118,29 @@ async def test_a_mesh_runs_from_it(commands: Path, tmp_path: Path, tokenizer_dir
     [(["up"], "mesh"), (["gateway"], "gateway"), (["template", "check", "x"], "gateway")],
 )
 def test_what_is_not_installed_is_named(
-    wheel: Path, tmp_path: Path, words: list[str], extra: str
+    commands: Path, tmp_path: Path, words: list[str], extra: str
 ) -> None:
-    """The wheel alone, with nothing that it depends on."""
-    rollmesh = install(wheel, tmp_path) / "rollmesh"
-    done = call(rollmesh, *words, folder=tmp_path)
+    done = call(commands / "rollmesh", *words, folder=tmp_path)
     assert done.returncode == 2
     assert f"rollmesh {words[0]}" in done.stderr
     assert f"pip install 'rollmesh[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
-    assert call(rollmesh, "--version", folder=tmp_path).stdout == "rollmesh 0.1.0\n"
 
 
-def test_chat_stands_alone(wheel: Path, tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_chat_stands_alone(commands: Path, tmp_path: Path, tokenizer_dir: Path) -> None:
     """The wheel and what `rollmesh[chat]` asks for: the page's example runs without gRPC."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for name in ("jinja2", "markupsafe", "numpy", "tokenizers"):
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
-        (packages / name).symlink_to(Path(spec.origin).parent)
-    for libraries in Path(numpy.__file__).parents[1].glob("numpy.libs"):
+        (packages / name).symlink_to(package_folder(name))
+    for libraries in package_folder("numpy").parent.glob("numpy.libs"):
         (packages / "numpy.libs").symlink_to(libraries)
-    python = install(wheel, tmp_path, packages) / "python"
     (example,) = (one.text for one in blocks("python") if one.page == "docs/chat.md")
     model = f"model_path = {str(tokenizer_dir)!r}"
     alone = "import sys, importlib.util\nassert importlib.util.find_spec('grpc') is None"
     loaded = "assert not {'grpc', 'asyncio', 'google'} & set(sys.modules), sorted(sys.modules)"
     script = "\n".join((alone, model, SETUP, example, CHECK, loaded))
-    done = call(python, "-c", script, folder=tmp_path)
+    done = call(commands / "python", "-c", script, folder=tmp_path, packages=packages)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("multiply ")
 

@@ -15,7 +15,6 @@ from unittest.mock import create_autospec, patch
 
 import numpy as np
 import pytest
-import trl
 from openai import AsyncOpenAI
 
 from rollmesh.client import MeshAddresses, Retries, Session, SubscribeOptions, register_runner
@@ -151,7 +150,9 @@ async def queue_writer(block: Block, folder: Path) -> None:
 async def trl_trainer(block: Block, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL has not been told of this vLLM yet
-        trainer = create_autospec(trl.GRPOTrainer)
+        from trl import GRPOTrainer  # noqa: PLC0415 - it imports torch and vLLM
+
+        trainer = create_autospec(GRPOTrainer)
     names = {
         "MeshRollouts": create_autospec(MeshRollouts),
         "GRPOTrainer": trainer,

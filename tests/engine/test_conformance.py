@@ -2,9 +2,8 @@
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rollmesh.gateway.turns.engines import SampledTokens
 from rollmesh.runtime.errors import (
     InvalidConstraintError,
     InvalidFieldError,
@@ -22,137 +20,37 @@ from rollmesh.runtime.errors import (
     RequestIdInUseError,
     StaleVersionError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
-from tests.processes import ServiceProcess, running
-from tests.waiting import until
+from tests.engine.engines import KEEP, PROMPT, Engine, Result
+from tests.processes import running
 
-PROMPT = np.array([5, 6, 7, 8] * 4, "<u4")
-KEEP = engine_pb2.PAUSE_MODE_KEEP
 LONG = 1900  # tokens enough that what happens meanwhile happens in the middle, on any machine
-
-
-@dataclass
-class Result:
-    """One whole generation."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_ids: list[list[int]] = field(default_factory=list)
-    top_logprobs: list[list[float]] = field(default_factory=list)
-    messages: int = 0
-    finish: engine_pb2.GenerateFinish = field(default_factory=engine_pb2.GenerateFinish)
-
-    @property
-    def spans(self) -> list[tuple[int, int, int]]:
-        return [(s.policy_version, s.start, s.end) for s in self.finish.version_spans]
-
-    def take(self, response: SampledTokens) -> None:
-        self.messages += 1
-        ids = np.frombuffer(response.token_ids_u32le, "<u4").tolist()
-        if response.top_ids_u32le:
-            tops = np.frombuffer(response.top_ids_u32le, "<u4").reshape(len(ids), -1)
-            self.top_ids += tops.tolist()
-            values = np.frombuffer(response.top_logprobs_f32le, "<f4").reshape(tops.shape)
-            self.top_logprobs += values.tolist()
-        self.ids += ids
-        self.logprobs += np.frombuffer(response.logprobs_f32le, "<f4").tolist()
-        if response.HasField("finish"):
-            self.finish = response.finish
-
-
-class Engine:
-    """A running engine and a stub for it."""
-
-    def __init__(self, process: ServiceProcess, stub: Any, weights: Path) -> None:
-        self.process = process
-        self.stub: Any = stub
-        self.weights = weights
-        self._next = 0
-
-    def request(self, count: int, chunk: int, **fields: Any) -> engine_pb2.StreamGenerateRequest:
-        """Requests a number of tokens, in messages of at most `chunk`; 0 requests one answer."""
-        self._next += 1
-        sampling = fields.pop("sampling", {})
-        given: dict[str, Any] = {
-            "request_id": f"r{self._next}",
-            "token_ids_u32le": PROMPT.tobytes(),
-            **fields,
-        }
-        limits = sampling_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
-        return engine_pb2.StreamGenerateRequest(
-            generate=engine_pb2.GenerateRequest(**given, sampling=limits), max_chunk_tokens=chunk
-        )
-
-    async def generate(self, request: engine_pb2.StreamGenerateRequest) -> Result:
-        result = Result()
-        if not request.max_chunk_tokens:
-            with typed_errors():
-                result.take(await self.stub.Generate(request.generate, timeout=120))
-            return result
-        async with asyncio.timeout(120), aclosing(self.stream(request)) as responses:
-            async for response in responses:
-                result.take(response)
-        return result
-
-    def stream(self, request: engine_pb2.StreamGenerateRequest) -> Any:
-        return read_stream(self.stub.StreamGenerate(request))
-
-    async def info(self) -> engine_pb2.GetInfoResponse:
-        info: engine_pb2.GetInfoResponse = await self.stub.GetInfo(engine_pb2.GetInfoRequest())
-        return info
-
-    async def until(self, holds: Callable[[engine_pb2.GetInfoResponse], bool]) -> None:
-        async def look() -> bool:
-            return holds(await self.info())
-
-        await until(look)
-
-    async def update(self, version: int, source: Path | bytes, mode: Any = KEEP) -> Any:
-        header = engine_pb2.UpdateWeightsHeader(policy_version=version, pause_mode=mode)
-        if isinstance(source, Path):
-            header.checkpoint_dir = str(source)
-        else:
-            header.safetensors_bytes = len(source)
-
-        async def parts() -> AsyncIterator[engine_pb2.UpdateWeightsRequest]:
-            yield engine_pb2.UpdateWeightsRequest(header=header)
-            if isinstance(source, bytes):
-                for at in range(0, len(source), 65_536):
-                    chunk = source[at : at + 65_536]
-                    yield engine_pb2.UpdateWeightsRequest(safetensors_chunk=chunk)
-
-        with typed_errors():
-            return await self.stub.UpdateWeights(parts(), timeout=60)
-
-
 BACKENDS = [pytest.param("scripted"), pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
-@pytest_asyncio.fixture(scope="module", params=BACKENDS, loop_scope="module")
-async def engine(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    model_dir: Path,
-    other_model_dir: Path,
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def scripted_engine(
+    tmp_path_factory: pytest.TempPathFactory, other_model_dir: Path
 ) -> AsyncIterator[Engine]:
-    flags: dict[str, object] = {"backend": request.param}
-    if request.param == "vllm":
-        flags |= {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
-        flags |= {"max_context_tokens": 2048}
-    else:
-        flags |= {"vocabulary_tokens": 365, "max_context_tokens": 2048, "reply_tokens": 2000}
-        flags |= {"tokens_per_second": 1000}
+    flags: dict[str, object] = {"vocabulary_tokens": 365, "max_context_tokens": 2048}
+    flags |= {"reply_tokens": 2000, "tokens_per_second": 1000}
     folder = tmp_path_factory.mktemp("engine")
     async with (
-        running("engine", folder, **flags) as process,
+        running("engine", folder, backend="scripted", **flags) as process,
         open_channel(process.address) as channel,
     ):
         yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other_model_dir)
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    found: Engine = request.getfixturevalue(f"{request.param}_engine")
+    return found
+
+
 # The first vLLM test waits for the model to start.
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
 async def test_whole_and_streamed_answers_are_the_same(engine: Engine) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from examples.demo.grpo import Row, StepReport, Trainer
+from tests.models import load_network
 
 _PROMPT, _ANSWER = 6, 5
 _REWARDS = (1.0, 0.0, 0.0, 1.0, 1.0)
@@ -19,7 +19,7 @@ _Age = Callable[[np.ndarray[Any, Any], float], np.ndarray[Any, Any]]
 
 @pytest.fixture(scope="module")
 def policy(model_dir: Path) -> Any:
-    return Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    return load_network(model_dir)
 
 
 def _group(policy: Any, age: _Age, rewards: tuple[float, ...] = _REWARDS) -> list[Row]:
@@ -96,7 +96,7 @@ def test_to_stray_from_the_policy_that_training_began_with_is_counted_in_the_los
 ) -> None:
     trainer = Trainer(model_dir, rate=1e-3, warm_up=1, steps=4, mini_batches=1)
     assert trainer.step([_group(policy, _as_it_is)]).reference_kl == pytest.approx(0.0, abs=1e-6)
-    strayed = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    strayed = load_network(model_dir)
     strayed.load_state_dict(trainer.weights(), strict=False)
     group = _group(strayed, _as_it_is)
     divergence = np.mean(np.concatenate([_divergences(strayed, policy, row) for row in group]))

@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rollmesh.client import MeshAddresses
 from rollmesh.client.sync import Client
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 from tests.docker.compose import docker_problem
-from tests.engine.test_conformance import Engine
-from tests.engine.vllm.test_backend import torch_logprobs
+from tests.engine.engines import Engine, torch_logprobs
 from tests.engine.vllm.test_transfer import free_port
+from tests.models import load_network
 from tests.processes import running
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -124,7 +123,7 @@ async def send(client: Client, backend: str, info: Any, model: Path) -> None:
 
     from rollmesh.integrations.vllm_transfer import MeshWeightSync  # noqa: PLC0415
 
-    network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).to("cuda:0")
+    network = load_network(model).to("cuda:0")
     sync = MeshWeightSync(client, backend)
 
     def push() -> None:

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from tests.mesh.serve_requests import CASES, GONE, PLAIN, Case
-from tests.meshes import scripted_mesh
+from tests.meshes import Mesh
 from tests.processes import reserved_port
 from tests.waiting import until
 
@@ -27,7 +27,7 @@ _CUT = "\ufffd"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
 ]
 
 
@@ -48,18 +48,14 @@ class Servers:
     vllm: httpx2.AsyncClient
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def servers(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: Path
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, vllm_mesh: Mesh
 ) -> AsyncIterator[Servers]:
     """One of each for all requests, because both start slowly."""
-    folder = tmp_path_factory.mktemp("mesh")
-    engine: dict[str, Any] = {"backend": "vllm", "dtype": "float32", "enforce_eager": True}
-    engine |= {"max_context_tokens": 2048, "model_path": model_dir}
     async with (
-        scripted_mesh(folder, model_dir, **engine) as mesh,
-        vllm_serve(model_dir, folder / "serve.log") as vllm_url,
-        mesh.client() as client,
+        vllm_serve(model_dir, tmp_path_factory.mktemp("serve") / "log") as vllm_url,
+        vllm_mesh.client() as client,
         client.session() as session,
         httpx2.AsyncClient(
             base_url=session.base_url,

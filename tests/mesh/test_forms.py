@@ -3,18 +3,16 @@ the scripted engine, whose script keeps them, and through one with the real mode
 """
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import openai
 import pytest
-import pytest_asyncio
 from pydantic import BaseModel, Field
 
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.mesh.test_openai import ask, streamed, user
-from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.meshes import Mesh, delivered
 
 PARAMETERS = {
     "type": "object",
@@ -189,28 +187,19 @@ class Point(BaseModel):
     kind: Literal["near", "far"]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def real(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> AsyncIterator[Mesh]:
-    """A mesh around the real model; one for all tests, because it starts slowly."""
-    folder = tmp_path_factory.mktemp("mesh")
-    flags: dict[str, Any] = {"backend": "vllm", "dtype": "float32", "enforce_eager": True}
-    flags |= {"max_context_tokens": 2048, "model_path": model_dir}
-    async with scripted_mesh(folder, model_dir, **flags) as running:
-        yield running
-
-
 class TestOnTheRealModel:
     """Random weights at temperature 1: what keeps its form here was made to."""
 
     pytestmark: ClassVar[list[Any]] = [
         pytest.mark.vllm,
+        pytest.mark.asyncio(loop_scope="session"),
         pytest.mark.timeout(600),
     ]
 
-    async def test_pydantic_models_are_parsed(self, real: Mesh) -> None:
-        async with real.client() as client, client.session() as session:
+    async def test_pydantic_models_are_parsed(self, vllm_mesh: Mesh) -> None:
+        async with vllm_mesh.client() as client, client.session() as session:
             for seed in range(6):
-                answer = await real.openai(session).chat.completions.parse(
+                answer = await vllm_mesh.openai(session).chat.completions.parse(
                     model="policy",
                     messages=[{"role": "user", "content": "Where?"}],
                     response_format=Point,
@@ -220,10 +209,10 @@ class TestOnTheRealModel:
                 assert isinstance(answer.choices[0].message.parsed, Point)
                 assert answer.choices[0].finish_reason == "stop"
 
-    async def test_required_and_named_give_calls_of_the_tools(self, real: Mesh) -> None:
+    async def test_required_and_named_give_calls_of_the_tools(self, vllm_mesh: Mesh) -> None:
         fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 500, "parallel_tool_calls": False}
-        async with real.client() as client, client.session() as session:
-            agent = real.openai(session)
+        async with vllm_mesh.client() as client, client.session() as session:
+            agent = vllm_mesh.openai(session)
             for seed in range(4):
                 for choice in ("required", NAMED):
                     answer = await ask(agent, user("Go"), tool_choice=choice, seed=seed, **fields)
@@ -235,11 +224,15 @@ class TestOnTheRealModel:
                     assert message.content is None
                     assert choice == "required" or only.function.name == "calculator"
 
-    async def test_the_limit_cuts_a_forced_call(self, real: Mesh) -> None:
-        async with real.client() as client:
+    async def test_the_limit_cuts_a_forced_call(self, vllm_mesh: Mesh) -> None:
+        async with vllm_mesh.client() as client:
             async with client.session() as session:
                 answer = await ask(
-                    real.openai(session), user("Go"), tools=TOOLS, tool_choice=NAMED, max_tokens=5
+                    vllm_mesh.openai(session),
+                    user("Go"),
+                    tools=TOOLS,
+                    tool_choice=NAMED,
+                    max_tokens=5,
                 )
                 assert answer.choices[0].finish_reason == "length"
             record = await delivered(client, session)
@@ -247,13 +240,13 @@ class TestOnTheRealModel:
         assert {"CONSTRAINED", "LENGTH_CUT"} <= set(trajectory.reasons)
 
     async def test_a_schema_that_cannot_be_kept_is_refused_by_its_parameter(
-        self, real: Mesh
+        self, vllm_mesh: Mesh
     ) -> None:
         schema = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 7}}}
         for more, problem in (({"strict": True}, "multipleOf"), ({"schema": {"type": 7}}, "Type")):
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema} | more}
-            async with real.client() as client, client.session() as session:
+            async with vllm_mesh.client() as client, client.session() as session:
                 with pytest.raises(openai.BadRequestError, match=problem) as caught:
-                    await ask(real.openai(session), user("Go"), response_format=form)
+                    await ask(vllm_mesh.openai(session), user("Go"), response_format=form)
             assert caught.value.param == "response_format"
             assert caught.value.code == "invalid_constraint"

@@ -7,43 +7,36 @@ from typing import Any
 import openai
 import pytest
 
-from rollmesh.client import Client
 from rollmesh.v1 import gateway_pb2
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh, delivered, scripted_mesh
 
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
-
-
-async def delivered(client: Client) -> Any:
-    async with client.subscribe("trainer", unit="session") as sessions, asyncio.timeout(60):
-        delivery = await anext(sessions)
-        await sessions.acknowledge(delivery)
-    return delivery.sessions[0]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.mark.parametrize("limit", ["nodes", "tokens", "bytes"])
-async def test_a_full_session_says_so_and_keeps_what_it_has(mesh: Mesh, limit: str) -> None:
-    await mesh.restart("gateway", **{f"max_session_{limit}": 2})
-    async with mesh.client() as client:
+async def test_a_full_session_says_so_and_keeps_what_it_has(shared: Mesh, limit: str) -> None:
+    await shared.restart("gateway", **{f"max_session_{limit}": 2})
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
-            answer = await agent.chat.completions.create(model="policy", messages=ASK)
-            more = [*ASK, answer.choices[0].message, *ASK]
+            agent = shared.openai(session, max_retries=5)
+            await agent.chat.completions.create(model="policy", messages=ASK)
+            other: list[Any] = [{"role": "user", "content": "another conversation"}]
             with pytest.raises(openai.BadRequestError) as refused:
-                await agent.chat.completions.create(model="policy", messages=more)
+                await agent.chat.completions.create(model="policy", messages=other)
         assert refused.value.code == "session_limit"
         assert f"max_session_{limit}" in str(refused.value)
-        assert (await delivered(client)).trajectories[0].turns == 1
+        assert (await delivered(client, session)).trajectories[0].turns == 1
 
 
 async def test_a_session_whose_record_would_be_too_large_says_so_and_can_be_closed(
-    mesh: Mesh,
+    shared: Mesh,
 ) -> None:
-    await mesh.restart("gateway", max_session_record_bytes=40_000)
+    await shared.restart("gateway", max_session_record_bytes=40_000)
     asks: list[Any] = [[{"role": "user", "content": f"{at} hello " * 20}] for at in range(20)]
-    async with mesh.client() as client:
+    async with shared.client() as client:
         async with client.session() as session:
-            chat = mesh.openai(session).chat.completions
+            chat = shared.openai(session, max_retries=5).chat.completions
             calls = (chat.create(model="policy", messages=ask, max_tokens=8) for ask in asks)
             answers = await asyncio.gather(*calls, return_exceptions=True)
         refused = [one for one in answers if isinstance(one, openai.BadRequestError)]
@@ -52,20 +45,18 @@ async def test_a_session_whose_record_would_be_too_large_says_so_and_can_be_clos
         assert len(refused) > 0 < len(answered)
         assert all(one.code == "session_limit" for one in refused)
         assert all("max_session_record_bytes" in str(one) for one in refused)
-        result = await delivered(client)
+        result = await delivered(client, session)
     assert len(result.trajectories) == len(answered)
     assert sum(9 * len(one.token_ids) for one in result.trajectories) < 40_000
 
 
-async def test_a_session_that_nobody_uses_is_closed_with_what_it_has(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh:
-        async with mesh.client() as client:
-            session = await client.open_session(gateway_pb2.CreateSessionRequest())
-            await mesh.openai(session).chat.completions.create(model="policy", messages=ASK)
-            await mesh.restart("gateway", session_idle_ms=200)  # it is used no more
-            result = await delivered(client)
+async def test_a_session_that_nobody_uses_is_closed_with_what_it_has(shared: Mesh) -> None:
+    async with shared.client() as client:
+        session = await client.open_session(gateway_pb2.CreateSessionRequest())
+        agent = shared.openai(session, max_retries=5)
+        await agent.chat.completions.create(model="policy", messages=ASK)
+        await shared.restart("gateway", session_idle_ms=200)  # it is used no more
+        result = await delivered(client, session)
     assert (result.session_id, result.outcome) == (session.session_id, "ABORTED")
     assert result.metadata["closed_by"] == "idle"
     assert result.trajectories[0].turns == 1

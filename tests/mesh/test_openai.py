@@ -9,7 +9,6 @@ import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
-from transformers import AutoTokenizer
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.v1 import server_pb2
@@ -23,19 +22,18 @@ TOOLS: list[Any] = [
     }
 ]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"a": 6,  "b":7.0}}\n</tool_call>'
+PRINTED = CALL.replace('6,  "b":7.0', '6, "b": 7.0')
 RULES = [
     ("plain", "  The answer is 42. \n"),
     ("compute", f" I will compute.\n\n{CALL}"),
-    ("as printed", CALL.replace('6,  "b":7.0', '6, "b": 7.0')),
+    ("as printed", PRINTED),
     ("twice", f"{CALL}\n{CALL}"),
     ("</tool_response>", "It is 42."),
     ("broken", '<tool_call>\n{"name": "calculator", "arguments": {"a": 6, "b": \n</tool_call>'),
     ("garbage", "<tool_call>not json</tool_call>"),
     ("stop here", "one two three four"),
-    ("at length", "The answer is 42. " * 80),
+    ("at length", "The answer is 42. " * 80),  # a slow engine takes longer than any test
 ]
-SLOW = 20
-"""Tokens per second; what is said at length then takes longer than any test."""
 
 
 def user(text: str) -> dict[str, str]:
@@ -87,6 +85,8 @@ async def test_a_tool_loop_is_one_trajectory_of_what_was_sampled(shared: Mesh) -
     assert trajectory.reasons == ("TEMPLATE_REWRITE",)
     # An oracle of its own: the reference implementation's render of the whole conversation, plus
     # the second space in the arguments, which was sampled and which no render would restore.
+    from transformers import AutoTokenizer  # noqa: PLC0415 - it imports torch
+
     reference = AutoTokenizer.from_pretrained(shared.model)
     whole = [*messages, {"role": "assistant", "content": "It is 42."}]
     whole[1] = {
@@ -166,18 +166,14 @@ async def test_usage_comes_when_it_is_asked_for(shared: Mesh) -> None:
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens > 0
 
 
-async def test_tokens_leave_as_they_are_sampled(tmp_path: Path, tokenizer_dir: Path) -> None:
-    async with (
-        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW) as mesh,
-        mesh.client() as client,
-        client.session() as session,
-    ):
-        stream = await ask(mesh.openai(session), user("at length"), stream=True)
+async def test_tokens_leave_as_they_are_sampled(slow: Mesh) -> None:
+    async with slow.client() as client, client.session() as session:
+        await until_free(client)
+        stream = await ask(slow.openai(session), user("at length"), stream=True)
         async for chunk in stream:
             if chunk.choices[0].delta.content:
                 break
-        async with mesh.client() as other:
-            replicas = (await other.replicas()).replicas
+        replicas = (await client.replicas()).replicas
         assert sum(replica.leases for replica in replicas) == 1  # the answer is still being sampled
         await stream.close()
 
@@ -255,7 +251,7 @@ async def test_an_overloaded_mesh_says_when_to_come_back(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
     async with scripted_mesh(
-        tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW, lease_capacity=1
+        tmp_path, tokenizer_dir, RULES, tokens_per_second=20, lease_capacity=1
     ) as mesh:
         await mesh.restart("gateway", lease_timeout_ms=300)
         async with mesh.client() as client, client.session() as one, client.session() as two:
@@ -267,52 +263,37 @@ async def test_an_overloaded_mesh_says_when_to_come_back(
             await stream.close()
 
 
-async def test_a_client_that_leaves_frees_the_engine_and_commits_nothing(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW) as mesh:
-        async with mesh.client() as client:
-            async with client.session() as session:
-                stream = await ask(mesh.openai(session), user("at length"), stream=True)
-                async for chunk in stream:
-                    if chunk.choices[0].delta.content:
-                        break
-                await stream.close()
-                await until_free(client)
-            result = await delivered(client, session)
-        assert (result.turns, result.trajectories) == (0, ())
+async def test_a_client_that_leaves_frees_the_engine_and_commits_nothing(slow: Mesh) -> None:
+    async with slow.client() as client:
+        async with client.session() as session:
+            stream = await ask(slow.openai(session), user("at length"), stream=True)
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    break
+            await stream.close()
+            await until_free(client)
+        result = await delivered(client, session)
+    assert (result.turns, result.trajectories) == (0, ())
 
 
-async def test_a_timeout_and_the_sdks_retries_make_one_sample(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=10) as mesh:
-        async with mesh.client() as client:
-            async with client.session() as session:
-                # 13 tokens take 1.3 s: the first try times out, and a later one is answered once
-                agent = mesh.openai(session, max_retries=0, timeout=0.4)
-                with pytest.raises(openai.APITimeoutError):
-                    await ask(agent, user("plain"))
-                answer = await ask(mesh.openai(session), user("plain"))
-                again = await ask(
-                    mesh.openai(session),
-                    user("plain"),
-                    extra_headers={"x-stainless-retry-count": "1"},
-                )
-                assert again.id == answer.id
-            result = await delivered(client, session)
+async def test_a_timeout_and_the_sdks_retries_make_one_sample(slow: Mesh) -> None:
+    async with slow.client() as client:
+        async with client.session() as session:
+            # 13 tokens take 0.65 s: the first try times out, and a later one is answered once
+            with pytest.raises(openai.APITimeoutError):
+                await ask(slow.openai(session, timeout=0.2), user("plain"))
+            agent = slow.openai(session)
+            answer = await ask(agent, user("plain"))
+            retry = {"x-stainless-retry-count": "1"}
+            assert (await ask(agent, user("plain"), extra_headers=retry)).id == answer.id
+        result = await delivered(client, session)
     assert [trajectory.turns for trajectory in result.trajectories] == [1]
 
 
-async def test_a_close_ends_what_is_still_being_sampled(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    async with (
-        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=SLOW) as mesh,
-        mesh.client() as client,
-    ):
+async def test_a_close_ends_what_is_still_being_sampled(slow: Mesh) -> None:
+    async with slow.client() as client:
         async with client.session() as session:
-            stream = await ask(mesh.openai(session), user("at length"), stream=True)
+            stream = await ask(slow.openai(session), user("at length"), stream=True)
             await anext(aiter(stream))
             await client.close_session(session)
         with pytest.raises(openai.APIError):
@@ -352,24 +333,15 @@ async def test_rubbish_is_refused_and_harms_nobody(shared: Mesh) -> None:
         assert (await ask(shared.openai(session), user("plain"))).choices[0].message.content
 
 
-async def test_a_turn_without_tool_choice_goes_on_in_the_same_conversation(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    call = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
-    rules = [("plain", "The answer is 42."), ("next", call)]
-    async with scripted_mesh(tmp_path, tokenizer_dir, rules) as mesh, mesh.client() as client:
+async def test_a_turn_without_tool_choice_goes_on_in_the_same_conversation(shared: Mesh) -> None:
+    async with shared.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
-            messages: list[Any] = [{"role": "user", "content": "plain"}]
-            tools: Any = [{"type": "function", "function": {"name": "calculator"}}]
-            settings: dict[str, Any] = {"model": "policy", "tools": tools}
-            first = await agent.chat.completions.create(messages=messages, **settings)
-            messages += [first.choices[0].message, {"role": "user", "content": "next"}]
-            second = await agent.chat.completions.create(
-                messages=messages, tool_choice="none", **settings
-            )
+            agent = shared.openai(session)
+            first = await ask(agent, user("plain"), tools=TOOLS)
+            asked = [user("plain"), first.choices[0].message, user("as printed")]
+            second = await ask(agent, *asked, tools=TOOLS, tool_choice="none")
         message = second.choices[0].message
-        assert (message.tool_calls, message.content) == (None, call)
+        assert (message.tool_calls, message.content) == (None, PRINTED)
         result = await delivered(client, session)
     (trajectory,) = result.trajectories
     assert (trajectory.turns, trajectory.lineage) == (2, "MAIN")

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trl
 
 from rollmesh.chat.messages import Message, RenderContext
 from rollmesh.chat.templates.jinja import load_template
 from rollmesh.chat.tokenizer import Tokenizer
 from tests.meshes import scripted_mesh
+from tests.paths import package_folder
 
-QWEN3 = Path(str(trl.__file__)).parent / "chat_templates" / "qwen3.jinja"
+QWEN3 = package_folder("trl") / "chat_templates" / "qwen3.jinja"
 RULES = [
     ("why", "<think>\nWell then.\n</think>\n\nBecause."),
     ("and", "<think>\nHm.\n</think>\n\nSo."),

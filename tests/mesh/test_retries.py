@@ -10,7 +10,7 @@ import pytest
 from rollmesh.client import Session
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.meshes import Mesh, delivered
 from tests.processes import running
 from tests.waiting import until
 
@@ -122,19 +122,11 @@ async def test_a_retry_over_another_way_gets_the_same_answer(
     ],
 )
 async def test_retries_of_a_stream_get_all_of_it_from_one_sample(
-    tmp_path: Path,
-    tokenizer_dir: Path,
-    *,
-    first: dict[str, str],
-    again: dict[str, str],
-    breaks: bool,
+    slow: Mesh, *, first: dict[str, str], again: dict[str, str], breaks: bool
 ) -> None:
-    async with (
-        scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=20) as mesh,
-        mesh.client() as client,
-    ):
+    async with slow.client() as client:
         async with client.session() as session:
-            agent = mesh.openai(session)
+            agent = slow.openai(session)
             stream = await ask(agent, stream=True, extra_headers=first)
             await anext(aiter(stream))
             if breaks:
@@ -150,18 +142,17 @@ async def test_retries_of_a_stream_get_all_of_it_from_one_sample(
 
 @pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "comes back"])
 async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_asked_for_again(
-    tmp_path: Path, tokenizer_dir: Path, *, comes_back: bool
+    slow: Mesh, *, comes_back: bool
 ) -> None:
-    slow = scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=50)
     finish = gateway_pb2.DISCONNECT_POLICY_FINISH
-    async with slow as mesh, mesh.client() as client:
+    async with slow.client() as client:
         session = await client.open_session(
             gateway_pb2.CreateSessionRequest(disconnect_policy=finish)
         )
-        agent = mesh.openai(session)
+        agent = slow.openai(session)
         async with await ask(agent, stream=True) as stream:
             await anext(aiter(stream))  # and leaves in the middle
-        await until(lambda: turns(mesh, session))
+        await until(lambda: turns(slow, session))
         if comes_back:
             answer = await ask(agent)
             assert answer.choices[0].message.content == "The answer is 42. I am not sure."

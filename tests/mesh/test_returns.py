@@ -1,7 +1,6 @@
 """What an answer brings along: ids, log-probabilities, the most likely tokens; many choices."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,7 +11,7 @@ from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.client import Session
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, trajectory_pb2
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh
 
 REPLY = "The answer is 42 ✓, naïve."
 RULES = [("plain", REPLY), ("stop here", "one two three four")]
@@ -22,15 +21,6 @@ WANTED: dict[str, Any] = {
     "top_logprobs": 2,
     "extra_body": {"return_token_ids": True},
 }
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shared(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path
-) -> AsyncIterator[Mesh]:
-    """One mesh for all tests here; each has a session of its own."""
-    async with scripted_mesh(tmp_path_factory.mktemp("mesh"), tokenizer_dir, RULES) as mesh:
-        yield mesh
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -118,26 +108,21 @@ async def test_a_stream_brings_each_token_once_and_the_prompt_first(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_retry_brings_the_same_also_from_another_gateway_process(
-    tmp_path: Path, tokenizer_dir: Path, tokenizer: Tokenizer, *, stream: bool
+    shared: Mesh, session: Session, tokenizer: Tokenizer, *, stream: bool
 ) -> None:
-    async with (
-        scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh,
-        mesh.client() as client,
-        client.session() as session,
-    ):
-        agent = mesh.openai(session, max_retries=5)
-        wanted: dict[str, Any] = {**WANTED, "extra_headers": {"idempotency-key": "one"}}
-        first = await ask(agent, **wanted)
-        await mesh.restart("gateway")
-        if stream:
-            again = await streamed(agent, **wanted)
-            assert again.text == REPLY
-            check(tokenizer, again.ids, again.logprobs)
-            assert again.prompts == [first.prompt_token_ids]
-            return
-        whole = await ask(agent, **wanted)
-        assert (whole.id, whole.choices) == (first.id, first.choices)
-        assert whole.prompt_token_ids == first.prompt_token_ids
+    agent = shared.openai(session, max_retries=5)
+    wanted: dict[str, Any] = {**WANTED, "extra_headers": {"idempotency-key": "one"}}
+    first = await ask(agent, **wanted)
+    await shared.restart("gateway")
+    if stream:
+        again = await streamed(agent, **wanted)
+        assert again.text == REPLY
+        check(tokenizer, again.ids, again.logprobs)
+        assert again.prompts == [first.prompt_token_ids]
+        return
+    whole = await ask(agent, **wanted)
+    assert (whole.id, whole.choices) == (first.id, first.choices)
+    assert whole.prompt_token_ids == first.prompt_token_ids
 
 
 async def test_a_key_is_not_given_again_for_other_returns(shared: Mesh, session: Session) -> None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import trl
 
 from rollmesh.chat.parsing.calls.xml_calls import typed
 from rollmesh.chat.parsing.detection import SIGNS, choose, detect
@@ -12,8 +11,9 @@ from rollmesh.chat.parsing.formats import HARMONY, UNKNOWN, VLLM, AnswerFormat
 from rollmesh.chat.parsing.reasoning import MISTRAL_TAGS, TAGS, ReasoningSplitter
 from rollmesh.chat.parsing.vllm import installed as vllm_parsers
 from tests.chat.parsing.test_formats import CONTEXT, kimi
+from tests.paths import package_folder
 
-TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
+TEMPLATES = package_folder("trl") / "chat_templates"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -22,7 +21,6 @@ from rollmesh.runtime.config import ConfigError
 from tests.chat.parsing.test_formats import CONTEXT, TOOLS
 from tests.meshes import scripted_mesh
 
-TOOLS_JSON = json.dumps(TOOLS).encode()
 CALL = '[f(n=1, s="it\'s"), g()]'
 CALLS = (("f", '{"n": 1, "s": "it\'s"}'), ("g", "{}"))
 
@@ -88,50 +86,6 @@ async def test_the_check_does_not_import_vllm() -> None:
     assert await process.wait() == 0
 
 
-@pytest.fixture
-async def pythonic(tokenizer_dir: Path) -> AsyncIterator[VllmParser]:
-    parser = VllmParser("pythonic", tokenizer_dir, timeout_ms=90_000)
-    yield parser
-    await parser.close()
-    assert parser.pid is None
-
-
-@pytest.mark.vllm
-async def test_a_killed_worker_is_started_again(pythonic: VllmParser) -> None:
-    assert pythonic.pid is None
-    first, second = await asyncio.gather(
-        pythonic.read(CALL, TOOLS_JSON), pythonic.read("text", TOOLS_JSON)
-    )
-    assert first == Reading("", CALLS)
-    assert second == Reading("text", ())
-    before = pythonic.pid
-    assert before is not None
-    os.kill(before, signal.SIGKILL)
-    assert await pythonic.read(CALL, TOOLS_JSON) == Reading("", CALLS)
-    assert pythonic.pid not in {None, before}
-
-
-@pytest.mark.vllm
-async def test_who_leaves_and_who_is_late_do_not_disturb_others(tokenizer_dir: Path) -> None:
-    parser = VllmParser("pythonic", tokenizer_dir, timeout_ms=90_000)
-    try:
-        assert await parser.read("text", TOOLS_JSON) == Reading("text", ())
-        worker = psutil.Process(parser.pid)
-        worker.suspend()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await parser.read("left", TOOLS_JSON)
-        worker.resume()
-        assert await parser.read("text", TOOLS_JSON) == Reading("text", ())
-        assert parser.pid == worker.pid
-        worker.suspend()
-        parser._timeout_s = 0.2  # noqa: SLF001 - no start is that fast
-        assert await parser.read("late", TOOLS_JSON) is None
-        await asyncio.to_thread(worker.wait, 10)
-    finally:
-        await parser.close()
-
-
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> None:
     """Puts a program in the place of the worker."""
     script = tmp_path / "python"
@@ -156,17 +110,47 @@ for line in sys.stdin:
 """
 
 
-async def test_failures_give_none_and_the_next_answer_is_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+async def parser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[VllmParser]:
     stand_in(monkeypatch, tmp_path, ECHO)
     parser = VllmParser("any", tmp_path, timeout_ms=30_000, max_waiting=2)
+    yield parser
+    await parser.close()
+    assert parser.pid is None
+
+
+async def test_failures_give_none_and_the_next_answer_is_read(parser: VllmParser) -> None:
     for broken in ("die", "raise", "garbage"):
         assert await parser.read(broken, b"[]") is None
         assert await parser.read("text", b"[]") == Reading("ok", ())
     three = await asyncio.gather(*(parser.read("text", b"[]") for _ in range(3)))
     assert three == [Reading("ok", ()), Reading("ok", ()), None]
-    await parser.close()
+
+
+async def test_a_killed_worker_is_started_again(parser: VllmParser) -> None:
+    assert parser.pid is None
+    assert await parser.read("text", b"[]") == Reading("ok", ())
+    before = parser.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    assert await parser.read("text", b"[]") == Reading("ok", ())
+    assert parser.pid not in {None, before}
+
+
+async def test_who_leaves_and_who_is_late_do_not_disturb_others(parser: VllmParser) -> None:
+    assert await parser.read("text", b"[]") == Reading("ok", ())
+    worker = psutil.Process(parser.pid)
+    worker.suspend()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await parser.read("left", b"[]")
+    worker.resume()
+    assert await parser.read("text", b"[]") == Reading("ok", ())
+    assert parser.pid == worker.pid
+    worker.suspend()
+    parser._timeout_s = 0.2  # noqa: SLF001 - no start is that fast
+    assert await parser.read("late", b"[]") is None
+    await asyncio.to_thread(worker.wait, 10)
 
 
 async def test_a_worker_that_cannot_start_is_not_tried_again_at_once(
@@ -192,9 +176,10 @@ async def test_a_turn_has_the_calls_that_vllm_found_and_survives_its_worker(
 ) -> None:
     rules = [("call", CALL), ("again", CALL), ("talk", "Just text."), ("wrong", "[h(n=1)]")]
     async with scripted_mesh(tmp_path, tokenizer_dir, rules) as mesh, mesh.client() as client:
-        gateway = await mesh.restart("gateway", tool_parser="vllm:pythonic")
+        parser = {"tool_parser": "vllm:pythonic", "tool_parser_timeout_ms": 200_000}
+        gateway = await mesh.restart("gateway", **parser)
         async with client.session() as session:
-            agent = mesh.openai(session, timeout=100)
+            agent = mesh.openai(session, timeout=200)
 
             async def ask(text: str) -> Any:
                 answer = await agent.chat.completions.create(

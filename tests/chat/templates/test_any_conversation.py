@@ -1,11 +1,10 @@
 """Any conversation under every template of `trl`: its parts are the template's own render."""
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext, ToolCall, group_messages
@@ -68,10 +67,8 @@ def conversations(draw: st.DrawFn) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-@cache
 def loaded(name: str) -> tuple[families.Family, Continuation]:
-    family = families.load(name)
-    return family, Continuation(family.template, family.tokenizer)
+    return families.load(name), families.continuation(name)
 
 
 def node_by_node(
@@ -89,7 +86,7 @@ def node_by_node(
 
 @pytest.mark.parametrize("name", families.names())
 @given(messages=conversations(), context=st.sampled_from(CONTEXTS), data=st.data())
-@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@families.for_each
 def test_pieces_are_the_render_or_a_refusal(
     name: str, messages: tuple[Message, ...], context: RenderContext, data: st.DataObject
 ) -> None:
@@ -116,7 +113,7 @@ whitespace = st.text(" \t\n\r\u00a0\u2003\u2028", max_size=3)
 
 @pytest.mark.parametrize("name", families.names())
 @given(before=whitespace, after=whitespace)
-@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@families.for_each
 def test_the_profile_says_which_answers_lose_whitespace(name: str, before: str, after: str) -> None:
     family, continuation = loaded(name)
 

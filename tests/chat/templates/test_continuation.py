@@ -2,7 +2,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import trl
 from hypothesis import example, given, strategies as st
 
 from rollmesh.chat.canonical import make_context
@@ -11,9 +10,10 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError, load_template
 from rollmesh.chat.tokenizer import Tokenizer
+from tests.paths import package_folder
 
 TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
-TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
+TEMPLATES = package_folder("trl") / "chat_templates"
 
 texts = st.text(max_size=30) | st.sampled_from(
     [

@@ -1,6 +1,8 @@
 """Where a model must stop: the end of an answer, and not of a message inside of it."""
 
 import json
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,15 +32,19 @@ GOT = Message("tool", "42", tool_call_id=CALL.id, name="add")
 CALLED_BY_GEMMA = "<|tool_call>call:add{n:41}<tool_call|>"
 
 
-def load(folder: Path, name: str, ends: list[str] | None) -> tuple[Continuation, ModelTokenizer]:
+@cache
+def load(name: str, *ends: str) -> tuple[Continuation, ModelTokenizer]:
     """A template's continuation with the end tokens of a generation config, or without one."""
-    families.write(name, folder)
-    config = folder / "generation_config.json"
-    config.unlink()
-    if ends is not None:
-        _, tokenizer = load_model(folder)
-        config.write_text(json.dumps({"eos_token_id": [tokenizer.special_id(end) for end in ends]}))
-    template, tokenizer = load_model(folder)
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        families.write(name, folder)
+        config = folder / "generation_config.json"
+        config.unlink()
+        if ends:
+            _, tokenizer = load_model(folder)
+            ids = [tokenizer.special_id(end) for end in ends]
+            config.write_text(json.dumps({"eos_token_id": ids}))
+        template, tokenizer = load_model(folder)
     return Continuation(template, tokenizer), tokenizer
 
 
@@ -80,22 +86,20 @@ def text_behind(
     "ends",
     [
         pytest.param(["<|return|>", "<|endoftext|>", "<|call|>"], id="as it is shipped"),
-        pytest.param(None, id="no generation config"),
+        pytest.param([], id="no generation config"),
     ],
 )
-def test_harmony_stops_at_the_end_of_an_answer_not_of_a_message(
-    tmp_path: Path, name: str, ends: list[str] | None
-) -> None:
-    continuation, tokenizer = load(tmp_path, name, ends)
+def test_harmony_stops_at_the_end_of_an_answer_not_of_a_message(name: str, ends: list[str]) -> None:
+    continuation, tokenizer = load(name, *ends)
     stops = {tokenizer.special_id(text) for text in ("<|return|>", "<|call|>")}
     assert set(continuation.stop_ids) == stops
     assert tokenizer.special_id("<|end|>") not in continuation.end_ids
 
 
 @pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
-def test_a_model_that_stops_inside_of_its_answers_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_model_that_stops_inside_of_its_answers_is_refused(name: str) -> None:
     with pytest.raises(TemplateRefusedError, match=r"stops at <\|end\|>.*generation_config"):
-        load(tmp_path, name, ["<|return|>", "<|call|>", "<|end|>"])
+        load(name, "<|return|>", "<|call|>", "<|end|>")
 
 
 def test_an_answer_that_ends_as_its_parts_do_is_refused(tmp_path: Path) -> None:
@@ -149,9 +153,9 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
     ],
 )
 def test_what_follows_a_harmony_answer(
-    tmp_path: Path, answer: Message, text: str, finish: Finish, then: Message, behind: str
+    answer: Message, text: str, finish: Finish, then: Message, behind: str
 ) -> None:
-    continuation, tokenizer = load(tmp_path, "gptoss", ["<|return|>", "<|call|>"])
+    continuation, tokenizer = load("gptoss", "<|return|>", "<|call|>")
     node = sampled(continuation, tokenizer, answer, text, finish)
     assert text_behind(continuation, tokenizer, node, then) == behind
 
@@ -168,9 +172,9 @@ def test_what_follows_a_harmony_answer(
     ],
 )
 def test_a_result_stands_behind_gemmas_call_without_a_header(
-    tmp_path: Path, name: str, text: str, opened: str
+    name: str, text: str, opened: str
 ) -> None:
-    continuation, tokenizer = load(tmp_path, name, None)
+    continuation, tokenizer = load(name)
     stops = {tokenizer.special_id(stop) for stop in ("<turn|>", "<|tool_response>")}
     assert set(continuation.stop_ids) == stops
     finish = (
@@ -184,8 +188,8 @@ def test_a_result_stands_behind_gemmas_call_without_a_header(
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"])
-def test_text_that_gemma_sampled_beside_a_call_stays_before_it(tmp_path: Path, name: str) -> None:
-    continuation, tokenizer = load(tmp_path, name, None)
+def test_text_that_gemma_sampled_beside_a_call_stays_before_it(name: str) -> None:
+    continuation, tokenizer = load(name)
     said = Message("assistant", "Let me see.", (CALL,))
     text = f"Let me see.{CALLED_BY_GEMMA}<|tool_response>"
     node = sampled(continuation, tokenizer, said, text)
@@ -199,8 +203,7 @@ def test_text_that_gemma_sampled_beside_a_call_stays_before_it(tmp_path: Path, n
 def test_an_agents_own_text_beside_a_call_is_refused_where_it_would_move(
     name: str, *, moves: bool
 ) -> None:
-    family = families.load(name)
-    continuation = Continuation(family.template, family.tokenizer)
+    continuation = families.continuation(name)
     said = Message("assistant", "Let me see.", (CALL,))
     groups = group_messages((ASK, said, GOT))
     if moves:

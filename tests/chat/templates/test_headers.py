@@ -14,7 +14,6 @@ from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.turns.prompt import build_prompt
 from rollmesh.v1 import sampling_pb2
 from tests.chat import families
-from tests.chat.templates.test_probe import rendered
 
 CONTEXT = make_context(b"", b"")
 CALL = ToolCall("abcdef123", "add", '{"n": 41}')
@@ -34,8 +33,8 @@ def glm() -> families.Family:
 
 
 @pytest.fixture(scope="module")
-def continuation(glm: families.Family) -> Continuation:
-    return Continuation(glm.template, glm.tokenizer)
+def continuation() -> Continuation:
+    return families.continuation("glm4moe")
 
 
 def sampled(
@@ -93,7 +92,7 @@ def test_what_was_sampled_and_what_follows_are_the_templates_own_render(
     finish: Finish,
 ) -> None:
     node = sampled(glm, continuation, answer, text, finish)
-    full = rendered("glm4moe", (ASK, answer, then), b"")
+    full = families.rendered(families.load("glm4moe"), (ASK, answer, then), b"")
     assert full is not None
     assert following(continuation, node, answer, then) == glm.tokenizer.encode(full).tolist()
     assert node.ends_turn == (finish == sampling_pb2.FINISH_REASON_STOP)

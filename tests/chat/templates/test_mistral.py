@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ from rollmesh.chat.parsing.decoding import IncrementalDecoder
 from rollmesh.chat.parsing.detection import detect
 from rollmesh.chat.parsing.events import ReasoningEvent, TextEvent
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
-from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.loading import load_model
-from rollmesh.chat.templates.mistral import MistralTokenizer
+from rollmesh.chat.templates.mistral import MistralTemplate
 from tests.chat import families
 
 TOOLS = (
@@ -61,12 +59,6 @@ CONVERSATIONS = (
 )
 
 
-@cache
-def loaded(name: str) -> tuple[Continuation, MistralTokenizer]:
-    template, tokenizer = families.load_mistral(name)
-    return Continuation(template, tokenizer), tokenizer
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tokenizers")
@@ -98,7 +90,7 @@ def encoded(
 
 @pytest.mark.parametrize("name", families.mistral_names())
 def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) -> None:
-    continuation, _ = loaded(name)
+    continuation, _ = families.load_mistral(name)
     reference = Reference.from_file(families.mistral_file(name, made), ValidationMode.test)
     whole_, behind_ = 0, 0
     for messages in CONVERSATIONS:
@@ -135,7 +127,7 @@ def test_what_is_continued_is_what_the_package_encodes(name: str, made: Path) ->
 
 @pytest.mark.parametrize("name", families.mistral_names())
 def test_a_late_turn_costs_no_more_than_an_early_one(name: str) -> None:
-    continuation, _ = loaded(name)
+    continuation, _ = families.load_mistral(name)
     context = make_context(b"", b"")
     turn = [(Message("user", "again"),), (Message("assistant", "yes"),)]
     (second,) = continuation.token_ids([*turn, turn[0]], 2, context)
@@ -147,7 +139,7 @@ def test_a_late_turn_costs_no_more_than_an_early_one(name: str) -> None:
 @pytest.mark.parametrize("name", ["mistral_instruct_tokenizer_241114.model.v7", "tekken_v13.json"])
 @given(text=st.text(max_size=40))
 def test_a_text_comes_back_from_its_ids_one_by_one(name: str, text: str) -> None:
-    _, tokenizer = loaded(name)
+    _, tokenizer = families.load_mistral(name)
     plain = text.replace("\ufdd0", "")
     ids = tokenizer.encode(plain).tolist()
     decoder = IncrementalDecoder(tokenizer)
@@ -157,7 +149,7 @@ def test_a_text_comes_back_from_its_ids_one_by_one(name: str, text: str) -> None
 
 
 def test_control_tokens_are_hidden_but_those_that_mark_calls() -> None:
-    _, tokenizer = loaded("mistral_instruct_tokenizer_241114.model.v7")
+    _, tokenizer = families.load_mistral("mistral_instruct_tokenizer_241114.model.v7")
     ids = np.concatenate(
         [tokenizer.encode(text) for text in ("so", "\ufdd0[TOOL_CALLS]\ufdd1[{}]\ufdd0</s>\ufdd1")]
     ).tolist()
@@ -181,8 +173,8 @@ def test_control_tokens_are_hidden_but_those_that_mark_calls() -> None:
 def test_reasoning_between_control_tokens_is_apart_however_its_ids_are_cut(
     said: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    template, tokenizer = families.load_mistral("tekken_v13.json")
-    form, context = detect(template.source), make_context(TOOLS, b"")
+    _, tokenizer = families.load_mistral("tekken_v13.json")
+    form, context = detect(MistralTemplate(tokenizer).source), make_context(TOOLS, b"")
     thought = "Well \U0001f600 then.\n [THIN is no mark."
     text = f"\ufdd0[THINK]\ufdd1{thought}\ufdd0[/THINK]\ufdd1{said}\ufdd0</s>\ufdd1"
     ids = tokenizer.encode(text).tolist()
@@ -238,6 +230,6 @@ def test_the_package_brings_neither_torch_nor_vllm() -> None:
 
 
 def test_template_options_are_refused_where_there_is_no_template() -> None:
-    continuation, _ = loaded("tokenizer.model.v1")
+    continuation, _ = families.load_mistral("tokenizer.model.v1")
     with pytest.raises(Exception, match="has no chat template, so template options"):
         continuation.token_ids([(ASK,)], 0, make_context(b"", b'{"enable_thinking": true}'))

@@ -1,10 +1,6 @@
 """Every template of the `trl` package: exact, or refused with the reason. None silently wrong."""
 
-from functools import cache
-from typing import Any
-
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall, group_messages
@@ -38,53 +34,11 @@ CONVERSATIONS = (
 )
 
 
-@cache
-def family(name: str) -> families.Family:
-    return families.load(name)
-
-
-@cache
 def continuation(name: str) -> Continuation | None:
-    one = family(name)
     try:
-        return Continuation(one.template, one.tokenizer)
+        return families.continuation(name)
     except TemplateRefusedError:
         return None
-
-
-def rendered(name: str, messages: tuple[Message, ...], tools: bytes) -> str | None:
-    """Transformers' own render; None where the template refuses the conversation."""
-    import json  # noqa: PLC0415 - beside its use
-
-    one = family(name)
-    plain: list[dict[str, Any]] = []
-    for message in messages:
-        parts = name.startswith(("llava", "idefics", "smolvlm"))
-        content: Any = [{"type": "text", "text": message.content}] if parts else message.content
-        entry: dict[str, Any] = {"role": message.role, "content": content}
-        if message.tool_calls:
-            entry["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-                }
-                for call in message.tool_calls
-            ]
-        if message.role == "tool":
-            entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
-        plain.append(entry)
-    try:
-        texts, _ = render_jinja_template(
-            conversations=[plain],
-            tools=json.loads(tools) if tools else None,
-            chat_template=one.source,
-            add_generation_prompt=True,
-            **one.variables,
-        )
-    except Exception:  # noqa: BLE001 - whatever a template raises
-        return None
-    return str(texts[0])
 
 
 @pytest.mark.parametrize("name", families.names())
@@ -92,10 +46,10 @@ def test_what_is_continued_is_what_transformers_renders(name: str) -> None:
     found = continuation(name)
     if found is None:
         return  # refused; that the reason is given is the table's test
-    encode, checked = family(name).tokenizer.encode, 0
+    encode, checked = families.load(name).tokenizer.encode, 0
     for messages in CONVERSATIONS:
         for tools in (b"", TOOLS):
-            full = rendered(name, messages, tools)
+            full = families.rendered(families.load(name), messages, tools)
             groups, context = group_messages(messages), make_context(tools, b"")
             if full is None:
                 continue

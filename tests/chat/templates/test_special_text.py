@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, MessageGroup, ToolCall, group_messages
-from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import load_template
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import Tokenizer
@@ -33,7 +32,7 @@ def hostile(tokenizer: Tokenizer, text: str = "") -> str:
 
 def ids_of(family: families.Family, groups: list[MessageGroup], setting: str) -> list[int]:
     """All ids of a conversation up to where the model answers."""
-    continuation = Continuation(family.template, family.tokenizer)
+    continuation = families.continuation(family.name)
     shown, context, _ = SpecialText(family.tokenizer, setting).apply(groups, 0, BARE)
     parts = [
         *continuation.token_ids(shown, 0, context),

@@ -14,18 +14,19 @@ from rollmesh.client import (
     rollout_groups,
 )
 from tests.meshes import Mesh
+from tests.waiting import until
 
 _DEADLINE_S = 60
 
 
 async def acknowledged(client: Client, count: int) -> None:
     """Waits until the consumer has acknowledged as many deliveries, and holds none."""
-    async with asyncio.timeout(_DEADLINE_S):
-        while True:
-            consumers = (await client.stats()).consumers  # none before it is known there
-            if [(one.acknowledged, one.leased, one.ready) for one in consumers] == [(count, 0, 0)]:
-                return
-            await asyncio.sleep(0)
+
+    async def look() -> bool:
+        consumers = (await client.stats()).consumers  # none before it is known there
+        return [(one.acknowledged, one.leased, one.ready) for one in consumers] == [(count, 0, 0)]
+
+    await until(look)
 
 
 async def speak(mesh: Mesh, prompt: str, session: Session) -> None:

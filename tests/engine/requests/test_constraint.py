@@ -2,28 +2,22 @@
 
 import asyncio
 import json
-import shutil
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
-import torch
-from transformers import Qwen3ForCausalLM
 
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidSamplingError
-from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
-from tests.engine.test_conformance import PROMPT, Engine, Result
-from tests.processes import running
+from rollmesh.v1 import engine_pb2, sampling_pb2
+from tests.engine.engines import PROMPT, Engine, Result
+from tests.models import torch_logprobs
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(600),
 ]
 SCHEMA = {
@@ -38,17 +32,9 @@ SCHEMA = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, other_model_dir: Path
-) -> AsyncIterator[Engine]:
-    flags = {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
-    folder = tmp_path_factory.mktemp("engine")
-    async with (
-        running("engine", folder, backend="vllm", max_context_tokens=2048, **flags) as process,
-        open_channel(process.address) as channel,
-    ):
-        yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other_model_dir)
+@pytest.fixture(scope="module")
+def engine(vllm_engine: Engine) -> Engine:
+    return vllm_engine
 
 
 def tag(schema: object, **fields: Any) -> str:
@@ -92,17 +78,14 @@ async def test_log_probs_are_those_of_the_allowed_tokens(engine: Engine, model_d
     )
     result = await engine.generate(request(engine, forced, seed=1))
     assert tokenizer.rust.decode(result.ids) == "The answer"
-    network = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    with torch.no_grad():
-        logits = network(torch.tensor([PROMPT.tolist() + result.ids])).logits[0].float()
-    rows = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
-    free = rows.gather(1, torch.tensor(result.ids)[:, None]).squeeze(1).numpy()
+    rows = torch_logprobs(model_dir, [*PROMPT, *result.ids])[len(PROMPT) - 1 : -1]
+    free = rows[np.arange(len(result.ids)), result.ids]
     assert result.logprobs[-1] == 0.0  # only the end was left
     assert (np.array(result.logprobs) >= free - 1e-4).all()
     # The first token begins the string: the model's own chances of those that do, renormalised.
     texts = [tokenizer.rust.decode([id_]) for id_ in range(rows.shape[1])]
     allowed = [id_ for id_, text in enumerate(texts) if text and "The answer".startswith(text)]
-    left = rows[0] - torch.logsumexp(rows[0][allowed], 0)
+    left = rows[0] - np.logaddexp.reduce(rows[0][allowed])
     assert result.logprobs[0] == pytest.approx(float(left[result.ids[0]]), abs=1e-3)
 
 
@@ -116,17 +99,18 @@ LONG = {"type": "array", "items": {"type": "integer"}, "minItems": 900}
 
 
 async def test_an_update_and_an_abort_take_effect_in_the_middle(engine: Engine) -> None:
+    before = (await engine.info()).policy_version
     made, result = request(engine, tag(LONG), count=1900, chunk=1), Result()
     async with asyncio.timeout(120), aclosing(engine.stream(made)) as responses:
         async for response in responses:
             result.take(response)
             if result.messages == 3:
-                await engine.update(1, engine.weights)
+                await engine.update(before + 1, engine.weights)
                 await engine.stub.Abort(
                     engine_pb2.AbortRequest(request_ids=[made.generate.request_id])
                 )
     assert result.finish.reason == sampling_pb2.FINISH_REASON_ABORT
-    assert result.spans[0][0] == 0
+    assert result.spans[0][0] == before
     assert len(result.ids) == len(result.logprobs) == result.spans[-1][2]
 
 
@@ -216,19 +200,3 @@ async def test_a_strict_schema_is_refused_where_a_part_of_it_would_not_hold(engi
 async def test_what_contradicts_a_constraint_is_refused(engine: Engine, sampling: Any) -> None:
     with pytest.raises(InvalidSamplingError, match=f"sampling.{next(iter(sampling))}"):
         await engine.generate(request(engine, tag(SCHEMA), **sampling))
-
-
-async def test_an_engine_without_a_tokenizer_starts_and_refuses_constraints(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    bare = tmp_path / "bare"
-    shutil.copytree(model_dir, bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    flags = {"model_path": bare, "dtype": "float32", "enforce_eager": True}
-    async with (
-        running("engine", tmp_path, backend="vllm", max_context_tokens=2048, **flags) as process,
-        open_channel(process.address) as channel,
-    ):
-        engine = Engine(process, engine_pb2_grpc.EngineServiceStub(channel), bare)
-        with pytest.raises(InvalidConstraintError, match="has no tokenizer"):
-            await engine.generate(request(engine, tag(SCHEMA)))
-        assert (await engine.generate(engine.request(4, 0))).ids

@@ -1,5 +1,6 @@
-"""What only the real model can show: log-probs equal to torch's, and the death of its process."""
+"""What only a real model can show: log-probs equal to torch's, and the death of its process."""
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save
-from transformers import Qwen3ForCausalLM
 
-from rollmesh.runtime.errors import EngineDeadError, InvalidWeightsError
+from rollmesh.runtime.errors import EngineDeadError, InvalidConstraintError, InvalidWeightsError
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import engine_pb2_grpc
-from tests.engine.test_conformance import PROMPT, Engine, Result
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc
+from tests.engine.engines import Engine, Result, torch_logprobs
+from tests.models import load_network
 from tests.processes import running
 from tests.waiting import until
 
@@ -22,7 +23,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 @pytest.fixture
 async def engine(tmp_path: Path, model_dir: Path, other_model_dir: Path) -> AsyncIterator[Engine]:
-    flags = {"model_path": model_dir, "dtype": "float32", "enforce_eager": True}
+    """Of a model whose folder has no tokenizer."""
+    bare = tmp_path / "bare"
+    shutil.copytree(model_dir, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    flags = {"model_path": bare, "dtype": "float32", "enforce_eager": True}
     async with (
         running("engine", tmp_path, backend="vllm", max_context_tokens=2048, **flags) as process,
         open_channel(process.address) as channel,
@@ -30,19 +34,15 @@ async def engine(tmp_path: Path, model_dir: Path, other_model_dir: Path) -> Asyn
         yield Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other_model_dir)
 
 
-def torch_logprobs(model: Path, ids: list[int]) -> np.ndarray:
-    """Log-probabilities by torch for `ids` after the prompt."""
-    network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        logits = network(torch.tensor([PROMPT.tolist() + ids])).logits[0].float()
-    chosen = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
-    return np.asarray(chosen.gather(1, torch.tensor(ids)[:, None]).squeeze(1).numpy())
-
-
 async def test_a_life_of_updates_and_the_death_of_the_model(
     engine: Engine, model_dir: Path, other_model_dir: Path
 ) -> None:
     """One engine, because a start takes half a minute."""
+    constraint = engine_pb2.Constraint(structural_tag_json='{"format": {"type": "any_text"}}')
+    constrained = engine.request(4, 0, constraint=constraint)
+    constrained.generate.sampling.ignore_eos = False
+    with pytest.raises(InvalidConstraintError, match="has no tokenizer"):
+        await engine.generate(constrained)
     for version, model in ((1, other_model_dir), (2, model_dir), (3, other_model_dir)):
         data = (model / "model.safetensors").read_bytes()
         await engine.update(version, data)
@@ -50,7 +50,7 @@ async def test_a_life_of_updates_and_the_death_of_the_model(
         assert result.spans == [(version, 0, 40)]
         assert np.abs(torch_logprobs(model, result.ids) - result.logprobs).max() < 1e-4
 
-    weights = Qwen3ForCausalLM.from_pretrained(model_dir).state_dict()
+    weights = load_network(model_dir).state_dict()
     await _refused(engine, weights, "model.norm.weight", None, "model.norm.weight is missing")
     await _refused(engine, weights, "model.norm.weight", torch.zeros(3), "has shape")
     await _refused(engine, weights, "model.norm.weight", torch.zeros(64).long(), "has dtype I64")

@@ -2,10 +2,10 @@
 
 from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from vllm.logprobs import FlatLogprobs
 
 from rollmesh.engine.backend import GenerateInput, Sampling
 from rollmesh.engine.vllm.chunks import chunks
@@ -16,8 +16,10 @@ LOGPROBS = [-0.5, -1.0, -2.0]
 OTHER = 5
 
 
-def output(sampled: int) -> FlatLogprobs:
+def output(sampled: int) -> Any:
     """The log-probabilities of one token, as vLLM makes them for `logprobs=3`."""
+    from vllm.logprobs import FlatLogprobs
+
     at = MOST_LIKELY.index(sampled) if sampled in MOST_LIKELY else None
     own, rank = (-4.0, 40) if at is None else (LOGPROBS[at], at + 1)
     made = FlatLogprobs()

@@ -1,9 +1,7 @@
 """What is passed through to vLLM, and what an engine says of what vLLM does not take."""
 
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,22 @@ import pytest
 
 from rollmesh.cli.up.plan import plan_mesh, read_mesh
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.vllm.options import read_options
+from rollmesh.engine.service import EngineService
 from rollmesh.runtime.config import ConfigError, parse_config
+from rollmesh.runtime.errors import EngineStartError
+from tests.processes import run_refused
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, as vLLM imports it
 ]
+
+
+def read_options(options: dict[str, Any]) -> dict[str, Any]:
+    from rollmesh.engine.vllm import options as vllm
+
+    return vllm.read_options(options)
 
 
 @pytest.mark.parametrize(
@@ -78,38 +84,31 @@ def test_options_come_by_flag_by_file_and_by_a_mesh(tmp_path: Path) -> None:
         parse_config(EngineConfig, "engine", ["--vllm=7"], {})
 
 
-def start(model: Path, **flags: object) -> subprocess.CompletedProcess[str]:
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    return subprocess.run(
-        [sys.executable, "-m", "rollmesh.engine", f"--model-path={model}", "--router=", *arguments],
-        capture_output=True, text=True, timeout=400, check=False,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-    )  # fmt: skip
+async def test_a_model_that_does_not_fit_ends_with_the_reason_in_one_line(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context of 131,072 tokens, whose KV cache is larger than the 1 GiB that it may take."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    large = {"max_position_embeddings": 2**17, "num_hidden_layers": 16, "num_key_value_heads": 4}
+    options = {"hf_overrides": large, "load_format": "dummy"}
+    flags = {"model_path": model_dir, "dtype": "float32", "enforce_eager": True, "router": ""}
+    flags |= {"max_context_tokens": 2**17, "vllm": json.dumps(options)}
+    code, errors = await run_refused("engine", **flags)
+    assert code == 1
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith("rollmesh engine: vLLM could not start: ValueError: ")
+    assert "KV cache" in last
+    assert "Traceback" not in last
 
 
-def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    return done.stderr.strip().splitlines()[-1]
+async def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    service = EngineService(EngineConfig(model_path=tmp_path, router=""))
+    with pytest.raises(EngineStartError, match=re.escape(str(tmp_path))):
+        async with service.running("here"):
+            pytest.fail("it started")
 
 
-def test_a_model_that_does_not_fit_ends_with_the_reason_in_one_line(model_dir: Path) -> None:
-    """A context of 4 M tokens, whose KV cache does not fit 1 GiB."""
-    options = json.dumps({"hf_overrides": {"max_position_embeddings": 2**22}})
-    done = start(
-        model_dir, dtype="float32", enforce_eager=True, max_context_tokens=2**22, vllm=options
-    )
-    assert done.returncode == 1
-    assert last_line(done).startswith("rollmesh engine: vLLM could not start: ValueError: ")
-    assert "KV cache" in last_line(done)
-    assert "Traceback" not in last_line(done)
-
-
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    done = start(tmp_path)
-    assert done.returncode == 1
-    assert str(tmp_path) in last_line(done)
-
-
-def test_an_unknown_option_ends_the_engine_before_it_loads_anything(tmp_path: Path) -> None:
-    done = start(tmp_path, vllm='{"tensor_paralel_size": 2}')
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "did you mean tensor_parallel_size" in last_line(done)
+def test_an_unknown_option_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    options = {"tensor_paralel_size": 2}
+    with pytest.raises(ConfigError, match="did you mean tensor_parallel_size"):
+        EngineService(EngineConfig(model_path=tmp_path, router="", vllm=options))

@@ -10,7 +10,7 @@ import pytest
 from rollmesh.runtime.errors import EngineDeadError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2_grpc
-from tests.engine.test_conformance import Engine, Result
+from tests.engine.engines import Engine, Result
 from tests.processes import running
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -10,23 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3ForCausalLM
-from vllm.distributed.weight_transfer import ModuleSource
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from rollmesh.client import MeshAddresses, Transfer, WeightsPushError
 from rollmesh.client.sync import Client
 from rollmesh.integrations.vllm_transfer import MeshWeightSync
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import engine_pb2_grpc
-from tests.engine.store_transfer import BACKEND, StoreTrainer
-from tests.engine.test_conformance import Engine
-from tests.engine.vllm.test_backend import torch_logprobs
+from tests.engine.engines import Engine, torch_logprobs
+from tests.models import load_network
 from tests.paths import ROOT
 from tests.processes import running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+BACKEND = "store"
+"""As `tests.engine.store_transfer` names it."""
 
 
 def free_port() -> int:
@@ -58,9 +55,14 @@ class Trainer:
         self.engine: Any = None
 
     def load(self, model_dir: Path) -> None:
-        self.model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self.model = load_network(model_dir)
 
     async def join(self, **changes: Any) -> None:
+        from vllm.distributed.weight_transfer import ModuleSource
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        from tests.engine.store_transfer import StoreTrainer
+
         fields = {"world_size": 1 + self.sync.ranks, "rank": 0, "packed": False, **changes}
         info = NCCLTrainerInitInfo("127.0.0.1", free_port(), **fields)
         source = ModuleSource(self.model)
@@ -69,6 +71,8 @@ class Trainer:
         )
 
     async def send(self, version: int, model_dir: Path, breaks_at: int | None = None) -> None:
+        from vllm.distributed.weight_transfer import ModuleSource
+
         self.load(model_dir)
         self.engine.source = ModuleSource(self.model)
         self.engine.breaks_at = breaks_at
@@ -120,7 +124,7 @@ async def refused(client: Client, what: Any, version: int, says: str) -> None:
 
 
 def update_info(model: Path, **changes: Any) -> Mapping[str, Any]:
-    named = list(Qwen3ForCausalLM.from_pretrained(model).named_parameters())
+    named = list(load_network(model).named_parameters())
     return {
         "names": [name for name, _ in named],
         "dtype_names": ["float32" for _ in named],
