@@ -32,7 +32,8 @@ def met(sampled: list[Message], echo: Message) -> tuple[Match, list[int]]:
     logprobs, spans = np.zeros(2, np.float32), (sampling_pb2.VersionSpan(end=2),)
     sample = Sample(ids, logprobs, spans, sampling_pb2.FINISH_REASON_STOP, "e", 2, 0, 0)
     nodes = [tree.add_sample(parent, one, opening, sample, frozenset()).node_id for one in sampled]
-    return tree.match(CONTEXT, [ASK, (echo,)]), nodes
+    groups = [ASK, (echo,)]
+    return tree.search(tree.start(CONTEXT, groups), groups)[0], nodes
 
 
 def test_every_serialiser_has_echoed_what_is_plain() -> None:

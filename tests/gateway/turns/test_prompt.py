@@ -141,7 +141,7 @@ class Played:
             else:
                 messages.append(Message("user", step.asked))
             groups = group_messages(tuple(messages))
-            match = self.tree.match(self.context, groups)
+            match = self.tree.search(self.tree.start(self.context, groups), groups)[0]
             try:
                 prompt = build_prompt(
                     self.continuation,

@@ -64,10 +64,6 @@ class Tree:
         """Describes the size of the tree."""
         return f"Tree({len(self._roots)} roots, {len(self.nodes)} nodes, {self.turns} turns)"
 
-    def match(self, render_context: RenderContext, groups: Sequence[MessageGroup]) -> Match:
-        """Finds the node from which a request continues the tree, starting from the root."""
-        return self.search(self.start(render_context, groups), groups)[0]
-
     def start(
         self, render_context: RenderContext, groups: Sequence[MessageGroup], earlier: bytes = b""
     ) -> Place:
