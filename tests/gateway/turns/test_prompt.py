@@ -3,16 +3,13 @@
 The reference is transformers' render of the whole conversation, tokenised at once.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
-from transformers.utils.chat_template_utils import render_jinja_template
+from hypothesis import given, strategies as st
 
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall, group_messages
@@ -74,47 +71,18 @@ steps = st.builds(
 sessions = st.lists(steps, min_size=2, max_size=4)
 
 
-@cache
 def loaded(name: str) -> tuple[families.Family, Continuation]:
-    family = families.load(name)
-    return family, Continuation(family.template, family.tokenizer)
+    return families.load(name), families.continuation(name)
 
 
 def reference(
     family: families.Family, messages: Sequence[Message], context: RenderContext
 ) -> list[int] | None:
     """The ids that transformers would give; None where the template refuses the conversation."""
-    plain: list[dict[str, Any]] = []
-    in_parts = family.name.startswith(("llava", "idefics", "smolvlm"))
-    for message in messages:
-        text: Any = message.content
-        entry: dict[str, Any] = {"role": message.role}
-        entry["content"] = [{"type": "text", "text": text}] if in_parts else text
-        if message.reasoning:
-            entry["reasoning_content"] = message.reasoning
-        if message.tool_calls:
-            entry["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-                }
-                for call in message.tool_calls
-            ]
-        if message.role == "tool":
-            entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
-        plain.append(entry)
-    try:
-        texts, _ = render_jinja_template(
-            conversations=[plain],
-            tools=json.loads(context.tools_json) if context.tools_json else None,
-            chat_template=family.source,
-            add_generation_prompt=True,
-            **family.variables,
-        )
-    except Exception:  # noqa: BLE001 - whatever a template raises
+    text = families.rendered(family, messages, context.tools_json)
+    if text is None:
         return None
-    return list(family.tokenizer.rust.encode(str(texts[0]), add_special_tokens=False).ids)
+    return list(family.tokenizer.rust.encode(text, add_special_tokens=False).ids)
 
 
 class Played:
@@ -224,7 +192,7 @@ def without_text_beside_calls(step: Step) -> Step:
 
 @pytest.mark.parametrize("name", families.names())
 @given(session=sessions, context=st.sampled_from(CONTEXTS))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@families.for_each
 def test_a_turn_is_flagged_exactly_where_the_templates_ids_differ(
     name: str, session: list[Step], context: RenderContext
 ) -> None:
@@ -237,7 +205,7 @@ def test_a_turn_is_flagged_exactly_where_the_templates_ids_differ(
 
 @pytest.mark.parametrize("name", families.names())
 @given(session=sessions, context=st.sampled_from(CONTEXTS))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@families.for_each
 def test_a_rewritten_history_is_what_the_template_prints(
     name: str, session: list[Step], context: RenderContext
 ) -> None:
