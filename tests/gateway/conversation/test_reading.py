@@ -3,6 +3,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, strategies as st
 
+from rollmesh.chat.messages import Message
 from rollmesh.gateway.conversation.reading import MessageReader
 from rollmesh.runtime.errors import InvalidMessagesError, UnsupportedPartError
 from rollmesh.v1 import chat_pb2, gateway_pb2
@@ -129,11 +130,19 @@ def test_every_byte_of_a_message_counts_however_long_it_is() -> None:
         assert MessageReader().read(one).digest != MessageReader().read(other).digest
 
 
-def test_a_message_is_read_with_its_name_and_its_place() -> None:
+def test_a_message_is_read_with_all_its_fields_and_refused_by_its_place() -> None:
     named = said("q")
     named.name = "worker"
-    ((message,),) = MessageReader().read(request([named])).groups
-    assert (message.name, message.content) == ("worker", "q")
+    result = said("r", chat_pb2.ROLE_TOOL)
+    result.tool_call_id = "c"
+    thought = said("A", chat_pb2.ROLE_ASSISTANT)
+    thought.reasoning_content = "why"
+    groups = MessageReader().read(request([named, thought, result])).groups
+    assert [message for group in groups for message in group] == [
+        Message("user", "q", name="worker"),
+        Message("assistant", "A", reasoning="why"),
+        Message("tool", "r", tool_call_id="c"),
+    ]
     empty = chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER, content=[chat_pb2.ContentPart()] * 2)
     with pytest.raises(InvalidMessagesError) as caught:
         MessageReader().read(request([named, empty]))
