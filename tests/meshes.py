@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,13 @@ async def delivered(client: Client, session: Session) -> SessionResult:
             if result.session_id == session.session_id:
                 return result
     raise AssertionError("the deliveries ended without the session")
+
+
+def recorded(mesh: Mesh, session: Session) -> set[int]:
+    """Nodes of the answers that the gateway's journal has as sent."""
+    with closing(sqlite3.connect(mesh.folder / "gateway" / "journal.sqlite")) as db:
+        found = db.execute("SELECT node_id FROM sent WHERE session_id = ?", (session.session_id,))
+        return {node_id for (node_id,) in found}
 
 
 async def until_free(client: Client) -> None:

@@ -12,7 +12,8 @@ import pytest
 from benchmarks.kills.__main__ import Matrix, run_matrix
 from benchmarks.kills.lanes import BOUNDARIES, Lane
 from rollmesh.client import Client, SessionResult
-from tests.meshes import Mesh, scripted_mesh
+from tests.meshes import Mesh, recorded, scripted_mesh
+from tests.waiting import until
 
 RULES = [("plain", "The answer is 42."), ("next", "I am not sure.")]
 ASK: list[Any] = [{"role": "user", "content": "plain"}]
@@ -48,6 +49,30 @@ async def test_a_gateway_killed_after_the_commit_answers_the_retry_once(
             (result,) = await sessions(client, 1)
     (trajectory,) = result.trajectories
     assert (trajectory.turns, trajectory.reasons) == (2, ("RETRY_REPLAY",))
+
+
+async def test_after_a_kill_an_unmarked_request_gets_the_answer_that_was_not_sent_and_no_other(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES) as mesh:
+        await mesh.restart("gateway", fault="gateway-before-reply:2")
+        async with mesh.client() as client:
+            async with client.session() as session:
+                sent = await ask(mesh, session, ASK)
+                await until(lambda: len(recorded(mesh, session)) == 1)
+                lost = asyncio.ensure_future(ask(mesh, session, ASK))
+                await mesh.processes["gateway"].wait_line("FAULT gateway-before-reply")
+                await mesh.restart("gateway")
+                with pytest.raises(openai.InternalServerError):
+                    await lost
+                again = [await ask(mesh, session, ASK) for _ in range(2)]
+                retry = {"x-stainless-retry-count": "1"}
+                retried = await ask(mesh, session, ASK, extra_headers=retry)
+            (result,) = await sessions(client, 1)
+    assert len({sent.id, *(answer.id for answer in again)}) == 3
+    assert retried.id == again[1].id
+    reasons = [trajectory.reasons for trajectory in result.trajectories]
+    assert reasons == [("EXACT",), ("RETRY_REPLAY",), ("RETRY_REPLAY",)]
 
 
 async def test_the_sdks_own_retries_ride_out_a_gateway_restart(

@@ -20,8 +20,9 @@ def new_tree() -> Tree:
 
 
 def write_open(db: sqlite3.Connection, spec: SessionSpec, tree: Tree) -> None:
-    """Writes a session as its turns would have been committed."""
+    """Writes a session as its turns would have been committed and their answers sent."""
     journal.insert_session(db, spec)
+    journal.insert_sent(db, [(spec.session_id, node_id) for node_id in tree.nodes])
     for node in tree.nodes.values():
         answer = AnswerRecord(f"a{node.node_id}", "f", "", 0)
         journal.insert_turn(db, spec.session_id, [node], answer)

@@ -10,7 +10,7 @@ import pytest
 from rollmesh.client import Session
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.meshes import Mesh, delivered
+from tests.meshes import Mesh, delivered, recorded
 from tests.processes import running
 from tests.waiting import until
 
@@ -65,11 +65,23 @@ async def test_equal_requests_at_the_same_time_are_siblings_and_their_retries_ar
             again = await asyncio.gather(*(ask(agent, extra_headers=RETRY) for _ in range(3)))
             assert len({answer.id for answer in again}) == 3  # nor do they share one of many
             assert len(streams) == 2
+            await until(lambda: len(recorded(shared, session)) == 6)
             await shared.restart("gateway")
             agent = shared.openai(session, max_retries=5)
             after = await asyncio.gather(*(ask(agent) for _ in range(8)))
-            assert len({answer.id for answer in after}) == 8
-        assert (await delivered(client, session)).turns == 8  # the first six may have got lost
+            assert len({answer.id for answer in (*four, *after)}) == 12
+        assert (await delivered(client, session)).turns == 14
+
+
+async def test_a_gateway_that_stops_records_what_it_sent(shared: Mesh) -> None:
+    async with shared.client() as client:
+        async with client.session() as session:
+            first = await ask(shared.openai(session))
+            await shared.processes["gateway"].terminate()
+            await shared.start("gateway")
+            second = await ask(shared.openai(session, max_retries=5))
+            assert first.id != second.id
+        assert (await delivered(client, session)).turns == 2
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -140,9 +152,10 @@ async def test_retries_of_a_stream_get_all_of_it_from_one_sample(
         assert (await delivered(client, session)).turns == 1
 
 
+@pytest.mark.parametrize("restarts", [False, True], ids=["at once", "over a restart"])
 @pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "comes back"])
 async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_asked_for_again(
-    slow: Mesh, *, comes_back: bool
+    slow: Mesh, *, comes_back: bool, restarts: bool
 ) -> None:
     finish = gateway_pb2.DISCONNECT_POLICY_FINISH
     async with slow.client() as client:
@@ -153,8 +166,10 @@ async def test_an_answer_that_nobody_got_is_kept_and_trained_only_where_it_is_as
         async with await ask(agent, stream=True) as stream:
             await anext(aiter(stream))  # and leaves in the middle
         await until(lambda: turns(slow, session))
+        if restarts:
+            await slow.restart("gateway")
         if comes_back:
-            answer = await ask(agent)
+            answer = await ask(slow.openai(session, max_retries=5))
             assert answer.choices[0].message.content == "The answer is 42. I am not sure."
         await client.close_session(session)
         result = await delivered(client, session)

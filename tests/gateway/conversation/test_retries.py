@@ -16,7 +16,7 @@ class Sampled:
     """A sample: in flight, or answered."""
 
     waiting: int = 0
-    left: bool = False
+    sent: bool = False
     tries: int = 0
     answered: bool = False
     given: list["Request"] = field(default_factory=list)
@@ -37,18 +37,18 @@ class Request:
         pytest.param([], 1, None, id="retry of what never came"),
         pytest.param([Sampled(waiting=1)], 0, None, id="sibling at the same time"),
         pytest.param([Sampled(waiting=1)], 1, 0, id="retry of one in flight"),
-        pytest.param([Sampled(left=True)], 0, None, id="sibling afterwards"),
-        pytest.param([Sampled(left=True)], 1, 0, id="retry of one that left"),
-        pytest.param([Sampled(left=True), Sampled(left=True)], 1, 1, id="the newest that left"),
+        pytest.param([Sampled(sent=True)], 0, None, id="sibling afterwards"),
+        pytest.param([Sampled(sent=True)], 1, 0, id="retry of one that was sent"),
+        pytest.param([Sampled(sent=True), Sampled(sent=True)], 1, 1, id="the newest that was sent"),
         pytest.param([Sampled()], 0, 0, id="one that nobody waits for"),
         pytest.param([Sampled(waiting=1), Sampled()], 0, 1, id="which may be a later one"),
-        pytest.param([Sampled(left=True), Sampled(waiting=1)], 1, 1, id="awaited before left"),
+        pytest.param([Sampled(sent=True), Sampled(waiting=1)], 1, 1, id="awaited before sent"),
         pytest.param([Sampled(waiting=1), Sampled(waiting=1)], 1, 0, id="the oldest in flight"),
         pytest.param(
             [Sampled(waiting=1, tries=1), Sampled(waiting=1)], 1, 1, id="siblings time out together"
         ),
         pytest.param(
-            [Sampled(left=True), Sampled(waiting=1, tries=1)], 1, 0, id="or were answered together"
+            [Sampled(sent=True), Sampled(waiting=1, tries=1)], 1, 0, id="or were answered together"
         ),
         pytest.param(
             [Sampled(waiting=1, tries=1), Sampled(waiting=1, tries=2)], 2, 0, id="and once more"
@@ -71,7 +71,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(target=waiting, retry_count=st.sampled_from([0, 0, 0, 1, 2]))
     def asks(self, retry_count: int) -> Request:
-        lost = [one for one in self.samples if not one.waiting and not one.left]
+        lost = [one for one in self.samples if not one.waiting and not one.sent]
         sample = retried(self.samples, retry_count)
         if retry_count:
             assert (sample is None) == (not self.samples)  # a retry is not a sample
@@ -92,7 +92,7 @@ class Requests(RuleBasedStateMachine):
     @rule(request=waiting)
     def gets_its_answer(self, request: Request) -> None:
         if request in request.sample.given:
-            request.sample.answered = request.sample.left = True
+            request.sample.answered = request.sample.sent = True
             self.leave(request)
 
     @rule(request=waiting)
@@ -109,11 +109,15 @@ class Requests(RuleBasedStateMachine):
         if not request.sample.waiting and not request.sample.answered:
             self.samples.remove(request.sample)  # aborted, so it cannot be joined
 
-    @rule()
-    def the_gateway_restarts(self) -> None:
+    @rule(recorded=st.booleans())
+    def the_gateway_restarts(self, *, recorded: bool) -> None:
         for one in self.samples:
             one.given.clear()
-        self.samples = [Sampled(answered=True) for one in self.samples if one.answered]
+        self.samples = [
+            Sampled(sent=one.sent and recorded, tries=one.tries, answered=True)
+            for one in self.samples
+            if one.answered
+        ]
 
     def leave(self, request: Request) -> None:
         request.sample.given.remove(request)

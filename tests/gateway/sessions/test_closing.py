@@ -53,7 +53,7 @@ async def chat(gateway: Gateway, session_id: str, retry_count: int = 0) -> int:
     asked.retry_count = retry_count
     (request,) = read_choices(asked, session, 1, stream=False)
     turn, answered = await gateway.replies.chat(session, request)
-    gateway.replies.replied(turn, left=True)
+    gateway.replies.replied(session, turn, sent=True)
     return answered.node.node_id
 
 

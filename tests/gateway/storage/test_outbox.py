@@ -93,7 +93,7 @@ async def forgotten(database: Database) -> None:
 
 def all_rows(db: sqlite3.Connection) -> int:
     """How many rows closed sessions still have, whatever is remembered of them."""
-    tables = ("sessions", "nodes", "contexts", "session_contexts", "outbox")
+    tables = ("sessions", "nodes", "contexts", "session_contexts", "sent", "outbox")
     counts = (db.execute(f"SELECT count(*) FROM {name}") for name in tables)  # noqa: S608
     return sum(found.fetchone()[0] for found in counts)
 

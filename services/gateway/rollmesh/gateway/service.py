@@ -19,7 +19,7 @@ from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelFilesError, read_json
 from rollmesh.gateway import metrics
 from rollmesh.gateway.config import GatewayConfig
-from rollmesh.gateway.conversation.session import SessionLimits
+from rollmesh.gateway.conversation.limits import SessionLimits
 from rollmesh.gateway.protocol.info import (
     write_reasoning,
     write_special_text,
@@ -150,6 +150,7 @@ class GatewayService:
                 metrics.UNDELIVERED.set_function(lambda: gateway.undelivered_sessions)
                 owned = [
                     tasks.create_task(outbox.run()),
+                    tasks.create_task(gateway.sent.run()),
                     tasks.create_task(close_idle(gateway, config.session_idle_ms)),
                 ]
                 async with Membership(

@@ -83,8 +83,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         is_complete = False
 
         def replied(_: Context) -> None:
+            sent = is_complete and not context.cancelled()
             for turn in turns:
-                self.gateway.replies.replied(turn, left=is_complete and not context.cancelled())
+                self.gateway.replies.replied(session, turn, sent=sent)
 
         context.add_done_callback(replied)  # type: ignore[arg-type]  # a wrong stub
 

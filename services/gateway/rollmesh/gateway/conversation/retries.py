@@ -15,8 +15,9 @@ the other two rows together, a retry joins the turn whose number of tries fits i
 the order of the table breaks ties. When several siblings time out and all are retried, each retry
 gets its own turn, and the same one on each further try.
 
-After a restart no request waits, and an answer is known to have been sent completely only if the
-agent continued from it. The request may be the retry of an answer that was lost with the process.
+After a restart no request waits. An answer counts as sent completely if the journal says so or the
+agent continued from it. The journal may lack the answers of the last moments before a kill; equal
+requests get these again, as they get those that were lost with the process.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Asked(Protocol):
 
     waiting: int
     """Number of requests that currently wait for its answer."""
-    left: bool
+    sent: bool
     """Whether its complete answer was sent to any request."""
     tries: int
     """The highest retry count of the requests for it."""
@@ -44,7 +45,7 @@ def retried(turns: Sequence[_Asked], retry_count: int) -> _Asked | None:
         turns: The turns of equal requests, in flight or answered, oldest first.
         retry_count: Number of previous tries, as the request gives it.
     """
-    lost = [turn for turn in turns if not turn.waiting and not turn.left]
+    lost = [turn for turn in turns if not turn.waiting and not turn.sent]
     if lost or not retry_count:
         return _nearest(lost[::-1], retry_count)
     awaited = [turn for turn in turns if turn.waiting]

@@ -20,7 +20,6 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     IdempotencyKeyReusedError,
     RollmeshError,
-    SessionLimitError,
 )
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
@@ -135,7 +134,7 @@ class Turn:
         self.tries = 0
         self.handed = False
         """Whether sending its answer has started; whether it arrived may be unknown."""
-        self.left = False
+        self.sent = False
         self.task: asyncio.Task[None] | None = None
         self.committing = False
         """Whether the answer is being written to the journal; from then on it is kept."""
@@ -156,17 +155,19 @@ class Turn:
         return turn
 
     @classmethod
-    def stored(cls, answered: Answered) -> "Turn":
-        """Returns an answered turn restored from the journal.
+    def stored(cls, answered: Answered, *, sent: bool) -> "Turn":
+        """Returns an answered turn restored from the journal, which has it as sent or not.
 
-        Whether its answer reached a client is unknown, so it counts as handed over. It is known to
-        have been sent completely only if the agent continued from it.
+        An answer that was requested may have been handed over: whether it arrived is unknown.
         """
         record = answered.record
         turn = cls(
             answered.node.node_id, record.answer_id, record.fingerprint, record.idempotency_key
         )
-        turn.handed, turn.left = True, bool(answered.node.children)
+        turn.tries = record.tries
+        turn.sent = sent or bool(answered.node.children)
+        replayed = trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in answered.node.reasons
+        turn.handed = turn.sent or record.awaited or replayed
         turn.end(answered)
         return turn
 
@@ -271,58 +272,6 @@ def _events_of(message: Message) -> list[ParserEvent]:
     return events
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """Limits on what one session may hold."""
-
-    nodes: int
-    tokens: int
-    text_bytes: int
-    record_bytes: int
-    """Limit on the record, which must be small enough to hand over."""
-
-    def check(self, session: "Session") -> None:
-        """Checks that a session may take another turn.
-
-        Raises:
-            SessionLimitError: The session has reached a limit.
-        """
-        tree = session.tree
-        for name, held, most in (
-            ("nodes", len(tree.nodes), self.nodes),
-            ("tokens", tree.tokens, self.tokens),
-            ("bytes", tree.text_bytes, self.text_bytes),
-        ):
-            if held >= most:
-                raise SessionLimitError(
-                    f"the session holds {held} {name} and may hold {most}; close it, or raise "
-                    f"max_session_{name} of the gateway",
-                    session_id=session.spec.session_id,
-                )
-
-    def reserve(self, session: "Session", turn: Turn, held: int, added: int) -> None:
-        """Reserves room in the session's record for a turn while it is in flight.
-
-        Args:
-            session: The session.
-            turn: The turn.
-            held: Record size of the session's current content, bytes.
-            added: Most that the turn may add, bytes.
-
-        Raises:
-            SessionLimitError: With the turn, the record would be too large to hand over.
-        """
-        turn.record_bytes = 0
-        held += sum(other.record_bytes for other in session.in_flight)
-        if held + added > self.record_bytes:
-            raise SessionLimitError(
-                f"the session's record would have {held + added} bytes with this turn and may have "
-                f"{self.record_bytes}; close it, or raise max_session_record_bytes of the gateway",
-                session_id=session.spec.session_id,
-            )
-        turn.record_bytes = added
-
-
 @dataclass(slots=True)
 class Session:
     """One open session."""
@@ -358,9 +307,9 @@ class Session:
         self.in_flight.append(turn)
         self.turns.setdefault(turn.identity, []).append(turn)
 
-    def restore(self, answered: Answered) -> None:
+    def restore(self, answered: Answered, *, sent: bool) -> None:
         """Adds an answered turn from the journal."""
-        turn = Turn.stored(answered)
+        turn = Turn.stored(answered, sent=sent)
         self.turns.setdefault(turn.identity, []).append(turn)
 
     def end(self, turn: Turn, result: Answered | RollmeshError) -> None:

@@ -33,3 +33,7 @@ class AnswerRecord:
     created_unix_ms: int
     lineage: int | None = None
     """The lineage that the request gives the turn: a `Lineage`."""
+    awaited: bool = True
+    """Whether a request waited for the answer when it was committed."""
+    tries: int = 0
+    """The highest retry count of the requests for it until then."""

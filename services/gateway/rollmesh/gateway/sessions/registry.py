@@ -22,6 +22,7 @@ from rollmesh.gateway.sessions.ending import cancelled, end_turns
 from rollmesh.gateway.sessions.groups import GroupSizes
 from rollmesh.gateway.sessions.keys import SECRET_BYTES, SessionKeys
 from rollmesh.gateway.sessions.replies import Replies
+from rollmesh.gateway.sessions.sent import SentAnswers
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.closed import Close
 from rollmesh.gateway.storage.dead_letters import damaged_error
@@ -81,7 +82,8 @@ class Gateway:
         self._closing: dict[str, tuple[bytes, asyncio.Future[list[str]]]] = {}
         """Closes that are being written to the journal, each with the digest of its request."""
         self._draining = False
-        self.replies = Replies(database, runner, tasks, self._begin)
+        self.sent = SentAnswers(database)
+        self.replies = Replies(database, runner, tasks, self._begin, self.sent)
         self.keys: SessionKeys
         """Set by `restore`."""
         self.forgotten: Callable[[str], None] = lambda _: None
@@ -131,7 +133,8 @@ class Gateway:
         stored.tree.skip_ids(_LOST_IDS)
         session = Session(stored.spec, stored.tree)
         for node_id, record in stored.answers.items():
-            session.restore(Answered(stored.tree.nodes[node_id], record))
+            answered = Answered(stored.tree.nodes[node_id], record)
+            session.restore(answered, sent=node_id in stored.sent)
         self._sessions[stored.spec.session_id] = session
         self._groups.add(stored.spec.group_id, stored.spec.group_size)
         if stored.spec.request_id:
@@ -316,12 +319,13 @@ class Gateway:
         self.forgotten(session.spec.session_id)
 
     async def stop(self) -> None:
-        """Ends the turns that are still running; waits for those being committed."""
+        """Ends the running turns, waits for those being committed, and records sent answers."""
         error = ShuttingDownError(
             "the gateway stopped; nothing was committed", retry_delay_ms=_RETRY_MS
         )
         for session in list(self._sessions.values()):
             await end_turns(session, error)
+        await self.sent.flush()
 
     async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
         """Runs one turn; any outcome, including an unexpected error, ends it."""

@@ -19,6 +19,7 @@ from rollmesh.gateway.conversation.session import (
     TurnRequest,
 )
 from rollmesh.gateway.sessions.ending import subscribed
+from rollmesh.gateway.sessions.sent import SentAnswers
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.turns.reporting import retold
 from rollmesh.gateway.turns.turns import TurnRunner
@@ -42,12 +43,14 @@ class Replies:
         runner: TurnRunner,
         tasks: asyncio.TaskGroup,
         begin: Callable[[Session, TurnRequest], Turn],
+        sent: SentAnswers,
     ) -> None:
         """Takes the dependencies; `begin` begins a turn for a request that is not a retry."""
         self._database = database
         self._runner = runner
         self._tasks = tasks
         self._begin = begin
+        self._sent = sent
 
     async def chat(self, session: Session, request: TurnRequest) -> tuple[Turn, Answered]:
         """Returns a turn and its durable answer; the caller must then call `replied`.
@@ -66,10 +69,11 @@ class Replies:
             turn.waiting += 1  # until the reply is sent, an equal request is not a retry
         return turn, dataclasses.replace(answered, report=report)
 
-    def replied(self, turn: Turn, *, left: bool) -> None:
-        """Releases a turn that `chat` returned; `left` is whether the complete reply was sent."""
+    def replied(self, session: Session, turn: Turn, *, sent: bool) -> None:
+        """Releases a turn that `chat` returned; `sent` is whether the complete reply was sent."""
         turn.waiting -= 1
-        turn.left |= left
+        if sent:
+            self._mark_sent(session, turn)
         if faults.is_armed("gateway-after-reply"):
             begun(self._tasks, faults.reach("gateway-after-reply"))
 
@@ -97,7 +101,7 @@ class Replies:
                         yield Told(report.tokens, None)
                     turn.handed = True
                     yield event
-                    turn.left = True
+                    self._mark_sent(session, turn)
                     await faults.reach("gateway-after-reply")
                     continue
                 yield event
@@ -112,6 +116,10 @@ class Replies:
         turn = session.find_turn(request) or self._begin(session, request)
         turn.tries = max(turn.tries, request.retry_count)
         return turn
+
+    def _mark_sent(self, session: Session, turn: Turn) -> None:
+        turn.sent = True
+        self._sent.add(session, turn)
 
     async def _count_replay(self, session: Session, turn: Turn) -> None:
         if turn.answered is not None:

@@ -184,6 +184,7 @@ def _forget(db: sqlite3.Connection, session_id: str) -> None:
         " AND NOT EXISTS (SELECT 1 FROM session_contexts WHERE context_key = ?1)",
         keys,
     )
+    db.execute("DELETE FROM sent WHERE session_id = ?", (session_id,))
     db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
     db.execute("DELETE FROM outbox WHERE session_id = ?", (session_id,))
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, u
 from rollmesh.runtime.errors import SessionClosedError
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
-SCHEMA_VERSION = 8  # incremented with every change of the schema and of the values in it
+SCHEMA_VERSION = 9  # incremented with every change of the schema and of the values in it
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -36,6 +36,9 @@ CREATE TABLE IF NOT EXISTS nodes (
   scaffold INTEGER NOT NULL, reasons TEXT NOT NULL, sample TEXT, logprobs BLOB, tops BLOB,
   answer TEXT, PRIMARY KEY (session_id, node_id));
 CREATE INDEX IF NOT EXISTS nodes_in_order ON nodes (session_id);
+CREATE TABLE IF NOT EXISTS sent (
+  session_id TEXT NOT NULL, node_id INTEGER NOT NULL, PRIMARY KEY (session_id, node_id))
+  WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS closes (
   n INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT UNIQUE NOT NULL, request_id TEXT,
   leaves BLOB NOT NULL, digest BLOB NOT NULL);
@@ -79,6 +82,8 @@ class StoredSession:
     tree: Tree
     answers: dict[int, AnswerRecord] = field(default_factory=dict)
     """Records of answered turns by node id, oldest first."""
+    sent: frozenset[int] = frozenset()
+    """Node ids of the answers that were recorded as sent."""
 
 
 def keep_secret(db: sqlite3.Connection, fresh: bytes) -> bytes:
@@ -144,6 +149,11 @@ def insert_turn(
         db.execute("INSERT OR IGNORE INTO nodes VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", row)
 
 
+def insert_sent(db: sqlite3.Connection, answers: Iterable[tuple[str, int]]) -> None:
+    """Stores that answers were sent completely; takes the session id and node id of each."""
+    db.executemany("INSERT OR IGNORE INTO sent VALUES (?, ?)", answers)
+
+
 def update_reasons(db: sqlite3.Connection, session_id: str, node: Node) -> None:
     """Stores the current fidelity reasons of a node."""
     db.execute(
@@ -184,6 +194,7 @@ def read_session(
         contexts = read_contexts(db, session_id)
         for row in read_nodes(db, session_id):
             attach_row(stored, row, contexts)
+        stored.sent = _read_sent(db, session_id)
     except Exception as error:
         raise DamagedSessionError(f"{type(error).__name__}: {error}") from error
     return stored
@@ -226,6 +237,11 @@ def read_nodes(
         " WHERE session_id = ? AND rowid > ? ORDER BY rowid LIMIT ?",
         (session_id, after, limit),
     ).fetchall()
+
+
+def _read_sent(db: sqlite3.Connection, session_id: str) -> frozenset[int]:
+    rows = db.execute("SELECT node_id FROM sent WHERE session_id = ?", (session_id,))
+    return frozenset(node_id for (node_id,) in rows)
 
 
 def _node_row(node: Node) -> tuple[object, ...]:

@@ -18,6 +18,7 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway import metrics
+from rollmesh.gateway.conversation.limits import SessionLimits
 from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.conversation.session import (
@@ -25,7 +26,6 @@ from rollmesh.gateway.conversation.session import (
     PromptIds,
     Report,
     Session,
-    SessionLimits,
     Turn,
     TurnRequest,
 )
@@ -317,6 +317,8 @@ class TurnRunner:
             idempotency_key=turn.idempotency_key,
             created_unix_ms=clock.unix_ms(),
             lineage=turn.lineage,
+            awaited=turn.waiting > 0,
+            tries=turn.tries,
         )
         session_id = session.spec.session_id
         try:
