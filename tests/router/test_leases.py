@@ -74,16 +74,39 @@ def hello(
 
 
 @pytest.mark.parametrize(
-    ("unfit", "reason"),
+    ("unfit", "reason", "why"),
     [
-        pytest.param({"draining": True}, pb.EXCLUSION_REASON_DRAINING, id="draining"),
-        pytest.param({"policy_version": 1}, pb.EXCLUSION_REASON_FENCED, id="behind"),
-        pytest.param({"policy_version": 3}, pb.EXCLUSION_REASON_FENCED, id="ahead"),
-        pytest.param({"push_id": "y"}, pb.EXCLUSION_REASON_FENCED, id="another-push"),
+        pytest.param(
+            {"draining": True}, pb.EXCLUSION_REASON_DRAINING, "it is draining", id="draining"
+        ),
+        pytest.param(
+            {"policy_version": 1},
+            pb.EXCLUSION_REASON_FENCED,
+            "it holds version 1, not 2",
+            id="behind",
+        ),
+        pytest.param(
+            {"policy_version": 1, "update_error": "out of memory"},
+            pb.EXCLUSION_REASON_FENCED,
+            "it holds version 1, not 2: out of memory",
+            id="update-failed",
+        ),
+        pytest.param(
+            {"policy_version": 3},
+            pb.EXCLUSION_REASON_FENCED,
+            "it holds version 3, not 2",
+            id="ahead",
+        ),
+        pytest.param(
+            {"push_id": "y"},
+            pb.EXCLUSION_REASON_FENCED,
+            "it holds version 2 of another push, not 2",
+            id="another-push",
+        ),
     ],
 )
 def test_an_unfit_engine_is_not_leased_even_to_its_own_session(
-    unfit: dict[str, Any], reason: pb.ExclusionReason.ValueType
+    unfit: dict[str, Any], reason: pb.ExclusionReason.ValueType, why: str
 ) -> None:
     leases = table("a", "b")
     first = granted(leases.acquire("g", "1", "s"))
@@ -93,8 +116,7 @@ def test_an_unfit_engine_is_not_leased_even_to_its_own_session(
     for name, value in unfit.items():
         setattr(leases.engines[first], name, value)
     found = leases.exclusion(leases.engines[first])
-    assert found
-    assert found.reason == reason
+    assert found == pb.Exclusion(reason=reason, explanation=why)
     assert granted(leases.acquire("g", "2", "s")) != first
 
 
@@ -103,7 +125,12 @@ def test_an_unfit_engine_is_not_leased_even_to_its_own_session(
     [
         pytest.param(("m", "", 0), hello("n"), "none of 0", id="another-model"),
         pytest.param(("m", "aa", 9), hello("m", "bb", 9), "tokenizer", id="tokenizer"),
-        pytest.param(("m", "aa", 9), hello("m", "aa", 8), "token ids", id="vocabulary"),
+        pytest.param(
+            ("m", "aa", 9),
+            hello("m", "aa", 8),
+            "it has 9 token ids, and gateway g has 8",
+            id="vocabulary",
+        ),
         pytest.param(("m", "aa", 9), hello("m", "aa", 9), "", id="the-same"),
         pytest.param(("m", "", 9), hello("m", "aa", 8), "", id="scripted"),
     ],
@@ -128,6 +155,32 @@ def test_models_and_tokenizers_are_never_mixed(
         return
     assert found
     assert (found.reason, why in found.explanation) == (pb.EXCLUSION_REASON_MISFIT, True)
+
+
+def test_a_grant_names_the_engine_its_address_and_its_weights() -> None:
+    leases = table("a")
+    leases.engines["a"].policy_version = 3
+    assert leases.acquire("g", "1", "s") == pb.LeaseGrant(
+        engine_id="a", address="a:1", policy_version=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("lease_id", "session_id"),
+    [
+        pytest.param("", "s", id="no-lease-id"),
+        pytest.param("2", "", id="no-session-id"),
+        pytest.param("1", "s", id="lease-id-in-use"),
+    ],
+)
+def test_an_acquire_with_a_wrong_id_is_refused_and_changes_nothing(
+    lease_id: str, session_id: str
+) -> None:
+    leases = table("a")
+    granted(leases.acquire("g", "1", "s"))
+    with pytest.raises(InvalidLeaseError, match="lease_id and session_id must be set"):
+        leases.acquire("g", lease_id, session_id)
+    assert (leases.engines["a"].leases, leases.engines["a"].sessions) == (1, {"s"})
 
 
 def test_who_names_no_model_gets_the_only_one_or_learns_of_all() -> None:
@@ -215,6 +268,46 @@ def test_siblings_of_a_group_share_and_strangers_spread() -> None:
     first = granted(leases.acquire("g", "1", "s1", group_id="x"))
     assert granted(leases.acquire("g", "2", "s2", group_id="x")) == first
     assert granted(leases.acquire("g", "3", "s3")) != first
+
+
+def test_a_session_stays_on_its_engine_until_that_has_far_more_sessions_than_the_mean() -> None:
+    leases = table("a", "b", capacity=99)
+    for at in range(16):
+        assert granted(leases.acquire("g", str(at), f"s{at}", excluded=["b"])) == "a"
+        assert granted(leases.acquire("g", f"{at} again", "s0")) == ("a" if at < 15 else "b")
+
+
+def test_a_session_that_leaves_its_engine_goes_where_the_fewest_are_not_to_its_siblings() -> None:
+    leases = table("a", "b", "c")
+    granted(leases.acquire("g", "1", "s1", group_id="x", excluded=["b", "c"]))
+    granted(leases.acquire("g", "2", "s2", group_id="x", excluded=["a", "c"]))
+    assert granted(leases.acquire("g", "3", "s2", group_id="x", excluded=["b"])) == "c"
+
+
+def test_a_session_has_the_group_that_was_named_last() -> None:
+    leases = table("a", "b")
+    granted(leases.acquire("g", "1", "s", group_id="x", excluded=["b"]))
+    granted(leases.acquire("g", "2", "s", group_id="y"))
+    assert granted(leases.acquire("g", "3", "t", group_id="x")) == "b"
+    assert granted(leases.acquire("g", "4", "u", group_id="y")) == "a"
+    granted(leases.acquire("g", "5", "s"))
+    assert granted(leases.acquire("g", "6", "v", group_id="y")) == "a"
+    leases.close_stream("g")
+    assert {name for name, state in vars(leases).items() if state} == {"engines", "_picks"}
+
+
+def test_a_removed_engine_takes_its_sessions_and_leases_along_and_no_others() -> None:
+    leases = table("a", "b", "c")
+    granted(leases.acquire("g", "1", "s1", group_id="x", excluded=["b", "c"]))
+    granted(leases.acquire("g", "2", "s2", group_id="x", excluded=["a", "c"]))
+    leases.remove_engine("a")
+    assert leases.take_out("g", "1", "it lies") is None
+    assert granted(leases.acquire("g", "3", "s1", group_id="x")) == "b"
+    leases.add_engine(Engine("a", "a:1", "m", 8))
+    for lease in "123":
+        leases.release("g", lease)
+    assert [leases.engines[name].leases for name in "abc"] == [0, 0, 0]
+    assert [leases.engines[name].sessions for name in "abc"] == [set(), {"s1", "s2"}, set()]
 
 
 class LeaseMachine(RuleBasedStateMachine):

@@ -109,9 +109,9 @@ class LeaseTable:
         """The weights that engines must hold, by model; none before the first push."""
         self.offered: dict[str, Target] = {}
         """Pushes that engines may hold although they are not accepted yet, by model."""
-        self._held: dict[str, dict[str, str]] = {}  # stream -> lease -> engine id
+        self._held: dict[str, dict[str, Engine]] = {}  # stream -> lease -> engine
         self._gateways: dict[str, router_pb2.DispatchHello] = {}  # by stream
-        self._placed: dict[str, str] = {}  # session -> engine id
+        self._placed: dict[str, Engine] = {}  # by session
         self._owners: dict[str, str] = {}  # session -> stream that used it last
         self._group_of: dict[str, str] = {}
         self._groups: dict[str, dict[str, None]] = {}  # group -> sessions, oldest first
@@ -129,14 +129,13 @@ class LeaseTable:
 
     def remove_engine(self, engine_id: str) -> None:
         """Removes an engine with its leases and placements."""
-        engine = self.engines.get(engine_id)
+        engine = self.engines.pop(engine_id, None)
         if engine is None:
             return
         for session_id in tuple(engine.sessions):
             self._unplace(session_id)
-        del self.engines[engine_id]
         for leases in self._held.values():
-            for lease_id in [id_ for id_, holder in leases.items() if holder == engine_id]:
+            for lease_id in [id_ for id_, holder in leases.items() if holder is engine]:
                 del leases[lease_id]
 
     def open_stream(self, stream_id: str, gateway: router_pb2.DispatchHello) -> None:
@@ -192,7 +191,7 @@ class LeaseTable:
         free = [engine for engine in sound if engine.leases < engine.capacity]
         engine = pick(
             free,
-            placed=self.engines.get(self._placed.get(session_id, "")),
+            placed=self._placed.get(session_id),
             sibling=self._sibling(session_id, group_id),
             mean_sessions=sum(len(e.sessions) for e in sound) / len(sound),
         )
@@ -201,7 +200,7 @@ class LeaseTable:
         self._picks += 1
         engine.last_picked = self._picks
         engine.leases += 1
-        self._held[stream_id][lease_id] = engine.engine_id
+        self._held[stream_id][lease_id] = engine
         self._place(stream_id, session_id, group_id, engine)
         return router_pb2.LeaseGrant(
             engine_id=engine.engine_id,
@@ -211,19 +210,15 @@ class LeaseTable:
 
     def release(self, stream_id: str, lease_id: str) -> None:
         """Releases a lease; unknown leases are ignored."""
-        engine_id = self._held.get(stream_id, {}).pop(lease_id, None)
-        if engine_id is not None:
-            self.engines[engine_id].leases -= 1
+        engine = self._held.get(stream_id, {}).pop(lease_id, None)
+        if engine is not None:
+            engine.leases -= 1
 
     def forget(self, session_id: str) -> None:
         """Forgets the placement of a session."""
         self._unplace(session_id)
         self._owners.pop(session_id, None)
-        group = self._group_of.pop(session_id, None)
-        if group is not None:
-            self._groups[group].pop(session_id, None)
-            if not self._groups[group]:
-                del self._groups[group]
+        self._leave_group(session_id)
 
     def models(self) -> set[str]:
         """Returns the models of all engines."""
@@ -240,7 +235,7 @@ class LeaseTable:
 
     def take_out(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
         """Takes the engine of a lease out of service; returns None if the lease is not held."""
-        engine = self.engines.get(self._held.get(stream_id, {}).get(lease_id, ""))
+        engine = self._held.get(stream_id, {}).get(lease_id)
         if engine is not None:
             engine.fault = fault
         return engine
@@ -249,13 +244,12 @@ class LeaseTable:
         """Returns why some gateways of its model cannot lease an engine; None if all can."""
         if unfit := self._unfit(engine):
             return unfit
-        gateways = (one for one in self._gateways.values() if one.model == engine.model)
-        why = next(filter(None, (misfit(engine, gateway) for gateway in gateways)), "")
-        return (
-            router_pb2.Exclusion(reason=router_pb2.EXCLUSION_REASON_MISFIT, explanation=why)
-            if why
-            else None
-        )
+        for gateway in self._gateways.values():
+            if gateway.model == engine.model and (why := misfit(engine, gateway)):
+                return router_pb2.Exclusion(
+                    reason=router_pb2.EXCLUSION_REASON_MISFIT, explanation=why
+                )
+        return None
 
     def _why_none(self, engines: Collection[Engine], gateway: router_pb2.DispatchHello) -> str:
         whys = (f"{one.engine_id}: {self._why_not(one, gateway)}" for one in engines)
@@ -298,19 +292,28 @@ class LeaseTable:
             return None
         for other in self._groups.get(group_id, ()):
             if other in self._placed:
-                return self.engines.get(self._placed[other])
+                return self._placed[other]
         return None
 
     def _place(self, stream_id: str, session_id: str, group_id: str, engine: Engine) -> None:
         self._unplace(session_id)
-        self._placed[session_id] = engine.engine_id
+        self._placed[session_id] = engine
         engine.sessions.add(session_id)
         self._owners[session_id] = stream_id
-        if group_id:
+        if group_id not in {"", self._group_of.get(session_id)}:
+            self._leave_group(session_id)
             self._group_of[session_id] = group_id
             self._groups.setdefault(group_id, {})[session_id] = None
 
     def _unplace(self, session_id: str) -> None:
-        engine = self.engines.get(self._placed.pop(session_id, ""))
+        engine = self._placed.pop(session_id, None)
         if engine is not None:
-            engine.sessions.discard(session_id)
+            engine.sessions.remove(session_id)
+
+    def _leave_group(self, session_id: str) -> None:
+        group_id = self._group_of.pop(session_id, None)
+        if group_id is None:
+            return
+        del self._groups[group_id][session_id]
+        if not self._groups[group_id]:
+            del self._groups[group_id]
