@@ -11,7 +11,7 @@ from rollmesh.gateway.conversation.tree import Tree, path_bytes
 from rollmesh.gateway.export.trajectories import export_turns
 from rollmesh.runtime.codec.arrays import unpack_ids
 from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
-from tests.gateway.worlds import END, TOOLS, World, mask_of, random_world, said, user
+from tests.gateway.worlds import BARE, END, TOOLS, World, mask_of, random_world, said, user
 
 
 def test_a_continued_conversation_is_one_trajectory() -> None:
@@ -248,6 +248,17 @@ def test_a_detached_turn_leaves_no_trace() -> None:
         world.seen.pop(one.node_id, None)
     assert repr(world.tree) == before
     world.check()
+
+
+def test_no_request_starts_from_a_node_that_was_taken_back() -> None:
+    world = World()
+    node = world.turn((user("q"),), said("A"))
+    groups = [(user("q"),), (said("A"),), (user("x"),)]
+    _, place = world.tree.search(world.tree.start(BARE, groups), groups)
+    world.tree.keep(BARE, b"earlier", place)
+    assert world.tree.start(BARE, groups, b"earlier").match.node is node
+    world.tree.detach(node)
+    assert world.tree.start(BARE, groups, b"earlier").match.node.parent is None
 
 
 def test_a_turn_whose_beginning_was_taken_back_meanwhile_puts_it_back() -> None:
