@@ -132,16 +132,23 @@ class Core:
         return found
 
     def run(self, names: Sequence[str], processes: int) -> None:
-        """Runs the tests on mutants.
+        """Runs the tests on mutants; those that were killed before are not run again.
 
-        Other work slows tests too: a timeout counts if it is repeated with more patience.
+        If pytest's arguments changed, mutmut forgets all results when it starts: what it has not
+        checked is run once more. Other work slows tests too: a timeout counts if it is repeated
+        with more patience.
         """
-        self._run(names, processes, self.settings["timeout_factor"])
-        results = self.results()
-        if late := [name for name in names if results[name] == "timeout"]:
-            self._run(late, processes, _PATIENCE * self.settings["timeout_factor"])
+        timeout_factor = self.settings["timeout_factor"]
+        known = self.results()
+        self._run([one for one in names if known.get(one) != "killed"], processes, timeout_factor)
+        for status, patience in (("not checked", 1), ("timeout", _PATIENCE)):
+            results = self.results()
+            left = [name for name in names if results[name] == status]
+            self._run(left, processes, patience * timeout_factor)
 
     def _run(self, names: Sequence[str], processes: int, timeout_factor: float) -> None:
+        if not names:  # mutmut would run all
+            return
         self._configure(timeout_factor)
         command = [_MUTMUT, "run", "--max-children", str(processes), *names]
         log = self.folder / "log.txt"
@@ -203,14 +210,8 @@ def check(core: Core, sample: int, processes: int) -> list[str]:
     core.stage()
     every = core.mutants()
     chosen = every[:sample]
-    known = core.results()
-    open_ = [name for name in chosen if known.get(name) != "killed"]
-    print(
-        f"{core.name}: {len(every)} mutants, {len(chosen)} of them tested, {len(open_)} now",
-        flush=True,
-    )
-    if open_:
-        core.run(open_, processes)
+    print(f"{core.name}: {len(every)} mutants, {len(chosen)} of them tested", flush=True)
+    core.run(chosen, processes)
     results = core.results()
     arguments, argued, survivors = read_arguments(), 0, []
     for name in sorted(chosen):
