@@ -12,7 +12,7 @@ from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
-from rollmesh.runtime.codec.arrays import unpack_tokens
+from rollmesh.runtime.codec.token_arrays import unpack_tokens
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 _END = 0

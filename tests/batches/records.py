@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollmesh.client import SessionResult, Trajectory, TrajectoryTree
-from rollmesh.runtime.codec.arrays import pack_tokens
+from rollmesh.runtime.codec.token_arrays import pack_tokens
 from rollmesh.v1 import chat_pb2, trajectory_pb2
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rollmesh.runtime.codec.arrays import pack_tokens
+from rollmesh.runtime.codec.token_arrays import pack_tokens
 from rollmesh.v1 import chat_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
 

@@ -33,6 +33,7 @@ async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterat
 async def redis_store(url: str, retention: Retention = KEEP) -> AsyncIterator[Store]:
     async with connected(url) as client:
         await client.run("FLUSHALL")
+    async with connected(url) as client:  # which marks the empty Redis with its format
         yield await open_redis(client, retention)
 
 

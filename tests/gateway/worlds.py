@@ -12,7 +12,8 @@ from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Finish, Lineage
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.trajectories import export_tree
-from rollmesh.runtime.codec.arrays import Mask, unpack_tokens
+from rollmesh.runtime.codec.arrays import Mask
+from rollmesh.runtime.codec.token_arrays import unpack_tokens
 from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
 
 END = 1

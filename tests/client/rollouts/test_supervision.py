@@ -33,7 +33,7 @@ async def test_an_agent_over_its_time_is_asked_once_and_may_take_its_grace() -> 
             await asyncio.sleep(0)  # it takes a moment of its grace
             raise
 
-    with pytest.raises(AgentTimeLimitError, match=r"over 0\.01 s"):
+    with pytest.raises(AgentTimeLimitError, match=r"time limit of 0\.01 s"):
         await supervised(agent(), 0.01, 60, stop())
     assert asked == 1
 

@@ -96,7 +96,7 @@ async def test_the_result_is_the_file_or_the_last_line_of_output(code: str, resu
         ),
         pytest.param(
             python("print('[' + '1,' * 9999 + '1]')", max_output_bytes=1000),
-            "over 1000 bytes; write the result to the file",
+            "more than 1000 bytes; write the result to the file",
             id="long line",
         ),
     ],

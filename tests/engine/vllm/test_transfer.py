@@ -144,7 +144,12 @@ async def test_a_life_of_transfers(
     # Before the trainer was joined, and what does not fit: the old weights stay.
     await refused(client, Transfer(BACKEND, [update_info(model_dir)]), 1, "not initialized")
     await samples(engine, model_dir, 0)
-    await refused(client, Transfer("nccl", [update_info(model_dir)]), 1, "has 'store', not 'nccl'")
+    await refused(
+        client,
+        Transfer("nccl", [update_info(model_dir)]),
+        1,
+        "is 'nccl', and the engine uses 'store'",
+    )
     await refused(client, Transfer(BACKEND, []), 1, "at least one object")
     await refused(client, Transfer(BACKEND, [{"names": 5}]), 1, "Invalid update_info")
     short = update_info(model_dir, names=["x"], dtype_names=["float32"], shapes=[[1]])

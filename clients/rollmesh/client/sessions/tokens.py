@@ -6,8 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds, unpack_tokens
+from rollmesh.runtime.codec.arrays import Logprobs, Mask, TokenIds
 from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec.token_arrays import unpack_tokens
 from rollmesh.v1 import trajectory_pb2
 
 

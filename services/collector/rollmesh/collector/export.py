@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollmesh.collector.delivery import records
-from rollmesh.runtime.codec.arrays import unpack_tokens
 from rollmesh.runtime.codec.enums import name_of
+from rollmesh.runtime.codec.token_arrays import unpack_tokens
 from rollmesh.runtime.config import ConfigError
 from rollmesh.v1 import session_pb2, trajectory_pb2
 

@@ -12,7 +12,7 @@ from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.protocol.responses import write_role
-from rollmesh.runtime.codec.arrays import pack_tokens
+from rollmesh.runtime.codec.token_arrays import pack_tokens
 from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
 
 _NONE: Mapping[int, Lineage] = {}

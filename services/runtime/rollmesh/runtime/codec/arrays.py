@@ -1,4 +1,4 @@
-"""Token arrays on the wire: packed little-endian bytes, checked on receipt."""
+"""Arrays of one value per token: packed little-endian bytes, checked on receipt."""
 
 from typing import TypeAlias
 
@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import trajectory_pb2
 
 TokenIds: TypeAlias = NDArray[np.uint32]
 """Token ids, dtype uint32, shape [N]."""
@@ -35,41 +34,6 @@ def pack_logprobs(logprobs: Logprobs) -> bytes:
 def pack_mask(mask: Mask) -> bytes:
     """Packs flags [N] into N bytes of 0 and 1."""
     return np.ascontiguousarray(mask, dtype=np.bool_).view(_U8).tobytes()
-
-
-def pack_tokens(
-    token_ids: TokenIds, logprobs: Logprobs, loss_mask: Mask
-) -> trajectory_pb2.TokenArrays:
-    """Packs three arrays [N]."""
-    return trajectory_pb2.TokenArrays(
-        token_ids_u32le=pack_ids(token_ids),
-        logprobs_f32le=pack_logprobs(logprobs),
-        loss_mask_u8=pack_mask(loss_mask),
-    )
-
-
-def unpack_tokens(
-    tokens: trajectory_pb2.TokenArrays, field: str
-) -> tuple[TokenIds, Logprobs, Mask]:
-    """Reads the three arrays [N], without a copy and read-only.
-
-    Raises:
-        InvalidFieldError: They differ in length, or the mask has a byte other than 0 and 1; names
-            `field`.
-    """
-    loss_mask = unpack_mask(tokens.loss_mask_u8, f"{field}.loss_mask_u8")
-    count = len(loss_mask)
-    for name in ("token_ids_u32le", "logprobs_f32le"):
-        size = len(getattr(tokens, name))
-        if size != 4 * count:
-            raise InvalidFieldError(
-                f"{field}.{name}", f"has {size} bytes; {count} tokens by the mask need {4 * count}"
-            )
-    return (
-        np.frombuffer(tokens.token_ids_u32le, dtype=_U32),
-        np.frombuffer(tokens.logprobs_f32le, dtype=_F32),
-        loss_mask,
-    )
 
 
 def unpack_ids(data: bytes, field: str) -> TokenIds:
