@@ -5,6 +5,7 @@ import json
 import warnings
 from typing import Any
 
+import pytest
 from hypothesis import given, strategies as st
 
 from rollmesh.chat.parsing.calls.python_literals import read_call
@@ -53,3 +54,11 @@ def test_any_text_is_no_call_or_one_that_json_can_say(text: str) -> None:
     for written in (text, f"f({text})"):
         found = read_call(written)
         assert found is None or (found[0] and json.dumps(found[1]).startswith("{"))
+
+
+@pytest.mark.parametrize(("depth", "read"), [(63, True), (64, False)])
+def test_values_are_read_up_to_a_depth_whatever_stands_before_them(
+    depth: int, *, read: bool
+) -> None:
+    found = read_call(f"f(a={[[]] * 100}, b={'[' * depth}{']' * depth})")
+    assert (found is not None) == read
