@@ -76,9 +76,19 @@ def text_behind(
     groups = group_messages((ASK, node.messages[0], then))
     (added,) = continuation.token_ids(groups, 2, context)
     ids = [continuation.after(node, added), continuation.generation_prompt(groups, context)]
+    assert {part.dtype for part in ids} == {np.dtype(np.uint32)}
     return "".join(
         [(stream := tokenizer.stream()).feed_all(np.concatenate(ids).tolist()), stream.finish()]
     )
+
+
+def test_after_a_message_that_was_not_sampled_stands_what_the_template_prints() -> None:
+    continuation, tokenizer = load("gptoss")
+    asked = sampled(continuation, tokenizer, Message("assistant", "So."), "So.").parent
+    assert asked is not None
+    ids = tokenizer.encode("what is next")
+    after = continuation.after(asked, ids)
+    assert (after.dtype, after.tolist()) == (np.uint32, ids.tolist())
 
 
 @pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
