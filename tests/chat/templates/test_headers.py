@@ -115,11 +115,12 @@ def test_another_header_than_was_sampled_stands_behind_it(
         pytest.param(OBSERVATION, GOT, False, id="tool-as-sampled"),
         pytest.param(USER, GOT, True, id="tool-behind-the-users-header"),
         pytest.param(OBSERVATION, MORE, True, id="user-behind-the-tools-header"),
+        pytest.param(USER, None, True, id="another-answer-behind-the-users-header"),
         pytest.param("", MORE, False, id="cut"),
     ],
 )
 def test_two_headers_in_a_row_are_a_reason(
-    glm: families.Family, end: str, then: Message, *, otherwise: bool
+    glm: families.Family, end: str, then: Message | None, *, otherwise: bool
 ) -> None:
     # A prompt that opens what the history prints too: then headers alone make the difference.
     source = glm.source.replace("{{ '\\n<think></think>' }}", "").replace(
@@ -130,9 +131,9 @@ def test_two_headers_in_a_row_are_a_reason(
     finish = sampling_pb2.FINISH_REASON_STOP if end else sampling_pb2.FINISH_REASON_LENGTH
     node = sampled(glm, continuation, SAID, "Hello." + end, finish)
     match = Match(node, 2, frozenset())
-    groups = group_messages((ASK, SAID, then))
+    groups = group_messages((ASK, SAID) if then is None else (ASK, SAID, then))
     special_text = SpecialText(glm.tokenizer, "parity")
     prompt = build_prompt(continuation, special_text, match, groups, CONTEXT, rewrite=False)
     added = [*(ids for _, ids in prompt.new_groups), prompt.generation_prompt]
-    at = continuation.compare(node.path(), [(then,)], CONTEXT, added, special_text.show).at
+    at = continuation.compare(node.path(), groups[2:], CONTEXT, added, special_text.show).at
     assert at == (1 if otherwise else None)
