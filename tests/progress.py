@@ -1,6 +1,5 @@
 """`--progress=FILE`: where a run is. A line when a test starts and one when it ended, at once."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Generator
@@ -74,7 +73,7 @@ class _Progress:
 
 def _cpu_s() -> float:
     """Of this process and all that it has waited for; the fork server waits for what it forked."""
-    times = [os.times()]
+    times = [psutil.Process().cpu_times()]
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)  # noqa: SLF001 - no other name
     if server is not None:
         times.append(psutil.Process(server).cpu_times())

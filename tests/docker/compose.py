@@ -62,18 +62,28 @@ class Project:
 
     def up(self) -> None:
         """Builds, starts, and returns when all services are healthy."""
-        since = time.time()
         self.compose("up", "--detach", "--build")
-        sick = set(self.services)
-        for status, service in self._events(since):
+        since = time.time()
+        # Docker keeps 256 events, and health checks fill them while a slow service starts.
+        sick = set(self.services - self._healthy())
+        events = self._events(since) if sick else iter(())
+        for status, service in events:
             if status == "die" and service in sick:
                 break  # it would be started again and again
             if status == "health_status: healthy":
                 sick.discard(service)
             if not sick:
-                return
+                break
+        if not sick:
+            return
         logs = self.compose("logs", "--tail=50", *sick)
         raise AssertionError(f"ended, or not healthy in {_HEALTHY_S:.0f} s: {sorted(sick)}\n{logs}")
+
+    def _healthy(self) -> set[str]:
+        label = "com.docker.compose"
+        filters = [f"--filter=label={label}.project={self.name}", "--filter=health=healthy"]
+        shown = f'--format={{{{.Label "{label}.service"}}}}'
+        return set(subprocess.check_output(["docker", "ps", *filters, shown], text=True).split())
 
     def _events(self, since: float) -> Iterator[tuple[str, str]]:
         """Yields what happens to services and to which, from a time in Unix seconds on."""

@@ -125,6 +125,7 @@ async def test_tools_of_requests_that_fail_are_not_kept(mesh: LiveMesh) -> None:
     opened = await mesh.stub.CreateSession(gateway_pb2.CreateSessionRequest())
     who: dict[str, Any] = {"session_id": opened.session_id, "session_key": opened.session_key}
     tree = mesh.gateway.session(opened.session_id).tree
+    tools = ""
     for at in range(3):
         tools = f'[{{"type": "function", "function": {{"name": "f{at}"}}}}]'
         with pytest.raises(grpc.aio.AioRpcError, match="context length"):

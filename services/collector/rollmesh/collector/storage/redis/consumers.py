@@ -55,8 +55,7 @@ async def update(client: RedisClient, changes: pb.Consumer, now_ms: int) -> Upda
                 ("HGET", client.key("consumer", name), "groups"),
             ]
         )
-        stored = None if data is None else read_consumer(name, data)
-        if stored is None:
+        if data is None or (stored := read_consumer(name, data)) is None:
             raise consumer_unknown(name)
         after = updated(stored, changes)
         if after == stored:
