@@ -14,6 +14,8 @@ from tests.processes import run_to_end
 _STEPS = 10  # of 30
 _RISE = 0.1
 _PROGRAM_S = 1500.0
+_ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+"""Torch's threads sleep while they wait, and leave the cores to the tests beside."""
 pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(_PROGRAM_S + 60)]
 
 
@@ -25,7 +27,13 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "import sys, pathlib; from examples.demo.policy import make_policy; "
         "make_policy(pathlib.Path(sys.argv[1]), seed=0)"
     )
-    subprocess.run([sys.executable, "-c", program, path], cwd=ROOT, check=True, timeout=_PROGRAM_S)
+    subprocess.run(
+        [sys.executable, "-c", program, path],
+        cwd=ROOT,
+        env=_ENVIRONMENT,
+        check=True,
+        timeout=_PROGRAM_S,
+    )
     return path
 
 
@@ -33,9 +41,8 @@ async def _run(example: str, folder: Path, policy: Path) -> tuple[dict[str, floa
     """Runs an example; returns its result and its output."""
     command: list[str | Path] = ["-m", f"examples.{example}", "--steps", str(_STEPS)]
     command += ["--folder", folder, "--policy", policy]
-    settings = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     output, said = await run_to_end(
-        sys.executable, *command, cwd=ROOT, env=settings, limit_s=_PROGRAM_S
+        sys.executable, *command, cwd=ROOT, env=_ENVIRONMENT, limit_s=_PROGRAM_S
     )
     return json.loads(output.splitlines()[-1]), said
 
