@@ -21,6 +21,7 @@ from rollmesh.v1 import collector_pb2
 from tests.models import CONTEXT_TOKENS
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="module"),
 ]

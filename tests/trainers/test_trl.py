@@ -17,6 +17,7 @@ from tests.trainers.processes import run_with
 
 _STEPS, _SAMPLES = 3, 8
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
