@@ -65,17 +65,15 @@ class Project:
         self.compose("up", "--detach", "--build")
         since = time.time()
         # Docker keeps 256 events, and health checks fill them while a slow service starts.
-        sick = set(self.services - self._healthy())
-        events = self._events(since) if sick else iter(())
-        for status, service in events:
+        if not (sick := set(self.services - self._healthy())):
+            return
+        for status, service in self._events(since):
             if status == "die" and service in sick:
                 break  # it would be started again and again
             if status == "health_status: healthy":
                 sick.discard(service)
             if not sick:
-                break
-        if not sick:
-            return
+                return
         logs = self.compose("logs", "--tail=50", *sick)
         raise AssertionError(f"ended, or not healthy in {_HEALTHY_S:.0f} s: {sorted(sick)}\n{logs}")
 
