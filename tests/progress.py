@@ -77,4 +77,4 @@ def _cpu_s() -> float:
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)  # noqa: SLF001 - no other name
     if server is not None:
         times.append(psutil.Process(server).cpu_times())
-    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
+    return float(sum(t.user + t.system + t.children_user + t.children_system for t in times))
