@@ -43,6 +43,29 @@ def test_a_name_that_formats_cannot_carry_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "web_search"},
+        {"type": "function", "function": "f"},
+        {"type": "function", "function": {"name": ["f"]}},
+    ],
+)
+def test_a_tool_that_is_no_function_is_not_required(tool: object) -> None:
+    form = AnswerFormat("hermes", reasoning=False)
+    none = make_context(json.dumps([tool]).encode(), b"")
+    with pytest.raises(InvalidFieldError, match="no function with a name") as caught:
+        constraint_of(REQUIRED, form, none, inside_reasoning=False)
+    assert caught.value.field == "tools_json"
+    beside = make_context(json.dumps([*TOOLS, tool]).encode(), b"")
+    json_only = Wanted(json_schema=b"{}")
+    for context in (none, beside):
+        assert constraint_of(json_only, form, context, inside_reasoning=False) is not None
+    assert constraint_of(REQUIRED, form, beside, inside_reasoning=False) == constraint_of(
+        REQUIRED, form, CONTEXT, inside_reasoning=False
+    )
+
+
 def test_a_strict_tool_makes_the_constraint_strict() -> None:
     strict = {"type": "function", "function": {"name": "f", "strict": True}}
     context = make_context(json.dumps([*TOOLS, strict]).encode(), b"")

@@ -11,6 +11,10 @@ from rollmesh.chat.parsing.formats import AnswerFormat
 from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from rollmesh.chat.tokenizer import Tokenizer
 
+CONTEXT = make_context(
+    json.dumps([{"type": "function", "function": {"name": name}} for name in "fg"]).encode(), b""
+)
+
 
 def new_answer(tokenizer: Tokenizer, *stops: str) -> Answer:
     return Answer(
@@ -43,15 +47,18 @@ def test_a_message_has_its_reasoning_apart_from_its_text(
     tokenizer: Tokenizer, *, with_parser: bool
 ) -> None:
     hermes = AnswerFormat("hermes", reasoning=False)
+    parser = hermes.parser(CONTEXT)
+    assert parser is not None
     answer = Answer(
         IncrementalDecoder(tokenizer, hermes.delimiters),
         (),
-        parser=hermes.parser(make_context(b"", b"")) if with_parser else None,
+        parser=parser if with_parser else None,
         reasoning=ReasoningSplitter(inside=False),
         new_call_id=lambda: "call",
     )
     text = "<think>\nI am not sure.\n</think>\n\nThe answer is 42."
-    answer.feed(tokenizer.encode(text).tolist())
+    for id_ in tokenizer.encode(text).tolist():
+        answer.feed([id_])
     answer.end_text()
     answer.finish()
     message = Message("assistant", "The answer is 42.", reasoning="I am not sure.")
@@ -78,14 +85,10 @@ def call(name: str) -> str:
 def test_an_answer_of_one_call_ends_where_a_second_begins_however_the_ids_came(
     tokenizer: Tokenizer, text: str, kept: str | None, content: str, size: int
 ) -> None:
-    context = make_context(
-        json.dumps([{"type": "function", "function": {"name": name}} for name in "fg"]).encode(),
-        b"",
-    )
     answer = Answer(
         IncrementalDecoder(tokenizer, AnswerFormat("hermes", reasoning=False).delimiters),
         (),
-        parser=AnswerFormat("hermes", reasoning=False).parser(context),
+        parser=AnswerFormat("hermes", reasoning=False).parser(CONTEXT),
         reasoning=None,
         new_call_id=lambda: "call",
         one_call=True,

@@ -72,9 +72,12 @@ def test_stop_strings_cut_where_the_whole_text_would(text: str, stops: list[str]
         assert emitted == text
 
 
+def test_the_first_of_several_stop_strings_in_one_piece_ends_the_text() -> None:
+    assert StopStrings(["."]).feed("One. Two. Three.") == ("One", True)
+
+
 def test_a_stop_string_that_is_kept_ends_the_text() -> None:
     for kept, text in ((False, "a b"), (True, "a b stop")):
         matcher = StopStrings([" stop"], kept=kept)
         pieces = [matcher.feed(piece) for piece in ("a b st", "op, and more")]
         assert ("".join(piece for piece, _ in pieces), pieces[-1][1]) == (text, True)
-        assert matcher.finish() == ""

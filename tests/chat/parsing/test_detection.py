@@ -148,6 +148,13 @@ def test_a_template_of_python_calls_shows_its_format(source: str, name: str) -> 
     assert detect(source) == AnswerFormat(name, reasoning=False)
 
 
+def test_a_template_shows_whether_its_calls_have_a_delimiter_before_their_arguments() -> None:
+    source = "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments }}"
+    assert detect(source) == AnswerFormat("mistral", reasoning=False, has_args_delimiter=True)
+    source = source.replace("[ARGS]", "")
+    assert detect(source) == AnswerFormat("mistral", reasoning=False, has_args_delimiter=False)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "ids"),
     [

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import RenderContext
 from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent, TextEvent, ToolCallEvent
-from rollmesh.chat.parsing.formats import FORMATS, HARMONY, AnswerFormat
+from rollmesh.chat.parsing.formats import FORMATS, HARMONY, AnswerFormat, tool_schemas
 from rollmesh.chat.parsing.parser import ToolParser
 
 TOOLS: list[dict[str, Any]] = [
@@ -148,6 +148,8 @@ VECTORS: list[Any] = [
     ("qwen3_coder", qwen("g").removesuffix("</tool_call>"), ("", [("g", "{}")], False)),
     ("qwen3_coder", qwen("g").removesuffix("</tool_call>") + qwen("f", ("n", "4")),
      ("", [("g", "{}"), ("f", '{"n": 4}')], True)),
+    ("qwen3_coder", qwen("g").removesuffix("</tool_call>") + "<tool_call>no</tool_call>",
+     ("<tool_call>no</tool_call>", [("g", "{}")], True)),
     ("qwen3_coder", "So: " + qwen("f", ("n", "4")).removeprefix("<tool_call>") + "\n" + qwen("g"),
      ("So:", [("f", '{"n": 4}'), ("g", "{}")], True)),
     ("qwen3_coder", "<function=g>\n</function>", ("", [("g", "{}")], True)),
@@ -323,6 +325,57 @@ def test_arguments_leave_while_they_are_sampled() -> None:
         ToolCallEvent(0, name="f"),
         ToolCallEvent(0, arguments='{"s": "lo'),
     ]
+
+
+def test_the_tools_of_a_request_are_its_functions_that_have_a_name() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": "wrapped", "parameters": schema}},
+        {"name": "flat", "parameters": schema},
+        {"type": "function", "function": {"name": "without"}},
+        {"type": "function", "function": {"name": "no_schema", "parameters": [1]}},
+        {"type": "function", "function": {"name": 5, "parameters": schema}},
+        {"type": "function", "function": {"parameters": schema}},
+        {"type": "function", "function": "name"},
+        {"type": "web_search"},
+    ]
+    assert tool_schemas(json.dumps(tools).encode()) == {
+        "wrapped": schema,
+        "flat": schema,
+        "without": {},
+        "no_schema": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param({"properties": None}, id="no properties"),
+        pytest.param({"properties": [{"n": {"type": "integer"}}]}, id="properties in a list"),
+        pytest.param({"properties": {"n": {"type": [["string"]]}}}, id="a type that is none"),
+        pytest.param({"properties": {"n": {"anyOf": 5, "enum": {"a": 1}}}}, id="no options"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param("qwen3_coder", qwen("h", ("n", "four")), id="qwen3_coder"),
+        pytest.param("glm45", glm("h", ("n", "four")), id="glm45"),
+        pytest.param("gemma4", "<|tool_call>call:h{n:four}<tool_call|>", id="gemma4"),
+        pytest.param(
+            "muse_glimmer",
+            ' to=h<|message|><atem:invoke name="h"><atem:parameter name="n">four</atem:parameter>'
+            "</atem:invoke><|eot|>",
+            id="muse_glimmer",
+        ),
+    ],
+)
+def test_a_schema_that_is_none_leaves_values_as_they_were_sampled(
+    name: str, text: str, schema: dict[str, Any]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "h", "parameters": schema}}]
+    parser, _ = parse(name, [text], make_context(json.dumps(tools).encode(), b""))
+    assert (parser.content, parser.calls) == ("", [("h", '{"n": "four"}')])
 
 
 def test_kimis_calls_keep_the_id_that_was_sampled() -> None:

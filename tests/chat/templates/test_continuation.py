@@ -190,3 +190,19 @@ def test_a_greeting_is_the_templates_render_or_is_refused(
     assert (
         joined(continuation, messages, RenderContext()).tolist() == tokenizer.encode(full).tolist()
     )
+
+
+def test_a_greeting_that_is_printed_otherwise_beside_tools_is_refused_beside_them_only(
+    tokenizer: Tokenizer,
+) -> None:
+    tools = "{% if loop.first and tools %}{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    content = "m.content | upper if greets and tools and messages | length > 2 else m.content"
+    template = ChatTemplate(CHATML.format(tools, content), {})
+    continuation = Continuation(template, tokenizer)
+    messages = (Message("assistant", "hi"), Message("user", "q"), Message("assistant", "a"))
+    with pytest.raises(TemplateRenderError, match="assistant after start: later messages change"):
+        joined(continuation, messages, make_context(TOOLS, b""))
+    full = template.render(messages, RenderContext(), generation_prompt=True)
+    assert (
+        joined(continuation, messages, RenderContext()).tolist() == tokenizer.encode(full).tolist()
+    )

@@ -14,7 +14,7 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
 from rollmesh.chat.templates.loading import load_model
-from rollmesh.chat.tokenizer import ModelTokenizer
+from rollmesh.chat.tokenizer import ModelTokenizer, Tokenizer
 from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Finish
 from rollmesh.gateway.turns.prompt import new_tree
@@ -119,6 +119,21 @@ def test_an_answer_that_ends_as_its_parts_do_is_refused(tmp_path: Path) -> None:
     source = template.source.replace("<|return|>", "<|end|>")
     with pytest.raises(TemplateRefusedError, match="inside answers"):
         Continuation(ChatTemplate(source, {}), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        pytest.param("Hello.<|im_end|>", None, id="as printed"),
+        pytest.param(" Hello.<|im_end|>", 1, id="with a space"),
+    ],
+)
+def test_an_answer_that_is_asked_for_right_after_another_is_compared_with_it(
+    continuation: Continuation, tokenizer: Tokenizer, text: str, at: int | None
+) -> None:
+    node = sampled(continuation, tokenizer, Message("assistant", "Hello."), text)
+    opening = continuation.generation_prompt([one.messages for one in node.path()], TOOLS)
+    assert continuation.compare(node.path(), [], TOOLS, [opening], list).at == at
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"

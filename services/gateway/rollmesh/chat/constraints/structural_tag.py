@@ -7,7 +7,7 @@ importing it imports torch. Reasoning is not constrained: the constraint begins 
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -22,6 +22,7 @@ from rollmesh.chat.parsing.formats import (
     HARMONY,
     MUSE,
     AnswerFormat,
+    named_functions,
     tool_schemas,
 )
 from rollmesh.runtime.errors import InvalidConstraintError, InvalidFieldError
@@ -151,7 +152,8 @@ def constraint_of(
     """
     forms: list[_Format] = []
     strict = wanted.strict
-    callable_ = bool(context.tools_json) and wanted.calls is not Calls.NONE
+    has_functions = bool(context.tools_json and tool_schemas(context.tools_json))
+    callable_ = has_functions and wanted.calls is not Calls.NONE
     if callable_ and wanted.one_call and format_.tools not in {*_SYNTAXES, "none"}:
         raise InvalidFieldError("parallel_tool_calls", _not_served(format_))
     if wanted.calls in {Calls.REQUIRED, Calls.NAMED} or (
@@ -192,6 +194,10 @@ def _not_served(format_: AnswerFormat) -> str:
 
 def _wanted_schemas(wanted: Wanted, context: RenderContext) -> Mapping[str, Mapping[str, Any]]:
     schemas = tool_schemas(context.tools_json)
+    if not schemas:
+        raise InvalidFieldError(
+            "tools_json", "has no function with a name, so no call can be required; send one"
+        )
     if wanted.calls is Calls.NAMED:
         schemas = {wanted.tool_name: schemas[wanted.tool_name]}
     for name in schemas:
@@ -203,9 +209,9 @@ def _wanted_schemas(wanted: Wanted, context: RenderContext) -> Mapping[str, Mapp
     return schemas
 
 
-def _any_strict(context: RenderContext, schemas: Iterable[str]) -> bool:
-    functions = [tool.get("function", tool) for tool in json.loads(context.tools_json)]
-    return any(one.get("strict") is True and one.get("name") in schemas for one in functions)
+def _any_strict(context: RenderContext, schemas: Container[str]) -> bool:
+    functions = named_functions(context.tools_json)
+    return any(one.get("strict") is True for name, one in functions if name in schemas)
 
 
 def _calls(

@@ -44,7 +44,7 @@ class Answer:
         self._new_call_id = new_call_id
         self._call_ids: list[str] = []
         self._one_call = one_call and parser is not None
-        self._fed = 0
+        self._fed = 0  # ids, counted where the answer may end before the last of them
         self._passed = 0  # ids fed when the text was last passed on, no call being read
         self._cut = False
         self.stopped_at: int | None = None
@@ -67,7 +67,6 @@ class Answer:
     def feed(self, token_ids: Sequence[int]) -> list[ParserEvent]:
         """Takes sampled ids; returns what is now certain. Ids after a stop are ignored."""
         if not (self._stops.wanted or self._one_call):
-            self._fed += len(token_ids)
             text = self._decoder.feed_all(token_ids)
             return self._split(text) if text else []
         certain: list[str] = []

@@ -75,8 +75,7 @@ class StopStrings:
 
     def finish(self) -> str:
         """Returns the text that was held back: no stop string came."""
-        held, self._held = self._held, ""
-        return held
+        return self._held
 
     def _possible_start(self, text: str) -> int:
         """Returns how many of the last characters may begin a stop string."""

@@ -1,7 +1,7 @@
 """The formats of tool calls and reasoning, and the parser of each."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +137,19 @@ def tool_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
     return _schemas.get(tools_json, size, lambda: _read_schemas(tools_json))
 
 
-def _read_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
-    schemas: dict[str, Mapping[str, Any]] = {}
+def named_functions(tools_json: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the name and the definition of each tool that is a function with a name."""
     for tool in json.loads(tools_json):
         function = tool.get("function", tool)
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            parameters = function.get("parameters")
-            schemas[function["name"]] = parameters if isinstance(parameters, dict) else {}
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            yield name, function
+
+
+def _read_schemas(tools_json: bytes) -> Mapping[str, Mapping[str, Any]]:
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for name, function in named_functions(tools_json):
+        parameters = function.get("parameters")
+        schemas[name] = parameters if isinstance(parameters, dict) else {}
     return schemas
 
 

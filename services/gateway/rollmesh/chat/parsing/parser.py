@@ -29,7 +29,7 @@ class ToolParser(Protocol):
         ...
 
     def finish(self) -> list[ParserEvent]:
-        """Ends the text; returns the last events."""
+        """Ends the text; returns the last events. Nothing is asked of the parser after that."""
         ...
 
 
@@ -77,7 +77,6 @@ class BaseParser:
         if self._whitespace and not self.calls:
             events.append(TextEvent(self._whitespace))
             self.content += self._whitespace
-        self._whitespace = ""
 
 
 class StepParser(BaseParser, ABC):

@@ -57,13 +57,12 @@ class ReasoningSplitter:
 
     def finish(self) -> tuple[str, str]:
         """Ends the text; returns what is left: reasoning, and rest."""
-        held, self._held = self._held, ""
         if self._state == "inside":
-            thought = held if self.reasoning else held.lstrip()
+            thought = self._held if self.reasoning else self._held.lstrip()
             thought = thought.rstrip()
             self.reasoning += thought
             return thought, ""
-        return "", "" if self._state == "after" else held
+        return "", "" if self._state == "after" else self._held
 
     def _begin(self) -> None:
         lead = self._held.lstrip()

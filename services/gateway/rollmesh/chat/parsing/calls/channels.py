@@ -43,7 +43,6 @@ class ChannelParser(StepParser):
         else:
             self._emit(self._held, events)
             self._end_body(events)
-        self._held = ""
         self.end_text(events)
         return events
 

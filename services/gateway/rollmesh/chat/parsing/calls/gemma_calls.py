@@ -15,7 +15,7 @@ from typing import Any
 
 from rollmesh.chat.json_values import read_json, write_json
 from rollmesh.chat.parsing.calls.literals import LiteralReader, NoLiteralError
-from rollmesh.chat.parsing.calls.xml_calls import Schemas, kinds
+from rollmesh.chat.parsing.calls.xml_calls import Schemas, kinds, properties_of
 from rollmesh.chat.parsing.events import ParserEvent, ReasoningEvent
 from rollmesh.chat.parsing.parser import StepParser, first_of, possible_start
 
@@ -65,7 +65,6 @@ class GemmaParser(StepParser):
             self._think("" if bare else self._held.rstrip(), events)
         else:
             self.emit_text(self._held, events)
-        self._held = ""
         self.end_text(events)
         return events
 
@@ -155,8 +154,7 @@ def _read(body: str, schemas: Schemas) -> tuple[str, dict[str, Any]] | None:
 
 class _Reader(LiteralReader):
     def read_object(self, schema: object) -> dict[str, Any]:
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        known = properties if isinstance(properties, Mapping) else {}
+        known = properties_of(schema)
         found: dict[str, Any] = {}
         for _ in self.entries("{", "}"):
             key = self._string() if self.stands(_QUOTE) else self._bare()

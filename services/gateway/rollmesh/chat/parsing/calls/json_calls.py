@@ -68,7 +68,6 @@ class ObjectCallParser(StepParser):
             self.malformed = True
         else:
             self._end_tail(events)
-        self._held = ""
         self.end_text(events)
         return events
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollmesh.chat.json_values import write_json
 from rollmesh.chat.parsing.calls.channels import MESSAGE, ChannelParser, Kind
-from rollmesh.chat.parsing.calls.xml_calls import Schemas, typed
+from rollmesh.chat.parsing.calls.xml_calls import Schemas, properties_of, typed
 from rollmesh.chat.parsing.events import ParserEvent
 from rollmesh.chat.parsing.parser import possible_start
 
@@ -105,7 +105,7 @@ class MuseParser(ChannelParser):
         """Returns a call's arguments; None if it is incomplete or no tool has the name."""
         if name not in self._schemas:
             return None
-        properties = self._schemas[name].get("properties", {})
+        properties = properties_of(self._schemas[name])
         arguments: dict[str, Any] = {}
         at = 0
         for one in _PARAMETER.finditer(body):

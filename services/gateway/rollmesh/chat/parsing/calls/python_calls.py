@@ -89,7 +89,6 @@ class PythonicCallParser(StepParser):
         if self._state in {_State.HEAD, _State.CALL, _State.COMMA}:
             self.malformed = True  # a list without its end
         self.emit_text(self._opened + self._held, events)
-        self._opened = self._held = ""
         self.end_text(events)
         return events
 

@@ -115,7 +115,6 @@ class TaggedCallParser(StepParser):
             else:
                 self._go_behind(len(self._held), inside=False)
         self.emit_text(self._held, events)
-        self._held = ""
         self.end_text(events)
         return events
 
@@ -184,7 +183,7 @@ class TaggedCallParser(StepParser):
         name, rest = call["name"].strip(), call["arguments"]
         if name not in self._schemas:
             return None
-        properties = self._schemas[name].get("properties", {})
+        properties = properties_of(self._schemas[name])
         arguments: dict[str, Any] = {}
         at = 0
         for argument in self._format.argument.finditer(rest):
@@ -196,6 +195,12 @@ class TaggedCallParser(StepParser):
         if rest[at:].strip():
             return None
         return name, write_json(arguments)
+
+
+def properties_of(schema: object) -> Mapping[str, object]:
+    """Returns the schema of each property of an object's JSON schema; empty if it has none."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def typed(text: str, schema: object) -> Any:
@@ -215,11 +220,11 @@ def typed(text: str, schema: object) -> Any:
 
 
 def kinds(schema: object) -> set[str]:
-    """Returns the types that a JSON schema allows; empty if it names none."""
+    """Returns the types that a JSON schema allows; empty if it names none, or is no schema."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    found = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
+    found = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         if isinstance(options, list):
