@@ -8,7 +8,7 @@ from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message
 from rollmesh.gateway.conversation.nodes import Sample
 from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
+from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
@@ -62,7 +62,7 @@ def write_closed(db: sqlite3.Connection, record: session_pb2.SessionRecord) -> N
     tree = tree_of(record.trajectories[0])
     journal.insert_session(db, spec)
     for node in tree.nodes.values():
-        answer = AnswerRecord(f"a{node.node_id}", "f", "", 0)
+        answer = AnswerReceipt(f"a{node.node_id}", "f", "", 0)
         journal.insert_turn(db, spec.session_id, [node], answer)
     request = gateway_pb2.CloseSessionRequest(
         session_id=record.session_id,

@@ -30,7 +30,7 @@ def client() -> Client:
     ("field", "wrong"),
     [
         pytest.param("export", {"export": "leafs"}, id="export form"),
-        pytest.param("sample_index", {"sample_index": -1}, id="place below zero"),
+        pytest.param("sample_index", {"sample_index": -1}, id="index below zero"),
         pytest.param("group_size", {"group_size": 2**40}, id="size that no group has"),
         pytest.param("group_id", {"group_id": 7}, id="group without a text"),
         pytest.param("metadata", {"metadata": {"task": 7}}, id="metadata that is no text"),

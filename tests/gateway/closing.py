@@ -4,7 +4,7 @@ import sqlite3
 from collections.abc import Sequence
 
 from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
+from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
@@ -24,7 +24,7 @@ def write_open(db: sqlite3.Connection, spec: SessionSpec, tree: Tree) -> None:
     journal.insert_session(db, spec)
     journal.insert_sent(db, [(spec.session_id, node_id) for node_id in tree.nodes])
     for node in tree.nodes.values():
-        answer = AnswerRecord(f"a{node.node_id}", "f", "", 0)
+        answer = AnswerReceipt(f"a{node.node_id}", "f", "", 0)
         journal.insert_turn(db, spec.session_id, [node], answer)
 
 

@@ -31,7 +31,7 @@ class World:
     next_id: int = 100
     asked: list[tuple[Message, ...]] = field(default_factory=list)
     """The messages of all requests so far."""
-    places: int = 0
+    bookmarked: int = 0
     """How often a search began where an earlier request led."""
 
     def ids(self, count: int) -> np.ndarray:
@@ -79,14 +79,14 @@ class World:
     def match(self, messages: tuple[Message, ...], context: RenderContext) -> Match:
         """Where a request meets the tree: the same from the root and from any earlier request."""
         groups, tree = group_messages(messages), self.tree
-        found, place = tree.search(tree.start(context, groups), groups)
+        found, bookmark = tree.search(tree.start(context, groups), groups)
         for earlier in self.asked:
             if messages[: len(earlier)] == earlier:
                 start = tree.start(context, groups, repr(earlier).encode())
-                self.places += start.match.depth > 0
+                self.bookmarked += start.match.depth > 0
                 other, _ = tree.search(start, groups)
                 assert other == found or not found.depth
-        tree.keep(context, repr(messages).encode(), place)
+        tree.keep(context, repr(messages).encode(), bookmark)
         self.asked.append(messages)
         return found
 

@@ -30,7 +30,7 @@ def test_a_group_is_whole_once_and_its_verdict_is_known_as_soon_as_it_cannot_cha
         assert group.failed == (size - lost < needed)
         assert (found is not None) == (count == size)
         whole += [found] if found else []
-        with pytest.raises(ValueError, match="no open place"):
+        with pytest.raises(ValueError, match="no open seat"):
             group.add(outcome(index))
     (result,) = whole
     assert [session.sample_index for session in result.sessions] == list(range(size))
@@ -41,7 +41,7 @@ def test_a_group_is_whole_once_and_its_verdict_is_known_as_soon_as_it_cannot_cha
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_a_place_that_the_group_does_not_have_is_refused(index: int) -> None:
-    with pytest.raises(ValueError, match="no open place"):
+    with pytest.raises(ValueError, match="no open seat"):
         GroupState("g", None, 2, 1).add(outcome(index))
 
 

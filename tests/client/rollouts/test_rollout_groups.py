@@ -78,7 +78,7 @@ async def test_samples_are_taken_as_places_become_free_and_groups_wait_to_be_tak
         for _ in range(100):
             await client.open_session(client.session_request())  # time for more to begin
         assert first.group_id == str(first.sample)
-        assert samples.taken <= 1 + 2 + 2 + 1  # taken, waiting, in their places, next
+        assert samples.taken <= 1 + 2 + 2 + 1  # taken, waiting, in their seats, next
     assert len(gateway.closed) >= 1
 
 
@@ -139,4 +139,4 @@ async def test_many_samples_leave_no_trace_in_memory(client: Client) -> None:
 
     summary = await rollout(client, samples(), runner=run, n=1, concurrency=4)
     assert summary.counts == {"COMPLETED": 600}
-    assert 0 < most <= 2 * 4 + 2  # in their places, ended and not taken, next
+    assert 0 < most <= 2 * 4 + 2  # in their seats, ended and not taken, next

@@ -34,9 +34,9 @@ def test_a_turn_compares_as_many_messages_at_the_end_of_a_long_session_as_at_its
         digested.append(0)
         groups = [(message,) for message in history]
         earlier = repr(history[:-2]).encode()
-        match, place = tree.search(tree.start(BARE, groups, earlier), groups)
+        match, bookmark = tree.search(tree.start(BARE, groups, earlier), groups)
         assert match.depth == len(groups) - 1 or not at
-        tree.keep(BARE, repr(history).encode(), place)
+        tree.keep(BARE, repr(history).encode(), bookmark)
         monkeypatch.setattr(matching, "exact_key", exact_key)
         world.turn(history, thought(f"A{at}"))
         monkeypatch.setattr(matching, "exact_key", counted)
@@ -98,7 +98,7 @@ def test_where_an_earlier_request_led_is_where_a_search_from_the_root_leads(
                 world.seen.pop(node.node_id)
                 continue
             histories.append((*messages, echo(dice, node.messages[0])))
-        used += world.places
+        used += world.bookmarked
         world.check()
     assert used > 200
 
@@ -113,4 +113,4 @@ def test_an_equal_sample_that_was_passed_over_counts_once_it_goes_on() -> None:
     newest = world.turn((user("q"), one, user("x")), said("B"))
     last = world.turn((user("q"), own, user("x"), said("B"), user("on")), said("D"))
     assert newest in last.path()
-    assert world.places
+    assert world.bookmarked

@@ -254,8 +254,8 @@ def test_no_request_starts_from_a_node_that_was_taken_back() -> None:
     world = World()
     node = world.turn((user("q"),), said("A"))
     groups = [(user("q"),), (said("A"),), (user("x"),)]
-    _, place = world.tree.search(world.tree.start(BARE, groups), groups)
-    world.tree.keep(BARE, b"earlier", place)
+    _, bookmark = world.tree.search(world.tree.start(BARE, groups), groups)
+    world.tree.keep(BARE, b"earlier", bookmark)
     assert world.tree.start(BARE, groups, b"earlier").match.node is node
     world.tree.detach(node)
     assert world.tree.start(BARE, groups, b"earlier").match.node.parent is None

@@ -1,8 +1,8 @@
-"""Runs one place of a group: attempts, each in its own session, until one counts.
+"""Runs one seat of a group: attempts, each in its own session, until one counts.
 
-A failed attempt that is retried is closed as *superseded*: the collector keeps it, and its place in
-the group belongs to the next attempt. The next attempt starts only after that close is durable, so
-a group never has two sessions in one place.
+A failed attempt that is retried is closed as *superseded*: the collector keeps it, and its seat
+belongs to the next attempt. The next attempt starts only after that close is durable, so a seat
+never has two sessions that count.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ _ERROR_CHARS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of an attempt: a group and an index in it."""
+class Seat:
+    """The seat of an attempt: a group and an index in it."""
 
     group: GroupState
     index: int
@@ -50,7 +50,7 @@ class Place:
 
 
 class Attempts:
-    """Runs the places of one rollout."""
+    """Runs the seats of one rollout."""
 
     def __init__(
         self, client: Client, settings: RolloutSettings, arrivals: Arrivals | None
@@ -66,44 +66,44 @@ class Attempts:
             reward, timeout_s=limits.reward_s, threads=settings.reward_threads
         )
 
-    async def run(self, place: Place) -> SampleOutcome:
-        """Runs a place to its end and returns the outcome; errors of the agent are part of it."""
+    async def run(self, seat: Seat) -> SampleOutcome:
+        """Runs a seat to its end and returns the outcome; errors of the agent are part of it."""
         attempt, backoff = 1, Backoff(self._retries.delay_s, math.inf)
         while True:
             try:
-                outcome = await self._attempt(place, attempt)
+                outcome = await self._attempt(seat, attempt)
             except Exception as error:  # noqa: BLE001 - a lost session is an outcome
-                _log.warning("session lost", extra=_where(place, attempt, error))
-                return _outcome(place, attempt, "FAILED", error=error)
+                _log.warning("session lost", extra=_where(seat, attempt, error))
+                return _outcome(seat, attempt, "FAILED", error=error)
             if outcome is not None:
                 return outcome
-            await asyncio.wait({place.stop}, timeout=backoff.next_s())
+            await asyncio.wait({seat.stop}, timeout=backoff.next_s())
             attempt += 1
 
-    async def _attempt(self, place: Place, attempt: int) -> SampleOutcome | None:
+    async def _attempt(self, seat: Seat, attempt: int) -> SampleOutcome | None:
         """Runs an agent in a new session and closes it; returns None if it must be retried.
 
         Raises:
             RollmeshError: The session could not be opened, or its close was not confirmed.
         """
         started_ms = clock.monotonic_ms()
-        session = await self._open(place, attempt)
-        ended = partial(_outcome, place, attempt, session=session, started_ms=started_ms)
+        session = await self._open(seat, attempt)
+        ended = partial(_outcome, seat, attempt, session=session, started_ms=started_ms)
         try:
-            result = await self._work(place, session)
+            result = await self._work(seat, session)
         except asyncio.CancelledError:
             session.rewards = Rewards()
             await self._abort(session)
             raise
         except Exception as error:  # noqa: BLE001 - a failed agent is an outcome
-            return await self._failed(place, session, attempt, error, ended)
+            return await self._failed(seat, session, attempt, error, ended)
         try:
             return await self._completed(session, partial(ended, "COMPLETED", result=result))
         except InvalidFieldError as error:
             if session.closed:
                 raise
             # A reward names a turn or trajectory that does not exist; the session is still open.
-            return await self._failed(place, session, attempt, error, ended)
+            return await self._failed(seat, session, attempt, error, ended)
 
     async def _completed(
         self, session: Session, ended: Callable[[], SampleOutcome]
@@ -133,12 +133,12 @@ class Attempts:
     def _awaited(self, session: Session) -> AbstractAsyncContextManager[Arrival | None]:
         return self._arrivals.awaited(session.session_id) if self._arrivals else nullcontext()
 
-    async def _work(self, place: Place, session: Session) -> Any:
+    async def _work(self, seat: Seat, session: Session) -> Any:
         """Runs and scores the agent; returns the runner's result."""
-        sample = place.group.sample
-        if place.stop.done():
+        sample = seat.group.sample
+        if seat.stop.done():
             raise AgentStoppedError("stopped because its group failed")
-        run = find_runner(place.group.runner)
+        run = find_runner(seat.group.runner)
 
         async def agent() -> Any:
             running = run(sample, session)
@@ -148,7 +148,7 @@ class Attempts:
             return await running
 
         timeout_s, grace_s = self._settings.timeout_s, self._limits.grace_s
-        result = await supervised(agent(), timeout_s, grace_s, place.stop)
+        result = await supervised(agent(), timeout_s, grace_s, seat.stop)
         if self._score is None:
             scored: Any = result
         else:
@@ -160,38 +160,38 @@ class Attempts:
 
     async def _failed(
         self,
-        place: Place,
+        seat: Seat,
         session: Session,
         attempt: int,
         error: Exception,
         ended: Callable[..., SampleOutcome],
     ) -> SampleOutcome | None:
         """Closes the session of a failed attempt; returns None if it must be retried."""
-        again = self._retries.after(error, attempt) and not place.stop.done()
+        again = self._retries.after(error, attempt) and not seat.stop.done()
         stopped = isinstance(error, (AgentStoppedError, AgentTimeLimitError))
         outcome: Outcome = "ABORTED" if stopped else "FAILED"
         session.rewards = Rewards()
-        _log.warning("agent failed", extra=_where(place, attempt, error, session.session_id))
+        _log.warning("agent failed", extra=_where(seat, attempt, error, session.session_id))
         try:
             await self._close(session, outcome, superseded=again)
-        except RollmeshError as refused:  # its place is not free for another attempt
+        except RollmeshError as refused:  # its seat is not free for another attempt
             _log.warning("session left open", extra=fields(error=type(refused).__name__))
             again = False
         return None if again else ended(outcome, error=error)
 
-    async def _open(self, place: Place, attempt: int) -> Session:
+    async def _open(self, seat: Seat, attempt: int) -> Session:
         """Opens a session; if the rollout is cancelled meanwhile, closes it again."""
-        metadata = dict(place.group.metadata)
+        metadata = dict(seat.group.metadata)
         if attempt > 1:
             metadata["attempt"] = str(attempt)
         opened: list[Session] = []
 
         async def opening() -> None:
             request = self._client.session_request(
-                group_id=place.group.group_id,
-                sample_index=place.index,
-                group_size=place.group.size,
-                sampling=place.group.sampling,
+                group_id=seat.group.group_id,
+                sample_index=seat.index,
+                group_size=seat.group.size,
+                sampling=seat.group.sampling,
                 metadata=metadata,
                 export=self._settings.export,
             )
@@ -230,7 +230,7 @@ class Attempts:
 
 
 def _outcome(
-    place: Place,
+    seat: Seat,
     attempt: int,
     outcome: Outcome,
     *,
@@ -239,10 +239,10 @@ def _outcome(
     result: Any = None,
     error: Exception | None = None,
 ) -> SampleOutcome:
-    """Returns the outcome of a place; it has no session if opening or closing it failed."""
+    """Returns the outcome of a seat; it has no session if opening or closing it failed."""
     return SampleOutcome(
-        group_id=place.group.group_id,
-        sample_index=place.index,
+        group_id=seat.group.group_id,
+        sample_index=seat.index,
         outcome=outcome,
         session_id=session.session_id if session else "",
         reward=session.reward if session else None,
@@ -255,12 +255,12 @@ def _outcome(
 
 
 def _where(
-    place: Place, attempt: int, error: Exception, session_id: str = ""
+    seat: Seat, attempt: int, error: Exception, session_id: str = ""
 ) -> dict[str, dict[str, object]]:
     return fields(
         session_id=session_id,
-        group=place.group.group_id,
-        sample=place.index,
+        group=seat.group.group_id,
+        sample=seat.index,
         attempt=attempt,
         error=_text(error),
     )

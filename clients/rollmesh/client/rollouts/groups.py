@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutcome:
-    """The outcome of one place of a group: that of its last attempt."""
+    """The outcome of one seat of a group: that of its last attempt."""
 
     group_id: str
     sample_index: int
@@ -63,7 +63,7 @@ class GroupOutcome:
     succeeded: bool
     """Whether at least `needed` sessions completed."""
     sessions: tuple[SampleOutcome, ...]
-    """One for each place, in order of sample_index."""
+    """One for each seat, in order of sample_index."""
 
 
 def needed_of(needed: Needed, size: int) -> int:
@@ -101,14 +101,14 @@ class GroupState:
         return self.size - lost < self.needed
 
     def add(self, outcome: SampleOutcome) -> GroupOutcome | None:
-        """Adds the outcome of a place; returns the outcome of the group with its last one.
+        """Adds the outcome of a seat; returns the outcome of the group with its last one.
 
         Raises:
-            ValueError: The place does not exist, or has ended already.
+            ValueError: The seat does not exist, or has ended already.
         """
         index = outcome.sample_index
         if index in self._ended or not 0 <= index < self.size:
-            raise ValueError(f"group {self.group_id} has no open place {index}")
+            raise ValueError(f"group {self.group_id} has no open seat {index}")
         self._ended[index] = outcome
         if len(self._ended) < self.size:
             return None

@@ -18,7 +18,7 @@ def showing(total: int | None, *, wanted: bool | None) -> Iterator[Show]:
     """Yields a function that shows a summary on standard error.
 
     Args:
-        total: Number of places; None if unknown.
+        total: Number of seats; None if unknown.
         wanted: Whether to show anything; None: if standard error is a terminal.
     """
     is_terminal = sys.stderr.isatty()

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from rollmesh.client.client import Client
 from rollmesh.client.deliveries.arrivals import Arrivals
 from rollmesh.client.deliveries.subscription import Subscription
-from rollmesh.client.rollouts.attempts import Attempts, Place
+from rollmesh.client.rollouts.attempts import Attempts, Seat
 from rollmesh.client.rollouts.groups import Group, GroupOutcome, GroupState, needed_of
 from rollmesh.client.rollouts.progress import Show, showing
 from rollmesh.client.rollouts.settings import RolloutSettings
@@ -37,7 +37,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
     ) -> None:
         """Takes the samples; `feed` starts them."""
         self.summary = RolloutSummary()
-        """Summary of the places and groups that have ended."""
+        """Summary of the seats and groups that have ended."""
         self._samples = samples
         self._settings = settings
         self._show = show
@@ -68,8 +68,8 @@ class Rollout(AsyncIterator[GroupOutcome]):
                 group, stop = self._begin(sample), asyncio.get_running_loop().create_future()
                 for index in range(group.size):
                     await self._slots.acquire()
-                    place = Place(group, index, stop)
-                    task = tasks.create_task(self._run(place))
+                    seat = Seat(group, index, stop)
+                    task = tasks.create_task(self._run(seat))
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
         except Exception as error:  # noqa: BLE001 - `__anext__` raises it
@@ -79,7 +79,7 @@ class Rollout(AsyncIterator[GroupOutcome]):
         await self._ended.put(None)
 
     def cancel(self) -> None:
-        """Cancels the running places."""
+        """Cancels the running seats."""
         for task in self._running:
             task.cancel()
 
@@ -111,13 +111,13 @@ class Rollout(AsyncIterator[GroupOutcome]):
             raise InvalidFieldError("group_id", f"returned {group_id!r:.200}; return a string")
         return group_id
 
-    async def _run(self, place: Place) -> None:
+    async def _run(self, seat: Seat) -> None:
         try:
-            outcome = await self._attempts.run(place)
+            outcome = await self._attempts.run(seat)
             self.summary.add(outcome)
-            group = place.group.add(outcome)
-            if place.group.failed and not place.stop.done():
-                place.stop.set_result(None)
+            group = seat.group.add(outcome)
+            if seat.group.failed and not seat.stop.done():
+                seat.stop.set_result(None)
             if group is not None:
                 self.summary.add_group(group)
             self._show(self.summary)
@@ -225,7 +225,7 @@ def _deliveries(
 
 
 def _total(samples: Samples, n: int) -> int | None:
-    """Returns the number of places, for the progress bar; None if it is not known."""
+    """Returns the number of seats, for the progress bar; None if it is not known."""
     if isinstance(samples, (list, tuple)):
         return sum((isinstance(one, Group) and one.n) or n for one in samples)
     return len(samples) * n if isinstance(samples, Sized) else None

@@ -108,7 +108,7 @@ class RolloutSettings:
     """The form in which sessions are delivered: one trajectory per leaf of the conversation tree,
     one per turn, or the tree itself as `SessionResult.tree`."""
     on_sample: Callable[[SampleOutcome], None] | None = None
-    """Called with the outcome of each place."""
+    """Called with the outcome of each seat."""
     on_session: Callable[[SampleOutcome, SessionResult], Awaitable[None]] | None = None
     """Stores a completed session, as the collector delivers it, with the trainer.
 

@@ -56,7 +56,7 @@ class RolloutSummary:
         return self.reward_sum / self.rewarded if self.rewarded else None
 
     def add(self, outcome: SampleOutcome) -> None:
-        """Counts a place."""
+        """Counts a seat."""
         self.counts[outcome.outcome] += 1
         self.retries += outcome.attempts - 1
         if outcome.error_type:

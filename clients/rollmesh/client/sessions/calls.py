@@ -121,7 +121,7 @@ class SessionCalls(Connections):
             session: The session.
             outcome: How it ended.
             metadata: Added to the session's metadata.
-            superseded: Whether another session takes its place in the group.
+            superseded: Whether another session takes its `sample_index`.
             reward_timeout_ms: Time that the collector holds the session back for `set_rewards`,
                 milliseconds. None: it is delivered at once.
 

@@ -86,7 +86,7 @@ class SessionResult:
     tree: TrajectoryTree | None = None
     """Replaces the trajectories if the session was opened with `export="tree"`."""
     superseded: bool = False
-    """Whether it failed and was retried: another session has its place in the group."""
+    """Whether it failed and was retried: another session has its `sample_index`."""
 
     @classmethod
     def from_proto(cls, proto: session_pb2.SessionRecord) -> "SessionResult":

@@ -178,7 +178,7 @@ class LeaseClient(Background):
             except ConnectionError:
                 continue
         raise type(refusal)(
-            f"no place on an engine within {deadline_ms} ms: {refusal.message}",
+            f"no lease on an engine within {deadline_ms} ms: {refusal.message}",
             retry_delay_ms=max(refusal.retry_delay_ms or 0, 1000),
         )
 

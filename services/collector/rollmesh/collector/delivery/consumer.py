@@ -19,7 +19,7 @@ _MOST_FETCHED = 64
 
 
 @dataclass(slots=True)
-class Lease:
+class DeliveryLease:
     """A unit that was sent and is not yet acknowledged."""
 
     unit: Unit
@@ -38,7 +38,7 @@ class Consumer:
     """Start of the next page in the store."""
     _ready: list[Unit] = field(default_factory=list)
     _queued: set[str] = field(default_factory=set)
-    _leased: dict[str, Lease] = field(default_factory=dict)
+    _leased: dict[str, DeliveryLease] = field(default_factory=dict)
     _credits: dict[int, int] = field(default_factory=dict)
     _late: dict[str, int] = field(default_factory=dict)
     """By unit id: the open stream whose lease on it expired last."""
@@ -167,7 +167,7 @@ class Consumer:
             return None
         self._queued.discard(unit.unit_id)
         self._credits[stream_id] -= 1
-        self._leased[unit.unit_id] = Lease(unit, stream_id, now_ms + self.settings.lease_ms)
+        self._leased[unit.unit_id] = DeliveryLease(unit, stream_id, now_ms + self.settings.lease_ms)
         return unit
 
     def settle(self, unit_id: str) -> None:
@@ -202,6 +202,6 @@ class Consumer:
             id_ for id_, at_ms in self._sending.items() if at_ms + self.settings.lease_ms <= now_ms
         }
 
-    def _return(self, lease: Lease) -> None:
+    def _return(self, lease: DeliveryLease) -> None:
         del self._leased[lease.unit.unit_id]
         self.add(lease.unit)

@@ -102,10 +102,10 @@ def _all_equal(heads: Sequence[session_pb2.SessionRecord], kept: list[list[int]]
     """Returns whether at least two sessions remain and all their rewards are known and equal."""
     seen: set[tuple[float, ...]] = set()
     sessions = 0
-    for head, places in zip(heads, kept, strict=True):
-        sessions += bool(places)
+    for head, indices in zip(heads, kept, strict=True):
+        sessions += bool(indices)
         rows = rows_of(head)
-        for row in (rows[at] for at in places):
+        for row in (rows[at] for at in indices):
             reward = head.reward if head.HasField("reward") else None
             if isinstance(row, trajectory_pb2.Trajectory) and row.HasField("reward"):
                 reward = row.reward

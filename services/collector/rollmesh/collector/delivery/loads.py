@@ -55,10 +55,10 @@ class Loaded:
         delivery.delivery_id, delivery.attempt = self.unit.unit_id, self.attempt
         delivery.removed.extend(self.verdict.removed)
         delivery.partial = self.unit.partial
-        for head, arrays, places in zip(self.heads, self.arrays, self.verdict.kept, strict=True):
+        for head, arrays, indices in zip(self.heads, self.arrays, self.verdict.kept, strict=True):
             session = delivery.sessions.add()
             session.CopyFrom(head)
-            keep(join(session, arrays), places)
+            keep(join(session, arrays), indices)
         return response
 
 

@@ -92,14 +92,14 @@ def damaged(session_id: str, problem: str) -> SessionDamagedError:
     )
 
 
-def keep(record: session_pb2.SessionRecord, places: Sequence[int]) -> session_pb2.SessionRecord:
+def keep(record: session_pb2.SessionRecord, indices: Sequence[int]) -> session_pb2.SessionRecord:
     """Keeps only the rows at these indices; modifies the session in place and returns it."""
     if record.HasField("tree"):
-        if not places:
+        if not indices:
             record.ClearField("tree")
         return record
     for at in reversed(range(len(record.trajectories))):
-        if at not in places:
+        if at not in indices:
             del record.trajectories[at]
     return record
 

@@ -96,7 +96,7 @@ def divide(
         elif own is not None:
             begin = end - len(own)
         elif before is not None:
-            begin = _last_place(ids[:end], before) + len(before)
+            begin = _last_index(ids[:end], before) + len(before)
         else:
             return None
         if begin < 0 or (own is not None and not _ends_with(ids[begin:end], own)):
@@ -151,7 +151,7 @@ def _ends_with(ids: TokenIds, end: TokenIds) -> bool:
     return len(end) <= len(ids) and np.array_equal(ids[len(ids) - len(end) :], end)
 
 
-def _last_place(ids: TokenIds, part: TokenIds) -> int:
+def _last_index(ids: TokenIds, part: TokenIds) -> int:
     """Returns the last index of `part` in `ids`; less than minus its length if absent."""
     data, wanted = ids.tobytes(), part.tobytes()
     at = data.rfind(wanted)

@@ -57,7 +57,7 @@ def lineages(tree: Tree, nodes: Iterable[Node]) -> dict[int, Lineage]:
 class _Way(NamedTuple):
     """The properties of a path that decide its lineage."""
 
-    head: Node
+    start: Node
     """Its first node."""
     said: Lineage | None
     """The lineage given by the last request on it that gives one."""
@@ -84,9 +84,9 @@ class _Ways:
             says = any(child.node_id in self._says_main for child in node.children)
             if says or node.said == trajectory_pb2.LINEAGE_MAIN:
                 self._says_main.add(node.node_id)
-        heads = [node for node in tree.nodes.values() if _is_head(node)]
+        starts = [node for node in tree.nodes.values() if _is_start(node)]
         self._chosen: dict[int, Node] = {}
-        self._main = self._main_of(heads) if heads else None
+        self._main = self._main_of(starts) if starts else None
         self._known: dict[tuple[int, int], Lineage] = {}
         self._trunk: list[Node] = []
         reached = self._main
@@ -119,32 +119,32 @@ class _Ways:
             return way.said
         if way.first is None or way.last is None:
             return trajectory_pb2.LINEAGE_MAIN
-        if way.head is main and (way.shared or way.first.sample is not None):
+        if way.start is main and (way.shared or way.first.sample is not None):
             return (
                 trajectory_pb2.LINEAGE_BRANCH
                 if way.last.sample is None
                 else trajectory_pb2.LINEAGE_SIBLING
             )
-        key = way.head.node_id, 0 if way.begun is None else way.begun.node_id
+        key = way.start.node_id, 0 if way.begun is None else way.begun.node_id
         if key not in self._known:
-            self._known[key] = self._beside(way.head, way.begun, main)
+            self._known[key] = self._beside(way.start, way.begun, main)
         return self._known[key]
 
-    def _main_of(self, heads: list[Node]) -> Node:
-        asked = [(head, _first_asked(head)) for head in heads]
+    def _main_of(self, starts: list[Node]) -> Node:
+        asked = [(start, _first_asked(start)) for start in starts]
 
-        def rank(head: Node) -> tuple[bool, ...]:
-            own = _first_asked(head)
-            quotes = any(_quotes(own, other) for one, other in asked if one is not head)
-            first = _first_turn(head)
+        def rank(start: Node) -> tuple[bool, ...]:
+            own = _first_asked(start)
+            quotes = any(_quotes(own, other) for one, other in asked if one is not start)
+            first = _first_turn(start)
             return (
-                *self._said(head),
-                bool(head.render_context.tools_json),
-                self._turns[head.node_id] > 1,
+                *self._said(start),
+                bool(start.render_context.tools_json),
+                self._turns[start.node_id] > 1,
                 not quotes and not (first is not None and _is_probe(first)),
             )
 
-        return max(heads, key=rank)
+        return max(starts, key=rank)
 
     def _next(self, node: Node) -> Node:
         """Returns the child with which a path preferably continues."""
@@ -167,32 +167,32 @@ class _Ways:
         return node.node_id in self._says_main, not other
 
     def _is_first(self, node: Node) -> bool:
-        """Returns whether a node is its parent's preferred child or, if it is a head, the main."""
-        if _is_head(node):
+        """Returns whether a node is its parent's preferred child, or the start of main."""
+        if _is_start(node):
             return node is self._main
         return node.parent is not None and self._next(node.parent) is node
 
-    def _beside(self, head: Node, first: Node | None, main: Node) -> Lineage:
+    def _beside(self, start: Node, first: Node | None, main: Node) -> Lineage:
         """Returns the lineage of a conversation that shares no sampled turn with the main one.
 
         Args:
-            head: Its first node.
+            start: Its first node.
             first: Its first turn, if it has one.
             main: The first node of the main conversation.
         """
         one_turn = first is not None and self._turns[first.node_id] == 1
-        same_system = _system(head) == _system(main)
-        same_context = head.render_context.key == main.render_context.key
+        same_system = _system(start) == _system(main)
+        same_context = start.render_context.key == main.render_context.key
         if one_turn and first is not None and _is_probe(first):
             return trajectory_pb2.LINEAGE_AUXILIARY
-        toolless = bool(main.render_context.tools_json) and not head.render_context.tools_json
+        toolless = bool(main.render_context.tools_json) and not start.render_context.tools_json
         if one_turn and toolless and not same_system:
             return trajectory_pb2.LINEAGE_AUXILIARY
         if same_context and same_system and first is not None and _follows(first, self._trunk):
             return trajectory_pb2.LINEAGE_COMPACTION
-        if not same_system or (not same_context and bool(head.render_context.tools_json)):
+        if not same_system or (not same_context and bool(start.render_context.tools_json)):
             return trajectory_pb2.LINEAGE_SUB_AGENT
-        return trajectory_pb2.LINEAGE_BRANCH if head is main else trajectory_pb2.LINEAGE_ROOT
+        return trajectory_pb2.LINEAGE_BRANCH if start is main else trajectory_pb2.LINEAGE_ROOT
 
 
 def _is_probe(node: Node) -> bool:
@@ -204,7 +204,7 @@ def _is_probe(node: Node) -> bool:
     )
 
 
-def _is_head(node: Node) -> bool:
+def _is_start(node: Node) -> bool:
     return node.parent is not None and node.parent.parent is None
 
 
@@ -216,9 +216,9 @@ def _first_turn(node: Node) -> Node | None:
     return found
 
 
-def _first_asked(head: Node) -> str:
+def _first_asked(start: Node) -> str:
     """Returns the first user message of a conversation."""
-    node: Node | None = head
+    node: Node | None = start
     while node is not None and node.messages[0].role == "system":
         node = node.children[0] if node.children else None
     return node.messages[0].content[:_QUOTED_CHARS] if node is not None else ""
@@ -228,8 +228,8 @@ def _quotes(text: str, other: str) -> bool:
     return len(other) >= _LEAST_QUOTED_CHARS and len(text) > len(other) and other in text
 
 
-def _system(head: Node) -> MessageGroup:
-    return head.messages if head.messages[0].role == "system" else ()
+def _system(start: Node) -> MessageGroup:
+    return start.messages if start.messages[0].role == "system" else ()
 
 
 def _follows(first: Node, trunk: Sequence[Node]) -> bool:

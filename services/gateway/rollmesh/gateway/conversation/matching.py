@@ -2,7 +2,7 @@
 
 A request carries its complete conversation. The search goes down the tree group by group, and
 agents usually continue an earlier request, so the node that the earlier request led to is kept as a
-`Place`: the search starts there and costs as much as the new messages.
+`Bookmark`: the search starts there and costs as much as the new messages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ class Match(NamedTuple):
     """LENIENT_ECHO if a sampled message was echoed with changes and was kept as sampled."""
 
 
-class Place(NamedTuple):
+class Bookmark(NamedTuple):
     """The node that the beginning of a conversation leads to, whatever follows it.
 
     It holds until a node on the way, or one that was passed over, gets another child.
@@ -54,7 +54,9 @@ class Place(NamedTuple):
         return node is parent or parent in self.passed_over
 
 
-def search(start: Place, groups: Sequence[MessageGroup], *, call_ids: bool) -> tuple[Match, Place]:
+def search(
+    start: Bookmark, groups: Sequence[MessageGroup], *, call_ids: bool
+) -> tuple[Match, Bookmark]:
     """Finds the deepest node whose path equals a prefix of a request.
 
     If several samples are equal, tool-call ids decide which one the request continues, even if the
@@ -66,20 +68,20 @@ def search(start: Place, groups: Sequence[MessageGroup], *, call_ids: bool) -> t
     or may not be found.
 
     Args:
-        start: Where to start: a place that continues in the groups, or the root.
+        start: Where to start: a bookmark that continues in the groups, or the root.
         groups: All groups of the request.
         call_ids: Whether tool-call ids distinguish messages, because the template prints them.
 
     Returns:
-        The match, and the place from which a continuation of the request can be searched.
+        The match, and the bookmark from which a continuation of the request can be searched.
     """
-    best, place, passed_over = start.match, start, start.passed_over
+    best, bookmark, passed_over = start.match, start, start.passed_over
     frontier = [best]
     while True:
         if len(frontier) == 1:
             best = _unbranched(best, groups)
             frontier = [best]
-            place = Place(best, groups[best.depth - 1] if best.depth else (), passed_over)
+            bookmark = Bookmark(best, groups[best.depth - 1] if best.depth else (), passed_over)
         depth = best.depth
         if depth == len(groups):
             break
@@ -99,7 +101,7 @@ def search(start: Place, groups: Sequence[MessageGroup], *, call_ids: bool) -> t
             break
         frontier = _chosen(frontier, lambda match: _repeats(group, match.node))  # noqa: B023
         best = _best(frontier)
-    return best, place
+    return best, bookmark
 
 
 def _unbranched(match: Match, groups: Sequence[MessageGroup]) -> Match:

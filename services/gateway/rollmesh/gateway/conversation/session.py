@@ -14,7 +14,7 @@ from rollmesh.gateway.conversation.reading import Conversation, MessageReader
 from rollmesh.gateway.conversation.reasons import Lineage
 from rollmesh.gateway.conversation.retries import retried
 from rollmesh.gateway.conversation.sampled import Returns, Shown
-from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
+from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -78,7 +78,7 @@ class Answered:
     """A committed turn."""
 
     node: Node
-    record: AnswerRecord
+    receipt: AnswerReceipt
     report: Report | None = None
     """Set if one is requested and was not streamed during sampling."""
 
@@ -160,14 +160,14 @@ class Turn:
 
         An answer that was requested may have been handed over: whether it arrived is unknown.
         """
-        record = answered.record
+        receipt = answered.receipt
         turn = cls(
-            answered.node.node_id, record.answer_id, record.fingerprint, record.idempotency_key
+            answered.node.node_id, receipt.answer_id, receipt.fingerprint, receipt.idempotency_key
         )
-        turn.tries = record.tries
+        turn.tries = receipt.tries
         turn.sent = sent or bool(answered.node.children)
         replayed = trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY in answered.node.reasons
-        turn.handed = turn.sent or record.awaited or replayed
+        turn.handed = turn.sent or receipt.awaited or replayed
         turn.end(answered)
         return turn
 

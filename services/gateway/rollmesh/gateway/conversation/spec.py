@@ -1,4 +1,4 @@
-"""The creation settings of a session and the lookup records of its answers; both are stored."""
+"""The creation settings of a session and the receipts of its answers; both are stored."""
 
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ class SessionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerRecord:
+class AnswerReceipt:
     """What identifies an answered turn to a retry."""
 
     answer_id: str

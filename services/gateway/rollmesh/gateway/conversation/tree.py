@@ -18,13 +18,13 @@ import numpy as np
 
 from rollmesh.chat.canonical import exact_key, lenient_key
 from rollmesh.chat.messages import Message, MessageGroup, RenderContext
-from rollmesh.gateway.conversation.matching import Match, Place, search
+from rollmesh.gateway.conversation.matching import Bookmark, Match, search
 from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Fidelity, Lineage
 from rollmesh.runtime.codec.arrays import TokenIds
 from rollmesh.v1 import trajectory_pb2
 
-_PLACES = 8  # conversations of a session whose place is kept
+_BOOKMARKS = 8  # conversations of a session that are remembered
 
 _TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 24, 512
 """Record bytes per token, at most per node and per version span, and per trajectory."""
@@ -44,7 +44,7 @@ class Tree:
         self._call_ids = call_ids
         self._next_id = 1
         self._roots: dict[bytes, Node] = {}
-        self._places: dict[tuple[bytes, bytes], Place] = {}
+        self._bookmarks: dict[tuple[bytes, bytes], Bookmark] = {}
         """By render context and digest of the conversation; the most recent ones."""
         self.nodes: dict[int, Node] = {}
         self.changes = 0
@@ -66,7 +66,7 @@ class Tree:
 
     def start(
         self, render_context: RenderContext, groups: Sequence[MessageGroup], earlier: bytes = b""
-    ) -> Place:
+    ) -> Bookmark:
         """Returns where the search for a request starts: where an earlier one led, or the root.
 
         Args:
@@ -74,29 +74,29 @@ class Tree:
             groups: All groups of the request.
             earlier: Digest of an earlier conversation that the request begins with; may be empty.
         """
-        place = self._places.get((render_context.key, earlier))
-        if place is not None and place.continues_in(groups):
-            return place
+        bookmark = self._bookmarks.get((render_context.key, earlier))
+        if bookmark is not None and bookmark.continues_in(groups):
+            return bookmark
         root = self._roots.get(render_context.key)
-        return Place(Match(_new_root(render_context) if root is None else root, 0), ())
+        return Bookmark(Match(_new_root(render_context) if root is None else root, 0), ())
 
-    def search(self, start: Place, groups: Sequence[MessageGroup]) -> tuple[Match, Place]:
-        """Searches from a place; returns the match and the place that `keep` takes."""
+    def search(self, start: Bookmark, groups: Sequence[MessageGroup]) -> tuple[Match, Bookmark]:
+        """Searches from a bookmark; returns the match and the bookmark that `keep` takes."""
         return search(start, groups, call_ids=self._call_ids)
 
-    def keep(self, render_context: RenderContext, digest: bytes, place: Place) -> None:
+    def keep(self, render_context: RenderContext, digest: bytes, bookmark: Bookmark) -> None:
         """Keeps where a conversation led, for the requests that continue it.
 
         Args:
             render_context: Its tools and template options.
             digest: Digest of the conversation.
-            place: Result of a search since whose start `changes` is the same.
+            bookmark: Result of a search since whose start `changes` is the same.
         """
-        if place.match.depth:
-            self._places.pop((render_context.key, digest), None)
-            self._places[render_context.key, digest] = place
-            if len(self._places) > _PLACES:
-                del self._places[next(iter(self._places))]
+        if bookmark.match.depth:
+            self._bookmarks.pop((render_context.key, digest), None)
+            self._bookmarks[render_context.key, digest] = bookmark
+            if len(self._bookmarks) > _BOOKMARKS:
+                del self._bookmarks[next(iter(self._bookmarks))]
 
     def reserve_id(self) -> int:
         """Returns a unique node id, for a turn that begins."""
@@ -165,7 +165,7 @@ class Tree:
         if node.parent.parent is None:
             node.parent = self._registered(node.parent)
         parent = node.parent
-        self._forget_places(lambda place: place.depends_on(parent))
+        self._drop_bookmarks(lambda bookmark: bookmark.depends_on(parent))
         last = int(node.token_ids[-1]) if len(node.token_ids) else None
         node.ends_turn = node.sample is None or last in self._end_ids
         node.end = parent.end + len(node.token_ids)
@@ -196,7 +196,7 @@ class Tree:
         if node.sample is not None:
             parent.by_lenient_key[self._lenient_key(node.messages)].remove(node)
         del self.nodes[node.node_id]
-        self._forget_places(lambda place: place.match.node is node)
+        self._drop_bookmarks(lambda bookmark: bookmark.match.node is node)
         self.turns -= node.sample is not None
         self.tokens -= len(node.token_ids)
         self.text_bytes -= _size(node)
@@ -239,10 +239,10 @@ class Tree:
             self.text_bytes += _context_size(context)
         return self._roots[context.key]
 
-    def _forget_places(self, stale: Callable[[Place], bool]) -> None:
+    def _drop_bookmarks(self, stale: Callable[[Bookmark], bool]) -> None:
         self.changes += 1
-        if self._places:
-            self._places = {key: one for key, one in self._places.items() if not stale(one)}
+        if self._bookmarks:
+            self._bookmarks = {key: one for key, one in self._bookmarks.items() if not stale(one)}
 
     def _count_record(self, leaf: Node, sign: int) -> None:
         size = sign * (leaf.record_bytes + _ROW_BYTES)

@@ -99,8 +99,8 @@ def _write_answer(answered: Answered) -> gateway_pb2.ChatAnswer:
         cached_tokens=sample.cached_tokens,
         node_id=node.node_id,
         reasons=sorted(node.reasons),
-        answer_id=answered.record.answer_id,
-        created_unix_ms=answered.record.created_unix_ms,
+        answer_id=answered.receipt.answer_id,
+        created_unix_ms=answered.receipt.created_unix_ms,
         tokens=None if report is None else _write_tokens(report.tokens),
     )
 

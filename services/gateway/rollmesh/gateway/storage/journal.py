@@ -13,7 +13,7 @@ from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall
 from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.sampled import Tops
-from rollmesh.gateway.conversation.spec import AnswerRecord, SessionSpec
+from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
@@ -80,7 +80,7 @@ class StoredSession:
 
     spec: SessionSpec
     tree: Tree
-    answers: dict[int, AnswerRecord] = field(default_factory=dict)
+    answers: dict[int, AnswerReceipt] = field(default_factory=dict)
     """Records of answered turns by node id, oldest first."""
     sent: frozenset[int] = frozenset()
     """Node ids of the answers that were recorded as sent."""
@@ -134,7 +134,7 @@ def insert_session(db: sqlite3.Connection, spec: SessionSpec) -> None:
 
 
 def insert_turn(
-    db: sqlite3.Connection, session_id: str, nodes: list[Node], answer: AnswerRecord
+    db: sqlite3.Connection, session_id: str, nodes: list[Node], answer: AnswerReceipt
 ) -> None:
     """Stores those nodes of a turn that are not stored yet; the last one is the sampled node."""
     context = nodes[-1].render_context
@@ -296,9 +296,9 @@ def attach_row(stored: StoredSession, row: Any, contexts: dict[bytes, RenderCont
         )
     )
     if answer:
-        record = stored.answers[node_id] = AnswerRecord(**json.loads(answer))
+        receipt = stored.answers[node_id] = AnswerReceipt(**json.loads(answer))
         stored.tree.nodes[node_id].said = (
-            _known(trajectory_pb2.Lineage, record.lineage) if record.lineage else None
+            _known(trajectory_pb2.Lineage, receipt.lineage) if receipt.lineage else None
         )
 
 

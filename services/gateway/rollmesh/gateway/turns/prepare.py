@@ -16,7 +16,7 @@ from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import TemplateRenderError
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer, SpecialTextError
-from rollmesh.gateway.conversation.matching import Match, Place
+from rollmesh.gateway.conversation.matching import Bookmark, Match
 from rollmesh.gateway.conversation.session import Session, TurnRequest
 from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt
@@ -106,25 +106,25 @@ class Preparer:
         start = tree.start(context, groups, earlier.digest if earlier is not None else b"")
         changes, owner = tree.changes, session.spec.session_id
 
-        def keep(place: Place) -> None:
+        def keep(bookmark: Bookmark) -> None:
             if tree.changes == changes:
-                tree.keep(context, conversation.digest, place)
+                tree.keep(context, conversation.digest, bookmark)
 
         known_bytes = earlier.size if earlier is not None and start.match.depth else 0
         if (
             conversation.size - known_bytes < _COMPARED_BYTES
             and len(groups) - start.match.depth < _COMPARED_GROUPS
         ):
-            match, place = tree.search(start, groups)
-            keep(place)
+            match, bookmark = tree.search(start, groups)
+            keep(bookmark)
             if _new_chars(match, context, groups) <= _SHORT_CHARS:
                 return self._workers.run(lambda: self._prepare(match, request))
             return self._workers.run_long(owner, lambda: self._prepare_long(match, request))
         loop = asyncio.get_running_loop()
 
         def work() -> Prepared:
-            match, place = tree.search(start, groups)
-            loop.call_soon_threadsafe(keep, place)
+            match, bookmark = tree.search(start, groups)
+            loop.call_soon_threadsafe(keep, bookmark)
             return self._prepare_long(match, request)
 
         return self._workers.run_long(owner, work)

@@ -29,7 +29,7 @@ from rollmesh.gateway.conversation.session import (
     Turn,
     TurnRequest,
 )
-from rollmesh.gateway.conversation.spec import AnswerRecord
+from rollmesh.gateway.conversation.spec import AnswerReceipt
 from rollmesh.gateway.conversation.tree import path_bytes
 from rollmesh.gateway.export.record import record_bytes
 from rollmesh.gateway.storage import journal
@@ -311,7 +311,7 @@ class TurnRunner:
         )
         # Another turn that shares a group may not have stored it yet, or may fail to store it.
         added = list(itertools.takewhile(lambda one: not one.stored, node.up()))[::-1]
-        record = AnswerRecord(
+        receipt = AnswerReceipt(
             answer_id=turn.answer_id,
             fingerprint=turn.fingerprint,
             idempotency_key=turn.idempotency_key,
@@ -322,7 +322,7 @@ class TurnRunner:
         )
         session_id = session.spec.session_id
         try:
-            await self._database.run(lambda db: journal.insert_turn(db, session_id, added, record))
+            await self._database.run(lambda db: journal.insert_turn(db, session_id, added, receipt))
         except RollmeshError:
             for one in reversed(added):
                 tree.detach(one)
@@ -330,4 +330,4 @@ class TurnRunner:
         for one in added:
             one.stored = True
         await faults.reach("gateway-after-commit")
-        return Answered(node, record)
+        return Answered(node, receipt)
