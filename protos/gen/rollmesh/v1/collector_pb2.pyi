@@ -252,10 +252,7 @@ class CreateConsumerRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
-    each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     @_builtins.property
     def consumer(self) -> Global___Consumer:
         """The consumer; `name` and `unit` are required."""
@@ -414,10 +411,7 @@ class UpdateConsumerRequest(_message.Message):
     CONSUMER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
-    each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     @_builtins.property
     def consumer(self) -> Global___Consumer:
         """`name` says which. Of the others, a field that is set replaces the stored one, messages as a
@@ -481,10 +475,7 @@ class DeleteConsumerRequest(_message.Message):
     consumer: _builtins.str
     """Its name."""
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
-    each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -1146,10 +1137,7 @@ class SeekRequest(_message.Message):
     consumer: _builtins.str
     """Its name."""
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process gets the first answer, and ALREADY_EXISTS (REPEAT_CONFLICT) with another body. Empty means
-    each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     @_builtins.property
     def position(self) -> Global___Position:
         """The first unit that is delivered."""

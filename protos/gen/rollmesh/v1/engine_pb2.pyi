@@ -317,10 +317,7 @@ class AbortRequest(_message.Message):
     the engine's own.
     """
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of generations. Unknown ids are ignored, because those generations may just have ended."""
@@ -475,10 +472,7 @@ class PauseRequest(_message.Message):
     the engine's own.
     """
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -524,10 +518,7 @@ class ResumeRequest(_message.Message):
     the engine's own.
     """
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -692,10 +683,7 @@ class InitWeightTransferRequest(_message.Message):
     the engine's own.
     """
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -771,10 +759,7 @@ class SleepRequest(_message.Message):
     the engine's own.
     """
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -822,10 +807,7 @@ class WakeUpRequest(_message.Message):
     the engine's own.
     """
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -870,10 +852,7 @@ class ResetPrefixCacheRequest(_message.Message):
     the engine's own.
     """
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,

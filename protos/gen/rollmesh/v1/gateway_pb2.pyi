@@ -287,7 +287,7 @@ class CreateSessionRequest(_message.Message):
     group_id: _builtins.str
     """Id of the group. Empty means that the session is its own group."""
     sample_index: _builtins.int
-    """Place in the group, 0 to group_size - 1."""
+    """Index within the group, 0 to group_size - 1."""
     group_size: _builtins.int
     """Number of sessions in the group. 0 means 1."""
     disconnect_policy: Global___DisconnectPolicy.ValueType
@@ -916,7 +916,7 @@ class CloseSessionRequest(_message.Message):
     outcome: _session_pb2.SessionOutcome.ValueType
     """How the session ended."""
     superseded: _builtins.bool
-    """Whether another session has its place in the group, as another attempt at the same sample."""
+    """Whether another session has its `sample_index`, as a later attempt."""
     reward_timeout_ms: _builtins.int
     """Rewards, or more of them, follow by SetRewards: the collector delivers the session once they have
     arrived, or this long after it stored the session. At least 1. Not set means no wait.
@@ -1286,10 +1286,7 @@ class RetryDeadLetterRequest(_message.Message):
     session_id: _builtins.str
     """Id of the session."""
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -1332,10 +1329,7 @@ class DropDeadLetterRequest(_message.Message):
     session_id: _builtins.str
     """Id of the session."""
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,

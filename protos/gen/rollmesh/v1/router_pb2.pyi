@@ -658,10 +658,7 @@ class PauseEnginesRequest(_message.Message):
     model: _builtins.str
     """Name of the model. Empty means the only one of the mesh."""
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -712,10 +709,7 @@ class ResumeEnginesRequest(_message.Message):
     model: _builtins.str
     """Name of the model. Empty means the only one of the mesh."""
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -808,10 +802,7 @@ class PushWeightsHeader(_message.Message):
     safetensors_bytes: _builtins.int
     """Size of the safetensors file that follows in chunks, bytes."""
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its
-    header differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto; the header is its body."""
     @_builtins.property
     def transfer(self) -> _engine_pb2.WeightTransfer:
         """The trainer sends the weights over a transfer backend, outside this call."""
@@ -876,10 +867,7 @@ class ForgetWeightsRequest(_message.Message):
     model: _builtins.str
     """Name of the model. Empty means the only one of the mesh."""
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     def __init__(
         self,
         *,
@@ -938,10 +926,7 @@ class InitWeightTransfersRequest(_message.Message):
     model: _builtins.str
     """Name of the model. Empty means the only one of the mesh."""
     request_id: _builtins.str
-    """Makes the call repeatable, at most 128 characters: a repeat within the last 4,096 calls of the
-    process returns the first response, and fails with ALREADY_EXISTS (REPEAT_CONFLICT) if its body
-    differs. Empty means that each call is its own.
-    """
+    """Makes the call repeatable, see server.proto."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTransferInit]:
         """Engines with another `init_info`, such as their own offset of ranks. All must be members."""

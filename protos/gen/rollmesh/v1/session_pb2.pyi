@@ -169,7 +169,7 @@ class SessionRecord(_message.Message):
     group_id: _builtins.str
     """Id of its group, the sessions of one prompt. Empty means that the session is its own group."""
     sample_index: _builtins.int
-    """Place in the group, 0 to group_size - 1."""
+    """Index within the group, 0 to group_size - 1."""
     group_size: _builtins.int
     """Number of sessions in the group, at least 1."""
     outcome: Global___SessionOutcome.ValueType
@@ -183,8 +183,8 @@ class SessionRecord(_message.Message):
     turns: _builtins.int
     """Number of turns that the agent got."""
     superseded: _builtins.bool
-    """Whether the session failed and another attempt has its place in the group. It is delivered by
-    session and is no part of its group.
+    """Whether the session failed and a later attempt has its `sample_index`. It is delivered by session
+    and is no part of its group.
     """
     reward_timeout_ms: _builtins.int
     """How long the collector waits for rewards by SetRewards before it delivers the session,
