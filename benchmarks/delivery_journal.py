@@ -38,9 +38,8 @@ def tree_of(trajectory: trajectory_pb2.Trajectory) -> Tree:
         sample = Sample(
             added,
             logprobs[segment.start : segment.end].copy(),
-            (sampling_pb2.VersionSpan(policy_version=3, end=len(added)),),
+            (sampling_pb2.VersionSpan(policy_version=3, end=len(added), engine_id="engine-0"),),
             sampling_pb2.FINISH_REASON_STOP,
-            "engine-0",
             prompt_tokens=segment.start,
             cached_tokens=0,
             prompt_crc32=0,

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from rollmesh.engine.backend import GenerateInput, Output
+from rollmesh.engine.backend import Chunk, GenerateInput
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
@@ -20,14 +20,14 @@ from rollmesh.runtime.process.main import run_service
 _generate = ScriptedBackend.generate
 
 
-async def _timed(self: ScriptedBackend, request: GenerateInput) -> AsyncGenerator[Output, None]:
+async def _timed(self: ScriptedBackend, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
     first = True
-    async with aclosing(_generate(self, request)) as outputs:
-        async for output in outputs:
+    async with aclosing(_generate(self, request)) as chunks:
+        async for chunk in chunks:
             if first:
                 first = False
                 print("FIRST", time.monotonic_ns(), flush=True)
-            yield output
+            yield chunk
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def met(sampled: list[Message], echo: Message) -> tuple[Match, list[int]]:
     parent = tree.add_messages(tree.root(CONTEXT), ASK, np.array([1], np.uint32))
     ids, opening = np.array([3, 7], np.uint32), np.array([2], np.uint32)
     logprobs, spans = np.zeros(2, np.float32), (sampling_pb2.VersionSpan(end=2),)
-    sample = Sample(ids, logprobs, spans, sampling_pb2.FINISH_REASON_STOP, "e", 2, 0, 0)
+    sample = Sample(ids, logprobs, spans, sampling_pb2.FINISH_REASON_STOP, 2, 0, 0)
     nodes = [tree.add_sample(parent, one, opening, sample, frozenset()).node_id for one in sampled]
     groups = [ASK, (echo,)]
     return tree.search(tree.start(CONTEXT, groups), groups)[0], nodes

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.gateway.turns.engines import SampledTokens
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors
 from rollmesh.v1 import engine_pb2, sampling_pb2
 from tests import models
@@ -35,7 +34,9 @@ class Result:
     def spans(self) -> list[tuple[int, int, int]]:
         return [(s.policy_version, s.start, s.end) for s in self.finish.version_spans]
 
-    def take(self, response: SampledTokens) -> None:
+    def take(
+        self, response: engine_pb2.GenerateResponse | engine_pb2.StreamGenerateResponse
+    ) -> None:
         self.messages += 1
         ids = np.frombuffer(response.token_ids_u32le, "<u4").tolist()
         if response.top_ids_u32le:

@@ -19,9 +19,11 @@ Info: TypeAlias = engine_pb2.GetInfoResponse
 SAID, REPLY = "What is 6 plus 7?", "It is 13."
 
 
-def answer(request: engine_pb2.GenerateRequest, logprob: float) -> engine_pb2.GenerateResponse:
+def answer(
+    request: engine_pb2.GenerateRequest, logprob: float
+) -> engine_pb2.StreamGenerateResponse:
     """One message with one id."""
-    response = engine_pb2.GenerateResponse(
+    response = engine_pb2.StreamGenerateResponse(
         token_ids_u32le=pack_ids(np.array([7], np.uint32)),
         logprobs_f32le=pack_logprobs(np.array([logprob], np.float32)),
     )

@@ -1,6 +1,7 @@
 """A gateway in this process over real gRPC and SQLite, and engines that remember what they saw."""
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -13,7 +14,7 @@ import grpc
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.service import CollectorService
-from rollmesh.engine.backend import Chunk, GenerateInput, Output
+from rollmesh.engine.backend import Chunk, GenerateInput
 from rollmesh.engine.config import EngineConfig
 from rollmesh.engine.scripted import ScriptedBackend
 from rollmesh.engine.service import EngineService
@@ -27,7 +28,7 @@ from rollmesh.runtime.errors import EngineDeadError
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.listening import Bound, ServerConfig
 from rollmesh.runtime.rpc.server import Service, serve
-from rollmesh.v1 import gateway_pb2_grpc
+from rollmesh.v1 import engine_pb2, gateway_pb2_grpc, sampling_pb2
 
 _WAIT_S = 60
 
@@ -37,33 +38,85 @@ class Generation:
     """One call of an engine."""
 
     prompt: list[int]
+    """Without what another engine sampled before."""
     sampled: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a generation fails."""
+
+    at: int
+    """Number of its tokens that arrive."""
+    how: str
+    """"dies", "ends" (without a finish) or "aborts"."""
 
 
 class RememberingBackend(ScriptedBackend):
     """The scripted model; by chance it dies, is aborted, or gets other weights in the middle."""
 
-    def __init__(self, config: EngineConfig, dice: random.Random, faults: float) -> None:
+    def __init__(
+        self, config: EngineConfig, dice: random.Random, faults: float, cuts: list[Cut]
+    ) -> None:
         super().__init__(config)
         self.generations: list[Generation] = []
         self._dice = dice
         self._faults = faults
+        self._cuts = cuts
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
-        generation = Generation(request.token_ids.tolist())
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
+        ids, start = request.token_ids.tolist(), len(request.token_ids) - request.sampled_tokens
+        generation = Generation(ids[:start], ids[start:])
         self.generations.append(generation)
+        if self._cuts:
+            async for chunk in self._cut(self._cuts.pop(0), request):
+                generation.sampled += chunk.token_ids.tolist()
+                yield chunk
+            return
         fault = self._dice.choice(["dies", "ends", "aborts", "new weights"])
         fault = fault if self._dice.random() < self._faults else ""
-        async with aclosing(super().generate(request)) as outputs:
-            async for output in outputs:
-                if isinstance(output, Chunk):
-                    generation.sampled += output.token_ids.tolist()
-                    yield output
-                    await self._fail(fault, request.request_id)
-                    if fault == "ends":
-                        return
-                else:
-                    yield output
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                generation.sampled += chunk.token_ids.tolist()
+                yield chunk
+                await self._fail(fault, request.request_id)
+                if fault == "ends":
+                    return
+
+    async def _cut(self, cut: Cut, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
+        """Yields what arrives of a generation, counted from the first engine's first token."""
+        left = max(cut.at - request.sampled_tokens, 0)
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                part = slice(0, left)
+                cut_short = dataclasses.replace(
+                    chunk,
+                    token_ids=chunk.token_ids[part],
+                    logprobs=chunk.logprobs[part],
+                    top_ids=chunk.top_ids[part],
+                    top_logprobs=chunk.top_logprobs[part],
+                    finish=None,
+                )
+                left -= len(cut_short.token_ids)
+                if len(cut_short.token_ids):
+                    yield cut_short
+                if left:
+                    continue
+                if cut.how == "dies":
+                    raise EngineDeadError("as the test wants it")
+                if cut.how == "aborts":
+                    spans = sampling_pb2.VersionSpan(end=cut.at - request.sampled_tokens)
+                    yield dataclasses.replace(
+                        cut_short,
+                        token_ids=chunk.token_ids[:0],
+                        logprobs=chunk.logprobs[:0],
+                        top_ids=chunk.top_ids[:0],
+                        top_logprobs=chunk.top_logprobs[:0],
+                        finish=engine_pb2.GenerateFinish(
+                            reason=sampling_pb2.FINISH_REASON_ABORT, version_spans=[spans]
+                        ),
+                    )
+                return
 
     async def _fail(self, fault: str, request_id: str) -> None:
         if fault == "dies":
@@ -109,15 +162,28 @@ async def served(service: Service, config: ServerConfig) -> AsyncIterator[str]:
 class LiveMesh:
     """A mesh of services in this process; the gateway can be replaced."""
 
-    def __init__(self, folder: Path, model: Path, dice: random.Random, faults: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        dice: random.Random | None = None,
+        faults: float = 0.0,
+        script: Path | str = "",
+    ) -> None:
+        self.cuts: list[Cut] = []
+        """Where the next generations fail."""
         self._folder = folder
         self._model = model
         self._stack = AsyncExitStack()
         self._gateway_stack = AsyncExitStack()
         config = EngineConfig(
-            vocabulary_tokens=Tokenizer(model).rust.get_vocab_size(), eos_id=2, reply_tokens=24
+            vocabulary_tokens=Tokenizer(model).rust.get_vocab_size(),
+            eos_id=2,
+            reply_tokens=24,
+            script=str(script),
         )
-        self._backends = [RememberingBackend(config, dice, faults) for _ in range(2)]
+        dice = dice or random.Random(0)
+        self._backends = [RememberingBackend(config, dice, faults, self.cuts) for _ in range(2)]
         self._service: LiveGateway | None = None
         self.router = ""
         self._port = 0

@@ -65,9 +65,12 @@ class World:
         sample = Sample(
             sampled,
             np.full(len(sampled), -0.5, np.float32),
-            (sampling_pb2.VersionSpan(policy_version=version, end=len(sampled)),),
+            (
+                sampling_pb2.VersionSpan(
+                    policy_version=version, end=len(sampled), engine_id="engine-0"
+                ),
+            ),
             finish,
-            "engine-0",
             len(prompt),
             0,
             0,

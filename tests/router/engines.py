@@ -13,7 +13,7 @@ from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
-Answers: TypeAlias = AsyncIterator[engine_pb2.GenerateResponse]
+Answers: TypeAlias = AsyncIterator[engine_pb2.StreamGenerateResponse]
 
 
 def reason_of(result: router_pb2.EngineResult) -> str:
@@ -44,14 +44,10 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         """Set while it answers; cleared, updates get no answer."""
         self.hangs.set()
 
-    async def Generate(self, request: Any, context: Any) -> Any:
-        assert self.answers is not None
-        return await anext(self.answers(request))
-
     async def StreamGenerate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         assert self.answers is not None
         async for answer in self.answers(request.generate):
-            yield engine_pb2.StreamGenerateResponse.FromString(answer.SerializeToString())
+            yield answer
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
         self.asked += 1

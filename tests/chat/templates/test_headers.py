@@ -46,7 +46,7 @@ def sampled(
     parent = tree.add_messages(tree.root(CONTEXT), groups[0], added)
     opening, ids = continuation.generation_prompt(groups, CONTEXT), glm.tokenizer.encode(text)
     spans = (sampling_pb2.VersionSpan(end=len(ids)),)
-    sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
+    sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, 0, 0, 0)
     return tree.add_sample(parent, answer, opening, sample, frozenset())
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rollmesh.engine.backend import GenerateInput, Sampling
-from rollmesh.engine.vllm.chunks import chunks
+from rollmesh.engine.vllm.chunks import chunks, joined as joined_chunks
+from rollmesh.engine.vllm.versions import VersionStart
 
 pytestmark = pytest.mark.vllm
 MOST_LIKELY = [7, 8, 9]
@@ -38,10 +39,16 @@ def test_joined_outputs_have_the_sampled_token_and_the_most_likely_ones(chunk: i
         "r", np.ones(1, np.uint32), Sampling(max_tokens=5), chunk, top_logprobs=3
     )
     completion = SimpleNamespace(token_ids=sampled, logprobs=joined)
-    found = list(chunks(completion, request))
+    found = list(chunks(completion, request, 10, [VersionStart(3, 0), VersionStart(4, 13)]))
     assert np.concatenate([one.token_ids for one in found]).tolist() == sampled
     logprobs = np.concatenate([one.logprobs for one in found])
     assert logprobs.tolist() == [-0.5, -2.0, -4.0, -1.0, -2.0]
-    for one in found:
+    versions = [one.policy_version for one in found for _ in one.token_ids]
+    assert versions == [3, 3, 3, 4, 4]
+    assert all(len(one.token_ids) <= (chunk or 5) for one in found)
+    whole = joined_chunks(found, 2)
+    assert [len(one.token_ids) for one in whole] == ([3, 2] if chunk == 0 else [2, 1, 2])
+    assert np.concatenate([one.logprobs for one in whole]).tolist() == logprobs.tolist()
+    for one in [*found, *whole]:
         assert one.top_ids.tolist() == [MOST_LIKELY] * len(one.token_ids)
         assert one.top_logprobs.tolist() == [LOGPROBS] * len(one.token_ids)

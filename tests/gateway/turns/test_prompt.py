@@ -137,7 +137,7 @@ class Played:
         ids = self._sampled(prompt, step)
         spans = (sampling_pb2.VersionSpan(end=len(ids)),)
         finish = sampling_pb2.FINISH_REASON_LENGTH if step.cut else sampling_pb2.FINISH_REASON_STOP
-        sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, "engine-0", 0, 0, 0)
+        sample = Sample(ids, np.zeros(len(ids), np.float32), spans, finish, 0, 0, 0)
         opening, reasons = prompt.generation_prompt, prompt.match.reasons
         return self.tree.add_sample(parent, step.answer, opening, sample, reasons)
 

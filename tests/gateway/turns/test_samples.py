@@ -23,9 +23,10 @@ def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]])
         new_call_id=lambda: "id",
         one_call=False,
     )
-    generation = Generation(answer, "engine-0")
+    generation = Generation(answer)
+    generation.begin("engine-0", 0)
     generation.take(
-        engine_pb2.GenerateResponse(
+        engine_pb2.StreamGenerateResponse(
             token_ids_u32le=pack_ids(np.arange(tokens, dtype=np.uint32)),
             logprobs_f32le=pack_logprobs(np.zeros(tokens, np.float32)),
             finish=engine_pb2.GenerateFinish(
@@ -37,7 +38,7 @@ def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]])
             ),
         )
     )
-    return checked_sample(generation, prompt_tokens=1)
+    return checked_sample(generation, prompt_tokens=1, prompt_crc32=0)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ class GenerateRequest(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this generation, 1 to 128 characters, unique among the engine's running ones."""
     session_id: _builtins.str
@@ -74,6 +75,10 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
     the engine's own.
+    """
+    sampled_tokens: _builtins.int
+    """Number of ids at the end of the prompt that another engine sampled before it was lost: this
+    generation continues that one. `max_tokens` and `min_tokens` count what is left.
     """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
@@ -93,10 +98,11 @@ class GenerateRequest(_message.Message):
         constraint: Global___Constraint | None = ...,
         top_logprobs: _builtins.int = ...,
         model: _builtins.str = ...,
+        sampled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "constraint", b"constraint", "model", b"model", "request_id", b"request_id", "sampled_tokens", b"sampled_tokens", "sampling", b"sampling", "session_id", b"session_id", "token_ids_u32le", b"token_ids_u32le", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
@@ -112,8 +118,13 @@ class StreamGenerateRequest(_message.Message):
 
     GENERATE_FIELD_NUMBER: _builtins.int
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     max_chunk_tokens: _builtins.int
     """Maximum number of tokens in one message, at least 1."""
+    min_chunk_tokens: _builtins.int
+    """Number of tokens to collect before a message is sent, at most `max_chunk_tokens`. The last ones
+    are sent at once. 0 sends each token as it is sampled.
+    """
     @_builtins.property
     def generate(self) -> Global___GenerateRequest:
         """What to sample."""
@@ -123,10 +134,11 @@ class StreamGenerateRequest(_message.Message):
         *,
         generate: Global___GenerateRequest | None = ...,
         max_chunk_tokens: _builtins.int = ...,
+        min_chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generate", b"generate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generate", b"generate", "max_chunk_tokens", b"max_chunk_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generate", b"generate", "max_chunk_tokens", b"max_chunk_tokens", "min_chunk_tokens", b"min_chunk_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -219,6 +231,8 @@ class StreamGenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     TOP_IDS_U32LE_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_F32LE_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    PROMPT_CRC32_FIELD_NUMBER: _builtins.int
     token_ids_u32le: _builtins.bytes
     """Token ids: N unsigned 32-bit integers, little-endian. N may be 0 in the last message."""
     logprobs_f32le: _builtins.bytes
@@ -230,6 +244,14 @@ class StreamGenerateResponse(_message.Message):
     top_logprobs_f32le: _builtins.bytes
     """Log-probability of each of those under the same distribution, nats: N rows of K 32-bit floats,
     little-endian.
+    """
+    policy_version: _builtins.int
+    """Version of the weights that sampled these tokens: all tokens of one message have the same. Set if
+    N is above 0.
+    """
+    prompt_crc32: _builtins.int
+    """CRC-32 (IEEE) of the prompt ids as the engine received them, as little-endian bytes. Set in the
+    first message.
     """
     @_builtins.property
     def finish(self) -> Global___GenerateFinish:
@@ -243,14 +265,25 @@ class StreamGenerateResponse(_message.Message):
         finish: Global___GenerateFinish | None = ...,
         top_ids_u32le: _builtins.bytes = ...,
         top_logprobs_f32le: _builtins.bytes = ...,
+        policy_version: _builtins.int | None = ...,
+        prompt_crc32: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_policy_version", b"_policy_version", "_prompt_crc32", b"_prompt_crc32", "finish", b"finish", "policy_version", b"policy_version", "prompt_crc32", b"prompt_crc32"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_policy_version", b"_policy_version", "_prompt_crc32", b"_prompt_crc32", "finish", b"finish", "logprobs_f32le", b"logprobs_f32le", "policy_version", b"policy_version", "prompt_crc32", b"prompt_crc32", "token_ids_u32le", b"token_ids_u32le", "top_ids_u32le", b"top_ids_u32le", "top_logprobs_f32le", b"top_logprobs_f32le"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish: _TypeAlias = _typing.Literal["finish"]  # noqa: Y015
     _WhichOneofArgType__finish: _TypeAlias = _typing.Literal["_finish", b"_finish"]  # noqa: Y015
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_crc32: _TypeAlias = _typing.Literal["prompt_crc32"]  # noqa: Y015
+    _WhichOneofArgType__prompt_crc32: _TypeAlias = _typing.Literal["_prompt_crc32", b"_prompt_crc32"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish) -> _WhichOneofReturnType__finish | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_crc32) -> _WhichOneofReturnType__prompt_crc32 | None: ...
 
 Global___StreamGenerateResponse: _TypeAlias = StreamGenerateResponse  # noqa: Y015
 

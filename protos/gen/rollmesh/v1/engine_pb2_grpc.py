@@ -109,7 +109,8 @@ class EngineServiceServicer(object):
 
     def StreamGenerate(self, request, context):
         """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
-        the last message has `finish`. Errors: those of Generate.
+        the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
+        be continued on another engine. Errors: those of Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

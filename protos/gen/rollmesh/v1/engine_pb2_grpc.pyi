@@ -42,7 +42,8 @@ class EngineServiceStub:
     """
     StreamGenerate: _grpc.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]
     """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
-    the last message has `finish`. Errors: those of Generate.
+    the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
+    be continued on another engine. Errors: those of Generate.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
     """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT."""
@@ -86,7 +87,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """
     StreamGenerate: _aio.UnaryStreamMultiCallable[_engine_pb2.StreamGenerateRequest, _engine_pb2.StreamGenerateResponse]  # type: ignore[assignment]
     """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
-    the last message has `finish`. Errors: those of Generate.
+    the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
+    be continued on another engine. Errors: those of Generate.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
     """Aborts generations. Each ends with the tokens sampled so far and FINISH_REASON_ABORT."""
@@ -139,7 +141,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.StreamGenerateResponse], _abc.AsyncIterator[_engine_pb2.StreamGenerateResponse]]:
         """Samples as Generate does and streams the tokens while they are sampled. Each token is sent once;
-        the last message has `finish`. Errors: those of Generate.
+        the last message has `finish`, and the last tokens with it. What arrived before a stream broke can
+        be continued on another engine. Errors: those of Generate.
         """
 
     @_abc_1.abstractmethod

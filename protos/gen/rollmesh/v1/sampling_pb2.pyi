@@ -227,13 +227,14 @@ Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 
 @_typing.final
 class VersionSpan(_message.Message):
-    """A run of tokens sampled by one policy version."""
+    """A run of tokens sampled by one policy version on one engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights, at least 0: the number that the trainer pushed them with, or 0 for those
     that the engine started with.
@@ -242,16 +243,19 @@ class VersionSpan(_message.Message):
     """Index of the first token."""
     end: _builtins.int
     """Index after the last token."""
+    engine_id: _builtins.str
+    """Id of the engine. Empty in an engine's own messages."""
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
+        engine_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "engine_id", b"engine_id", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

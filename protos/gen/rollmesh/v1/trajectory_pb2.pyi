@@ -46,7 +46,10 @@ class _FidelityReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fideli
     FIDELITY_REASON_LENGTH_CUT: _FidelityReason.ValueType  # 5
     """A length limit ended a turn. The tokens that close the turn for the next one are not trained."""
     FIDELITY_REASON_MIGRATED: _FidelityReason.ValueType  # 6
-    """The generation was continued on another engine."""
+    """The engine was lost or interrupted while it sampled the turn, and another one, or the same one
+    later, continued from the sampled tokens. `version_spans` say who sampled what. The tokens have
+    the same distribution as without the interruption.
+    """
     FIDELITY_REASON_MIXED_VERSIONS: _FidelityReason.ValueType  # 7
     """More than one policy version sampled the tokens."""
     FIDELITY_REASON_RETRY_REPLAY: _FidelityReason.ValueType  # 8
@@ -101,7 +104,10 @@ FIDELITY_REASON_TOOLS_CHANGED: FidelityReason.ValueType  # 4
 FIDELITY_REASON_LENGTH_CUT: FidelityReason.ValueType  # 5
 """A length limit ended a turn. The tokens that close the turn for the next one are not trained."""
 FIDELITY_REASON_MIGRATED: FidelityReason.ValueType  # 6
-"""The generation was continued on another engine."""
+"""The engine was lost or interrupted while it sampled the turn, and another one, or the same one
+later, continued from the sampled tokens. `version_spans` say who sampled what. The tokens have
+the same distribution as without the interruption.
+"""
 FIDELITY_REASON_MIXED_VERSIONS: FidelityReason.ValueType  # 7
 """More than one policy version sampled the tokens."""
 FIDELITY_REASON_RETRY_REPLAY: FidelityReason.ValueType  # 8
@@ -242,7 +248,9 @@ class TrajectorySegment(_message.Message):
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Why the generation ended. Only on sampled segments."""
     engine_id: _builtins.str
-    """Id of the engine that sampled the tokens. Only on sampled segments."""
+    """Id of the engine that sampled the tokens, or the last of them: `version_spans` has the others if
+    the generation moved. Only on sampled segments.
+    """
     prompt_crc32: _builtins.int
     """CRC-32 (IEEE) of the ids before `start` as the engine received them, as little-endian bytes. It
     equals that of the trajectory's own ids. Only on sampled segments.
@@ -400,7 +408,9 @@ class TrajectoryNode(_message.Message):
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Why its generation ended. Only on sampled nodes."""
     engine_id: _builtins.str
-    """Id of the engine that sampled it. Only on sampled nodes."""
+    """Id of the engine that sampled it, or the last tokens of it: `version_spans` has the others if the
+    generation moved. Only on sampled nodes.
+    """
     prompt_crc32: _builtins.int
     """CRC-32 (IEEE) of the ids along the path before the first sampled one, as the engine received
     them, as little-endian bytes. Only on sampled nodes.

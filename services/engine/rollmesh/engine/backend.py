@@ -62,11 +62,15 @@ class GenerateInput:
     constraint: Constraint | None = None
     top_logprobs: int = 0
     """Number of most likely ids to return at each position (T)."""
+    min_chunk_tokens: int = 0
+    """Number of tokens to collect before a chunk is streamed, unless it is the last one."""
+    sampled_tokens: int = 0
+    """Number of ids at the end of the prompt that another engine sampled for this request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens sampled since the last chunk; no token is repeated."""
+    """Tokens sampled since the last chunk, by one policy version; no token is repeated."""
 
     token_ids: TokenIds
     """uint32 [K]."""
@@ -78,10 +82,11 @@ class Chunk:
     """The most likely ids at each position, in descending order; uint32 [K, T]."""
     top_logprobs: Logprobs
     """Their log-probabilities, float32 [K, T]."""
-
-
-Output: TypeAlias = Chunk | engine_pb2.GenerateFinish
-"""Chunks, and then the finish; the servicer adds what it says about the prompt."""
+    policy_version: int
+    """Version of the weights that sampled the tokens."""
+    finish: engine_pb2.GenerateFinish | None = None
+    """How the generation ended; only in the last chunk, which may have no tokens. The servicer adds
+    what it says about the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +144,8 @@ class Backend(Protocol):
         """Sets `died` when the model's process dies; runs until then."""
         ...
 
-    def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
-        """Yields chunks, then the finish; closing the iterator aborts the request immediately.
+    def generate(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
+        """Yields chunks, the last with the finish; closing the iterator aborts the request.
 
         Raises:
             InvalidConstraintError: The constraint cannot be enforced.

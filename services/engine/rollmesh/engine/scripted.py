@@ -2,12 +2,14 @@
 
 The same prompt ids always produce the same continuation. A script may define replies: a JSON array
 of `{"after": [ids], "reply": [ids]}`. The first rule whose `after` is a suffix of the prompt
-provides the reply. Without a matching rule the continuation is a hash of the prompt. Constraints,
-allowed ids, bad ids and biases are ignored; the script must respect them. Time is a token clock:
-each step samples one token for every running request, as continuous batching does.
+provides the reply. Without a matching rule the continuation is a hash of the prompt. If another
+engine began the generation, the reply to the original prompt goes on. Constraints, allowed ids, bad
+ids and biases are ignored; the script must respect them. Time is a token clock: each step samples
+one token for every running request, as continuous batching does.
 """
 
 import asyncio
+import dataclasses
 import json
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -24,7 +26,6 @@ from rollmesh.engine.backend import (
     GenerateInput,
     Load,
     ModelLimits,
-    Output,
     PauseMode,
     Transfer,
 )
@@ -61,6 +62,22 @@ class _Request:
             span = sampling_pb2.VersionSpan(policy_version=policy_version, start=start)
             self.spans.append(span)
         self.spans[-1].end = self.sampled
+
+    def chunks(self, start: int, size: int) -> Iterator[Chunk]:
+        """Yields what was sampled since `start`, at most `size` tokens of one version each."""
+        for span in self.spans:
+            for at in range(max(start, span.start), span.end, size):
+                yield self.chunk(at, min(at + size, span.end), span.policy_version)
+
+    def chunk(self, start: int, end: int, policy_version: int) -> Chunk:
+        """Returns a part of the reply."""
+        return Chunk(
+            self.reply[start:end],
+            self.logprobs[start:end],
+            self.top_ids[start:end],
+            self.top_logprobs[start:end],
+            policy_version,
+        )
 
 
 class ScriptedBackend:
@@ -108,8 +125,8 @@ class ScriptedBackend:
         """Waits forever: there is no process that could die."""
         await self.died.wait()
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
-        """Yields chunks, then the finish; closing the iterator ends the request."""
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
+        """Yields chunks, the last with the finish; closing the iterator ends the request."""
         state = self._new_request(request)
         self._requests[request.request_id] = state
         try:
@@ -117,9 +134,8 @@ class ScriptedBackend:
                 await self._open.wait()
             with self._counted():
                 async with self._slots:
-                    async for chunk in self._steps(state, request.max_chunk_tokens):
+                    async for chunk in self._steps(state, request):
                         yield chunk
-            yield self._finish(state, request)
         finally:
             del self._requests[request.request_id]
 
@@ -217,7 +233,7 @@ class ScriptedBackend:
 
     def _new_request(self, request: GenerateInput) -> _Request:
         sampling = request.sampling
-        reply = self._continuation(request.token_ids)
+        reply = self._rest(request.token_ids, request.sampled_tokens)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops.add(self._config.eos_id)
@@ -235,6 +251,14 @@ class ScriptedBackend:
         top_logprobs: Logprobs = (logprobs[:, None] - below).astype(np.float32)
         return _Request(reply, logprobs, top_ids, top_logprobs)
 
+    def _rest(self, prompt: TokenIds, sampled: int) -> TokenIds:
+        """Returns the reply to a prompt, or what is left if the prompt ends with some of it."""
+        start = len(prompt) - sampled
+        reply = self._continuation(prompt[:start])
+        if sampled < len(reply) and np.array_equal(reply[:sampled], prompt[start:]):
+            return reply[sampled:]
+        return self._continuation(prompt)
+
     def _continuation(self, prompt: TokenIds) -> TokenIds:
         for after, reply in self._rules:
             if len(after) <= len(prompt) and np.array_equal(
@@ -247,9 +271,9 @@ class ScriptedBackend:
         ids = words % np.uint64(self._config.vocabulary_tokens - 2) + np.uint64(2)
         return np.append(ids, self._config.eos_id).astype(np.uint32)
 
-    async def _steps(self, state: _Request, max_chunk_tokens: int) -> AsyncIterator[Chunk]:
+    async def _steps(self, state: _Request, request: GenerateInput) -> AsyncIterator[Chunk]:
         """Samples step by step and yields chunks of the requested size."""
-        passed = 0
+        passed, most = 0, request.max_chunk_tokens
         while not state.over:
             await self._resumed.wait()
             if state.aborted:
@@ -261,15 +285,17 @@ class ScriptedBackend:
                     continue
                 state.sample(1, self._policy_version)
             else:
-                state.sample(max_chunk_tokens or len(state.reply), self._policy_version)
+                state.sample(most or len(state.reply), self._policy_version)
                 await asyncio.sleep(0)
-            if max_chunk_tokens:
-                for chunk in _chunks(state, passed, max_chunk_tokens):
+            enough = state.sampled - passed >= request.min_chunk_tokens
+            if most and enough and not state.over:
+                for chunk in state.chunks(passed, most):
                     yield chunk
                 passed = state.sampled
-        if passed < state.sampled:
-            for chunk in _chunks(state, passed, max_chunk_tokens or state.sampled):
-                yield chunk
+        last = [*state.chunks(passed, most or len(state.reply))] or [state.chunk(passed, passed, 0)]
+        for chunk in last[:-1]:
+            yield chunk
+        yield dataclasses.replace(last[-1], finish=self._finish(state, request))
 
     def _finish(self, state: _Request, request: GenerateInput) -> engine_pb2.GenerateFinish:
         finish = engine_pb2.GenerateFinish(version_spans=state.spans)
@@ -283,17 +309,6 @@ class ScriptedBackend:
         else:
             finish.reason = sampling_pb2.FINISH_REASON_LENGTH
         return finish
-
-
-def _chunks(state: _Request, start: int, size: int) -> Iterator[Chunk]:
-    for at in range(start, state.sampled, size):
-        end = min(at + size, state.sampled)
-        yield Chunk(
-            state.reply[at:end],
-            state.logprobs[at:end],
-            state.top_ids[at:end],
-            state.top_logprobs[at:end],
-        )
 
 
 def _read_names(source: Path) -> None:

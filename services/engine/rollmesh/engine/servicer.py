@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from rollmesh.engine import metrics
-from rollmesh.engine.backend import Backend, Output
+from rollmesh.engine.backend import Backend, Chunk
 from rollmesh.engine.requests.generate import read_generate
 from rollmesh.engine.requests.transfer import read_init
 from rollmesh.engine.weights import WeightUpdates
@@ -42,15 +42,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.GenerateRequest, context: Context
     ) -> engine_pb2.GenerateResponse:
         response = engine_pb2.GenerateResponse()
-        async with aclosing(self._run(request, 0)) as outputs:
-            async for output in outputs:
-                if isinstance(output, engine_pb2.GenerateFinish):
-                    response.finish.CopyFrom(output)
-                else:
-                    response.token_ids_u32le += pack_ids(output.token_ids)
-                    response.logprobs_f32le += pack_logprobs(output.logprobs)
-                    response.top_ids_u32le += pack_ids(output.top_ids)
-                    response.top_logprobs_f32le += pack_logprobs(output.top_logprobs)
+        async with aclosing(self._run(engine_pb2.StreamGenerateRequest(generate=request))) as run:
+            async for chunk in run:
+                response.token_ids_u32le += pack_ids(chunk.token_ids)
+                response.logprobs_f32le += pack_logprobs(chunk.logprobs)
+                response.top_ids_u32le += pack_ids(chunk.top_ids)
+                response.top_logprobs_f32le += pack_logprobs(chunk.top_logprobs)
+                if chunk.finish is not None:
+                    response.finish.CopyFrom(chunk.finish)
         return response
 
     async def StreamGenerate(
@@ -58,44 +57,45 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.StreamGenerateResponse]:
         if not request.max_chunk_tokens:
             raise InvalidFieldError("max_chunk_tokens", "is 0; give at least 1, or call Generate")
-        async with aclosing(self._run(request.generate, request.max_chunk_tokens)) as outputs:
-            async for output in outputs:
-                if isinstance(output, engine_pb2.GenerateFinish):
-                    yield engine_pb2.StreamGenerateResponse(finish=output)
-                    continue
+        prompt_crc32: int | None = zlib.crc32(request.generate.token_ids_u32le)
+        async with aclosing(self._run(request)) as run:
+            async for chunk in run:
                 yield engine_pb2.StreamGenerateResponse(
-                    token_ids_u32le=pack_ids(output.token_ids),
-                    logprobs_f32le=pack_logprobs(output.logprobs),
-                    top_ids_u32le=pack_ids(output.top_ids),
-                    top_logprobs_f32le=pack_logprobs(output.top_logprobs),
+                    token_ids_u32le=pack_ids(chunk.token_ids),
+                    logprobs_f32le=pack_logprobs(chunk.logprobs),
+                    top_ids_u32le=pack_ids(chunk.top_ids),
+                    top_logprobs_f32le=pack_logprobs(chunk.top_logprobs),
+                    policy_version=chunk.policy_version if len(chunk.token_ids) else None,
+                    prompt_crc32=prompt_crc32,
+                    finish=chunk.finish,
                 )
+                prompt_crc32 = None
                 await faults.reach("engine-mid-stream")
 
-    async def _run(
-        self, request: engine_pb2.GenerateRequest, max_chunk_tokens: int
-    ) -> AsyncGenerator[Output, None]:
-        """Yields the backend's outputs for a request; the finish comes last."""
-        self._check_model(request.model)
-        generate = read_generate(request, self._backend.limits, max_chunk_tokens)
+    async def _run(self, request: engine_pb2.StreamGenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Yields the backend's chunks for a request; the last has the finish."""
+        generate = request.generate
+        self._check_model(generate.model)
+        checked = read_generate(request, self._backend.limits)
         if self._backend.died.is_set():
             raise EngineDeadError("the model's process died; the engine is about to restart")
-        if request.request_id in self._running:
+        if generate.request_id in self._running:
             raise RequestIdInUseError(
-                f"request_id: {request.request_id!r} is running; give each attempt its own id"
+                f"request_id: {generate.request_id!r} is running; give each attempt its own id"
             )
-        self._running.add(request.request_id)
+        self._running.add(generate.request_id)
         try:
             await faults.reach("engine-before-first-token")
-            async with aclosing(self._backend.generate(generate)) as outputs:
-                async for output in outputs:
-                    if isinstance(output, engine_pb2.GenerateFinish):
+            async with aclosing(self._backend.generate(checked)) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish is not None:
                         await faults.reach("engine-after-last-token")
-                        output.prompt_tokens = len(generate.token_ids)
-                        output.prompt_crc32 = zlib.crc32(request.token_ids_u32le)
-                        metrics.finished(output)
-                    yield output
+                        chunk.finish.prompt_tokens = len(checked.token_ids)
+                        chunk.finish.prompt_crc32 = zlib.crc32(generate.token_ids_u32le)
+                        metrics.finished(chunk.finish)
+                    yield chunk
         finally:
-            self._running.discard(request.request_id)
+            self._running.discard(generate.request_id)
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context

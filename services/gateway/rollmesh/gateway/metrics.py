@@ -25,6 +25,10 @@ REPLAYED_ANSWERS = Counter(
 ENGINE_LOSSES = Counter(
     "rollmesh_gateway_engine_losses_total", "Generations cut because their engine went away."
 )
+MIGRATIONS = Counter(
+    "rollmesh_gateway_migrations_total",
+    "Generations continued from their sampled tokens after their engine was lost or interrupted.",
+)
 TRAJECTORIES = Counter(
     "rollmesh_gateway_trajectories_total", "Trajectories that the collector took.", ["lineage"]
 )

@@ -15,19 +15,21 @@ from rollmesh.v1 import engine_pb2
 _MAX_ID_CHARS = 128
 
 
-def read_generate(
-    request: engine_pb2.GenerateRequest, limits: ModelLimits, max_chunk_tokens: int
-) -> GenerateInput:
+def read_generate(streamed: engine_pb2.StreamGenerateRequest, limits: ModelLimits) -> GenerateInput:
     """Returns the validated request.
 
     Args:
-        request: The request.
+        streamed: The request; with `max_chunk_tokens` 0 it asks for one final chunk.
         limits: Limits of the backend.
-        max_chunk_tokens: Maximum number of tokens per streamed chunk; 0 requests one final chunk.
 
     Raises:
         InvalidFieldError: Names the field and what is wrong with it.
     """
+    request = streamed.generate
+    if streamed.min_chunk_tokens > streamed.max_chunk_tokens:
+        raise InvalidFieldError(
+            "min_chunk_tokens", f"is above max_chunk_tokens, {streamed.max_chunk_tokens}"
+        )
     if not 0 < len(request.request_id) <= _MAX_ID_CHARS:
         raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
     token_ids = unpack_ids(request.token_ids_u32le, "token_ids_u32le")
@@ -41,11 +43,18 @@ def read_generate(
         request.request_id,
         token_ids,
         sampling,
-        max_chunk_tokens,
+        streamed.max_chunk_tokens,
         read_constraint(request, sampling),
         request.top_logprobs,
+        streamed.min_chunk_tokens,
+        request.sampled_tokens,
     )
     _check_prompt(result, limits)
+    if result.sampled_tokens >= len(token_ids):
+        raise InvalidFieldError(
+            "sampled_tokens",
+            f"is {result.sampled_tokens} of {len(token_ids)} ids; a prompt begins with others",
+        )
     return result
 
 

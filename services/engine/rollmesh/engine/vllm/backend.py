@@ -1,35 +1,36 @@
 """The vLLM backend: `AsyncLLM` with token ids in, ids and flat log-probabilities out, no text."""
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue] - not this package
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
 from rollmesh.engine.backend import (
+    Chunk,
     Constraint,
     GenerateInput,
     Load,
     ModelLimits,
-    Output,
     PauseMode,
     Sampling,
     Transfer,
 )
 from rollmesh.engine.config import EngineConfig
-from rollmesh.engine.vllm.chunks import chunks
+from rollmesh.engine.vllm.chunks import chunks, joined
 from rollmesh.engine.vllm.constraint import compilable, has_tokenizer
 from rollmesh.engine.vllm.heartbeat import Heartbeat
 from rollmesh.engine.vllm.options import read_options
+from rollmesh.engine.vllm.sampling import sampling_params
 from rollmesh.engine.vllm.start import start_llm
+from rollmesh.engine.vllm.versions import RunningVersions
 from rollmesh.runtime import clock
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.errors import (
@@ -93,7 +94,7 @@ class VllmBackend:
         await self._llm.update_weight_version(str(self._policy_version))
         # With its first constraint vLLM reads the vocabulary, which takes seconds.
         first = Constraint(_ANY_TEXT, strict=False) if self._takes_constraints else None
-        one = GenerateInput("warm-up", np.zeros(1, np.uint32), Sampling(max_tokens=2), 0, first)
+        one = GenerateInput("warm-up", np.zeros(1, np.uint32), Sampling(max_tokens=2), 1, first)
         async for _ in self.generate(one):
             pass
 
@@ -119,8 +120,8 @@ class VllmBackend:
         """Returns once the scheduler is between two steps; it answers calls only there."""
         await self._llm.engine_core.call_utility_all_async("is_scheduler_paused")
 
-    async def generate(self, request: GenerateInput) -> AsyncGenerator[Output, None]:
-        """Yields chunks, then the finish; closing the iterator aborts the request in vLLM.
+    async def generate(self, request: GenerateInput) -> AsyncGenerator[Chunk, None]:
+        """Yields chunks, the last with the finish; closing the iterator aborts the request.
 
         Raises:
             InvalidConstraintError: The constraint cannot be enforced.
@@ -129,20 +130,14 @@ class VllmBackend:
         tag = await self._structural_tag(request.constraint)
         stream = self._llm.generate(
             {"prompt_token_ids": request.token_ids.tolist()},
-            self._parameters(request, tag),
+            sampling_params(request, tag, self.limits.stop_ids),
             request.request_id,
         )
         self._running[request.request_id] = True
         try:
-            async with aclosing(stream) as outputs:
-                async for output in outputs:
-                    completion = output.outputs[0]
-                    for chunk in chunks(completion, request):
-                        yield chunk
-                    if completion.finish_reason == "error":
-                        raise _failure(request)
-                    if output.finished:
-                        yield _finish(completion, output.num_cached_tokens or 0)
+            async with aclosing(stream) as outputs, aclosing(self._read(outputs, request)) as read:
+                async for chunk in read:
+                    yield chunk
         except VLLMValidationError as error:
             raise _failure(request) from error
         except VllmEngineDeadError as error:
@@ -150,6 +145,37 @@ class VllmBackend:
             raise EngineDeadError("the model's process died", retry_delay_ms=5000) from error
         finally:
             del self._running[request.request_id]
+
+    async def _read(
+        self, outputs: AsyncIterator[Any], request: GenerateInput
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yields the chunks of a request's outputs."""
+        versions = RunningVersions(self._llm.output_processor, request.request_id)
+        unread: list[Any] = []
+        passed = size = 0
+        async for output in outputs:
+            completion = output.outputs[0]
+            if completion.finish_reason == "error":
+                raise _failure(request)
+            unread.append(completion)
+            size += len(completion.token_ids)
+            starts = versions.starts(completion)
+            if output.finished and starts is None:
+                raise EngineDeadError("vLLM does not say which weights sampled a request")
+            if starts is None or (size < request.min_chunk_tokens and not output.finished):
+                continue
+            parts: list[Chunk] = []
+            for one in unread:
+                parts += chunks(one, request, passed, starts)
+                passed += len(one.token_ids)
+            unread, size = [], 0
+            parts = joined(parts, request.max_chunk_tokens)
+            if output.finished:
+                last = parts.pop() if parts else _empty(request, self._policy_version)
+                finish = _finish(completion, output.num_cached_tokens or 0)
+                parts.append(dataclasses.replace(last, finish=finish))
+            for part in parts:
+                yield part
 
     async def abort(self, request_ids: list[str]) -> None:
         """Aborts requests; each finishes with the tokens sampled so far."""
@@ -299,42 +325,6 @@ class VllmBackend:
             )
         return await asyncio.to_thread(compilable, constraint)
 
-    def _parameters(self, request: GenerateInput, tag: str | None) -> SamplingParams:
-        sampling = request.sampling
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            stop_token_ids=[*sampling.stop_token_ids, *self._stop_ids(sampling)],
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            ignore_eos=sampling.ignore_eos,
-            allowed_token_ids=list(sampling.allowed_token_ids) or None,
-            logit_bias=dict(sampling.logit_bias) or None,
-            # vLLM derives these from bad_words; the gateway has already turned their text into ids.
-            _bad_words_token_ids=list(map(list, sampling.bad_sequences)) or None,
-            logprobs=request.top_logprobs,
-            flat_logprobs=True,
-            detokenize=False,
-            structured_outputs=(
-                None if tag is None else StructuredOutputsParams(structural_tag=tag)
-            ),
-            output_kind=(
-                RequestOutputKind.DELTA
-                if request.max_chunk_tokens
-                else RequestOutputKind.FINAL_ONLY
-            ),
-        )
-
-    def _stop_ids(self, sampling: Sampling) -> frozenset[int]:
-        """Returns the model's end tokens; without a tokenizer vLLM does not know all of them."""
-        return frozenset() if sampling.ignore_eos else self.limits.stop_ids
-
 
 def _name_of(mode: PauseMode) -> str:
     """Returns vLLM's name for a pause mode."""
@@ -352,6 +342,13 @@ def _failure(request: GenerateInput) -> RollmeshError:
     return InvalidConstraintError(
         "constraint.structural_tag_json", "vLLM could not compile or follow it; see its log"
     )
+
+
+def _empty(request: GenerateInput, policy_version: int) -> Chunk:
+    """Returns the last chunk of a request that ends without another token."""
+    ids, logprobs = np.empty(0, np.uint32), np.empty(0, np.float32)
+    shape = 0, request.top_logprobs
+    return Chunk(ids, logprobs, ids.reshape(shape), logprobs.reshape(shape), policy_version)
 
 
 def _finish(completion: Any, cached_tokens: int) -> engine_pb2.GenerateFinish:

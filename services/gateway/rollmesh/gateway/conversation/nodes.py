@@ -20,9 +20,8 @@ class Sample:
     logprobs: Logprobs
     """Their log-probabilities, float32 [S]."""
     spans: tuple[sampling_pb2.VersionSpan, ...]
-    """Their policy versions, by index into `token_ids`; together they cover all tokens."""
+    """Their policy versions and engines, by index into `token_ids`; they cover all tokens."""
     finish: Finish
-    engine_id: str
     prompt_tokens: int
     """Number of ids in the engine's prompt."""
     cached_tokens: int
@@ -31,6 +30,11 @@ class Sample:
     """CRC-32 of the prompt ids as the engine received them."""
     tops: Tops | None = None
     """The most likely ids at each position, if the request wanted them."""
+
+    @property
+    def engine_id(self) -> str:
+        """The engine that sampled the last token."""
+        return self.spans[-1].engine_id
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,7 @@ from rollmesh.v1 import trajectory_pb2
 
 _BOOKMARKS = 8  # conversations of a session that are remembered
 
-_TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 24, 512
+_TOKEN_BYTES, _NODE_BYTES, _SPAN_BYTES, _ROW_BYTES = 9, 192, 160, 512
 """Record bytes per token, at most per node and per version span, and per trajectory."""
 
 

@@ -235,12 +235,22 @@ class _Arrays:
         message.version_spans.extend(self._spans)
 
     def _add_span(self, span: sampling_pb2.VersionSpan, offset: int) -> None:
-        """Appends a span, or extends the previous one if that is adjacent and of its version."""
-        version, start, end = span.policy_version, span.start + offset, span.end + offset
+        """Appends a span, or extends the previous one if that is adjacent and of the same kind."""
+        start, end = span.start + offset, span.end + offset
         last = self._spans[-1] if self._spans else None
-        if last is not None and (last.policy_version, last.end) == (version, start):
+        if (
+            last is not None
+            and last.end == start
+            and last.policy_version == span.policy_version
+            and last.engine_id == span.engine_id
+        ):
             last.end = end
-        else:
-            self._spans.append(
-                sampling_pb2.VersionSpan(policy_version=version, start=start, end=end)
+            return
+        self._spans.append(
+            sampling_pb2.VersionSpan(
+                policy_version=span.policy_version,
+                start=start,
+                end=end,
+                engine_id=span.engine_id,
             )
+        )

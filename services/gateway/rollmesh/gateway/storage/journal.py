@@ -19,7 +19,7 @@ from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, u
 from rollmesh.runtime.errors import SessionClosedError
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
-SCHEMA_VERSION = 9  # incremented with every change of the schema and of the values in it
+SCHEMA_VERSION = 10  # incremented with every change of the schema and of the values in it
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -250,9 +250,11 @@ def _node_row(node: Node) -> tuple[object, ...]:
     if node.sample is not None:
         sample = json.dumps(
             [
-                [(one.policy_version, one.start, one.end) for one in node.sample.spans],
+                [
+                    (one.policy_version, one.start, one.end, one.engine_id)
+                    for one in node.sample.spans
+                ],
                 int(node.sample.finish),
-                node.sample.engine_id,
                 node.sample.prompt_tokens,
                 node.sample.cached_tokens,
                 node.sample.prompt_crc32,
@@ -318,16 +320,17 @@ def _message(fields: dict[str, Any]) -> Message:
 
 
 def _sample(token_ids: Any, text: str, logprobs: bytes, tops: bytes | None) -> Sample:
-    spans, finish, engine_id, prompt_tokens, cached_tokens, prompt_crc32 = json.loads(text)
+    spans, finish, prompt_tokens, cached_tokens, prompt_crc32 = json.loads(text)
     return Sample(
         token_ids,
         unpack_logprobs(logprobs, "logprobs"),
         tuple(
-            sampling_pb2.VersionSpan(policy_version=version, start=start, end=end)
-            for version, start, end in spans
+            sampling_pb2.VersionSpan(
+                policy_version=version, start=start, end=end, engine_id=engine_id
+            )
+            for version, start, end, engine_id in spans
         ),
         _known(sampling_pb2.FinishReason, finish),
-        engine_id,
         prompt_tokens,
         cached_tokens,
         prompt_crc32,

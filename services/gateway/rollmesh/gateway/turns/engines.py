@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import TypeAlias
 
 import grpc
 
@@ -30,10 +29,6 @@ _UNUSED_MS = 300_000
 _MISMATCHES = (PromptTooLongError, TokenOutOfVocabularyError, ModelMismatchError)
 
 
-SampledTokens: TypeAlias = engine_pb2.GenerateResponse | engine_pb2.StreamGenerateResponse
-"""An engine's sampled tokens: all of them, or those since the last message."""
-
-
 class EngineClients:
     """Clients for the engines that this gateway uses."""
 
@@ -47,42 +42,25 @@ class EngineClients:
         self._engines: dict[str, _Engine] = {}
 
     async def generate(
-        self,
-        address: str,
-        request: engine_pb2.GenerateRequest,
-        timeout_ms: int,
-        *,
-        max_chunk_tokens: int,
-    ) -> AsyncGenerator[SampledTokens, None]:
+        self, address: str, request: engine_pb2.StreamGenerateRequest, timeout_ms: int
+    ) -> AsyncGenerator[engine_pb2.StreamGenerateResponse, None]:
         """Yields the tokens that an engine samples; closing the iterator aborts the request.
 
         Args:
             address: Address of the engine.
             request: The generation request.
             timeout_ms: Longest generation, milliseconds.
-            max_chunk_tokens: Maximum tokens per message; 0 yields all tokens at the end.
 
         Raises:
             EngineMismatchError: The engine rejected the prompt because it serves another model.
             EngineFaultError: The engine is silent without a known reason.
         """
-        timeout_s, metadata = timeout_ms / 1000, request_metadata()
         engine = await self._engine(address)
-        streams = bool(max_chunk_tokens)
-        watch = _Watch(self._stall_timeout_ms, lambda: engine.info(request.request_id))
+        watch = _Watch(self._stall_timeout_ms, lambda: engine.info(request.generate.request_id))
         with engine.used():
             try:
-                if not streams:
-                    call = engine.stub.Generate(request, timeout=timeout_s, metadata=metadata)
-                    with watch.over(call), typed_errors():
-                        yield await call
-                    return
                 stream = engine.stub.StreamGenerate(
-                    engine_pb2.StreamGenerateRequest(
-                        generate=request, max_chunk_tokens=max_chunk_tokens
-                    ),
-                    timeout=timeout_s,
-                    metadata=metadata,
+                    request, timeout=timeout_ms / 1000, metadata=request_metadata()
                 )
                 with watch.over(stream):
                     async with aclosing(read_stream(stream)) as responses:

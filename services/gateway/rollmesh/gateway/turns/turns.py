@@ -2,22 +2,16 @@
 
 import asyncio
 import itertools
-import uuid
-from contextlib import aclosing
 
 from rollmesh.chat.constraints.masks import is_masked
 from rollmesh.chat.constraints.structural_tag import Calls
-from rollmesh.chat.messages import Message, new_call_id
-from rollmesh.chat.parsing.answer import Answer
-from rollmesh.chat.parsing.decoding import IncrementalDecoder
+from rollmesh.chat.messages import Message
 from rollmesh.chat.parsing.detection import check_readable
 from rollmesh.chat.parsing.formats import AnswerFormat
-from rollmesh.chat.parsing.reasoning import ReasoningSplitter
 from rollmesh.chat.parsing.vllm.client import VllmParser
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.special_text import SpecialText
 from rollmesh.chat.tokenizer import ModelTokenizer
-from rollmesh.gateway import metrics
 from rollmesh.gateway.conversation.limits import SessionLimits
 from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Fidelity
@@ -33,28 +27,17 @@ from rollmesh.gateway.conversation.spec import AnswerReceipt
 from rollmesh.gateway.conversation.tree import path_bytes
 from rollmesh.gateway.export.record import record_bytes
 from rollmesh.gateway.storage import journal
-from rollmesh.gateway.turns.engines import EngineClients, SampledTokens
-from rollmesh.gateway.turns.generate import Generation, checked_sample
+from rollmesh.gateway.turns.engines import EngineClients
+from rollmesh.gateway.turns.generate import checked_sample
+from rollmesh.gateway.turns.generating import Generator
 from rollmesh.gateway.turns.prepare import Prepared, Preparer, Workers
 from rollmesh.gateway.turns.reporting import Reporter
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.runtime import clock
 from rollmesh.runtime.database import Database
-from rollmesh.runtime.errors import (
-    DeadlineError,
-    EngineDeadError,
-    EngineFaultError,
-    EngineLostError,
-    InvalidConstraintError,
-    RemoteError,
-    RollmeshError,
-)
+from rollmesh.runtime.errors import DeadlineError, RollmeshError
 from rollmesh.runtime.process import faults
-from rollmesh.v1 import engine_pb2, gateway_pb2, router_pb2, sampling_pb2, trajectory_pb2
-
-_STREAMED_CHUNK = 16
-_INLINE_IDS = 128  # more ids than these are decoded off the event loop
-_ATTEMPTS = 3
+from rollmesh.v1 import gateway_pb2, trajectory_pb2
 
 
 class TurnRunner:
@@ -81,27 +64,32 @@ class TurnRunner:
         turn_timeout_ms: int,
     ) -> None:
         """Takes the dependencies and limits of a turn."""
-        self._tokenizer = tokenizer
         self._format = answer_format
-        self._leases = leases
-        self._engines = engines
         self._database = database
-        self._model = model
-        self._vocabulary_tokens = vocabulary_tokens
-        self._workers = workers
         self._preparer = Preparer(
             tokenizer=tokenizer,
             continuation=continuation,
             answer_format=answer_format,
-            workers=self._workers,
+            workers=workers,
             max_context_tokens=max_context_tokens,
             rewrite_history=rewrite_history,
             special_text=special_text,
         )
-        self._reporter = Reporter(tokenizer, self._workers)
+        self._reporter = Reporter(tokenizer, workers)
+        self._generator = Generator(
+            tokenizer=tokenizer,
+            answer_format=answer_format,
+            leases=leases,
+            engines=engines,
+            workers=workers,
+            reporter=self._reporter,
+            model=model,
+            vocabulary_tokens=vocabulary_tokens,
+            lease_timeout_ms=lease_timeout_ms,
+            turn_timeout_ms=turn_timeout_ms,
+        )
         self._vllm_parser = vllm_parser
         self._limits = limits
-        self._lease_timeout_ms = lease_timeout_ms
         self._turn_timeout_ms = turn_timeout_ms
 
     async def report(self, node: Node, request: TurnRequest) -> Report:
@@ -143,7 +131,7 @@ class TurnRunner:
         tokens = prepared.prompt_tokens - known + sampling.max_tokens
         added = path_bytes(tokens, len(request.conversation.groups) + 1)
         self._limits.reserve(session, turn, record_bytes(session), added)
-        generation = await self._generate_somewhere(session, turn, request, prepared, sampling)
+        generation = await self._generator.generate(session, turn, request, prepared, sampling)
         turn.emit(generation.answer.end_text())
         if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
             whole.take(await self._vllm_parser.read(whole.text, request.render_context.tools_json))
@@ -153,8 +141,11 @@ class TurnRunner:
         sample = checked_sample(
             generation,
             prompt_tokens=prepared.prompt_tokens,
+            prompt_crc32=prepared.prompt_crc32,
         )
         reasons = set(prepared.prompt.match.reasons)
+        if generation.migrated:
+            reasons.add(trajectory_pb2.FIDELITY_REASON_MIGRATED)
         if generation.answer.malformed:
             reasons.add(trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL)
         if generation.answer.stopped_at is not None:
@@ -162,128 +153,6 @@ class TurnRunner:
         if prepared.constraint is not None or is_masked(sampling):
             reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
         return prepared, generation.answer.message(), sample, frozenset(reasons)
-
-    async def _generate_somewhere(
-        self,
-        session: Session,
-        turn: Turn,
-        request: TurnRequest,
-        prepared: Prepared,
-        sampling: sampling_pb2.SamplingParams,
-    ) -> Generation:
-        """Generates; retries on another engine as long as no part of the answer was sent."""
-        lost: list[str] = []
-        for attempt in itertools.count(1):
-            engine_id = ""
-            try:
-                async with self._leases.lease(
-                    session_id=session.spec.session_id,
-                    group_id=session.spec.group_id,
-                    excluded=lost,
-                    deadline_ms=self._lease_timeout_ms,
-                ) as grant:
-                    engine_id = grant.engine_id
-                    return await self._generate(session, turn, request, prepared, sampling, grant)
-            except InvalidConstraintError as error:
-                raise request.wanted.refused(error) from error
-            except (EngineDeadError, EngineFaultError, RemoteError) as error:
-                metrics.ENGINE_LOSSES.inc()
-                lost.append(engine_id)
-                if turn.has_emitted or attempt == _ATTEMPTS:
-                    did = "is wrong" if isinstance(error, EngineFaultError) else "went away"
-                    raise EngineLostError(
-                        f"engine {engine_id} {did} in the middle of the turn; "
-                        "nothing was committed, try again",
-                        retry_delay_ms=1000,
-                    ) from error
-            turn.begin_again()
-            # The only engine may be one that just recovered: exclude it no longer.
-            lost = lost[-1:] if attempt == 1 else []
-        raise AssertionError("unreachable")
-
-    async def _generate(
-        self,
-        session: Session,
-        turn: Turn,
-        request: TurnRequest,
-        prepared: Prepared,
-        sampling: sampling_pb2.SamplingParams,
-        grant: router_pb2.LeaseGrant,
-    ) -> Generation:
-        address, engine_id = grant.address, grant.engine_id
-        generation = Generation(
-            self._answer(request, prepared, sampling),
-            engine_id,
-            request.returns.top_logprobs,
-            vocabulary_tokens=self._vocabulary_tokens,
-            max_tokens=sampling.max_tokens,
-            prompt_crc32=prepared.prompt_crc32,
-        )
-        message = engine_pb2.GenerateRequest(
-            request_id=uuid.uuid4().hex,
-            session_id=session.spec.session_id,
-            token_ids_u32le=prepared.packed,
-            sampling=sampling,
-            constraint=prepared.constraint,
-            top_logprobs=request.returns.top_logprobs,
-            model=self._model,
-        )
-        stream = self._engines.generate(
-            address,
-            message,
-            self._turn_timeout_ms,
-            max_chunk_tokens=_STREAMED_CHUNK if request.may_stop_early else 0,
-        )
-        aborted = False
-        async with aclosing(stream) as responses:
-            async for response in responses:
-                await self._take(generation, turn, request, response)
-                if generation.answer.stopped_at is not None and not aborted:
-                    aborted = True  # the engine then finishes its stream, with version spans
-                    await self._engines.abort(address, message.request_id)
-        if generation.finish is None:
-            raise EngineDeadError(f"engine {engine_id} ended its stream without a finish reason")
-        return generation
-
-    def _answer(
-        self, request: TurnRequest, prepared: Prepared, sampling: sampling_pb2.SamplingParams
-    ) -> Answer:
-        splitter = ReasoningSplitter(
-            inside=prepared.inside_reasoning, tags=self._format.reasoning_tags
-        )
-        return Answer(
-            IncrementalDecoder(
-                self._tokenizer,
-                self._format.delimiters,
-                hidden=() if request.keeps_stop else sampling.stop_token_ids,
-                special=request.shows_special,
-            ),
-            request.stops,
-            parser=self._format.parser(
-                request.render_context,
-                calls=request.wanted.calls is not Calls.NONE,
-                inside_reasoning=prepared.inside_reasoning,
-            ),
-            reasoning=splitter if self._format.reasoning else None,
-            new_call_id=new_call_id,
-            one_call=request.wanted.one_call,
-            keeps_stop=request.keeps_stop,
-        )
-
-    async def _take(
-        self,
-        generation: Generation,
-        turn: Turn,
-        request: TurnRequest,
-        response: SampledTokens,
-    ) -> None:
-        await faults.reach("gateway-mid-turn")
-        tokens = generation.take(response)
-        if len(tokens) > _INLINE_IDS:
-            events = await self._workers.run(lambda: generation.answer.feed(tokens))
-        else:
-            events = generation.answer.feed(tokens)
-        turn.emit(self._reporter.with_tokens(request, generation, events))
 
     async def _commit(
         self,
