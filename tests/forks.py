@@ -20,6 +20,7 @@ from typing import Self
 _LOADED = (
     "google.protobuf.json_format",
     "grpc_reflection.v1alpha.reflection",
+    "psycopg",
     "redis.asyncio",
     "rollmesh.chat.constraints.structural_tag",
     "rollmesh.chat.parsing.formats",

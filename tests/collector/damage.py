@@ -1,5 +1,6 @@
 """A store of each kind, and what damages it."""
 
+import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -7,13 +8,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rollmesh.collector.storage.redis.client import connected
+from tests.collector.postgres_server import postgres_database
 from tests.collector.redis_server import redis_server
 
 Damage: TypeAlias = Callable[[str, bytes], Awaitable[None]]
 """Overwrites a field of session `b`, or the settings of consumer `b`."""
 
 
-IN_SQLITE = {
+IN_SQL = {
     "head": "UPDATE sessions SET head = ? WHERE session_id = 'b'",
     "arrays": "UPDATE sessions SET arrays = ? WHERE session_id = 'b'",
     "settings": "UPDATE consumers SET settings = ? WHERE name = 'b'",
@@ -27,10 +29,19 @@ async def damaged_store(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str
 
         async def in_sqlite(field: str, data: bytes) -> None:
             with sqlite3.connect(folder / "collector.sqlite") as db:
-                db.execute(IN_SQLITE[field], (data,))
+                db.execute(IN_SQL[field], (data,))
             db.close()
 
         yield {}, in_sqlite
+        return
+    if kind == "postgres":
+        async with postgres_database() as database:
+
+            async def in_postgres(field: str, data: bytes) -> None:
+                statement = IN_SQL[field].replace("?", f"'\\x{data.hex()}'")
+                await asyncio.to_thread(database.sql, statement)
+
+            yield {"store": database.url}, in_postgres
         return
     async with redis_server(folder / "redis") as server, connected(server.url) as client:
 

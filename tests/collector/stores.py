@@ -37,6 +37,14 @@ async def redis_store(url: str, retention: Retention = KEEP) -> AsyncIterator[St
         yield await open_redis(client, retention)
 
 
+@asynccontextmanager
+async def postgres_store(url: str, retention: Retention = KEEP) -> AsyncIterator[Store]:
+    from rollmesh.collector.storage.postgres.store import open_store as open_  # noqa: PLC0415
+
+    async with open_(url, retention) as store:
+        yield store
+
+
 class Reader:
     """A consumer that reads a store as a collector does."""
 

@@ -20,8 +20,8 @@ class CollectorConfig(ServerConfig):
     max_request_bytes: RequestBytes = 2**31 - 1
     """Largest accepted message, bytes; a session takes 9 per token of each trajectory."""
     store: str = "sqlite"
-    """Session store: sqlite (files in data_dir) or redis://host:port/db, which several collectors
-    can share."""
+    """Session store: sqlite (files in data_dir), or redis://host:port/db or
+    postgresql://user@host:port/database, which several collectors can share."""
     data_dir: Path = Path("var/collector")
     """Directory of the SQLite store."""
     max_stored_bytes: Annotated[int, Bounds(1)] = 64 * 1024**3

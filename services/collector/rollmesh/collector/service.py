@@ -90,12 +90,16 @@ class CollectorService:
     async def _open_store(self) -> AsyncIterator[Store]:
         config = self._config
         retention = Retention(config.retain_settled_ms, config.max_stored_bytes)
-        if config.store != "sqlite":
-            async with _redis_store(config.store, retention) as store:
+        scheme = config.store.partition(":")[0]
+        if config.store == "sqlite":
+            async with open_store(config.data_dir, retention) as store:
                 yield store
-            return
-        async with open_store(config.data_dir, retention) as store:
-            yield store
+        elif scheme in ("postgresql", "postgres"):
+            async with _postgres_store(config.store, retention) as shared:
+                yield shared
+        else:
+            async with _redis_store(config.store, retention) as shared:
+                yield shared
 
 
 @asynccontextmanager
@@ -109,3 +113,17 @@ async def _redis_store(url: str, retention: Retention) -> AsyncIterator[Store]:
         ) from error
     async with connected(url) as client:
         yield await open_redis(client, retention)
+
+
+@asynccontextmanager
+async def _postgres_store(url: str, retention: Retention) -> AsyncIterator[Store]:
+    try:  # not needed by the SQLite store
+        from rollmesh.collector.storage.postgres.store import (  # noqa: PLC0415
+            open_store as open_postgres,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            "store: a PostgreSQL store needs the psycopg package: pip install 'rollmesh[collector]'"
+        ) from error
+    async with open_postgres(url, retention) as store:
+        yield store

@@ -1,4 +1,4 @@
 """The store in one SQLite file, with large arrays in separate files.
 
-The modules hold plain functions over a connection; each store call is one transaction.
+Each store call is one transaction of the file's only writer; `storage.sql` has the statements.
 """

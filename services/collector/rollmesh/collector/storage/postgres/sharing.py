@@ -1,0 +1,112 @@
+"""What collectors that share a store know of each other, as functions over a transaction.
+
+A collector holds the units that it fetched for a consumer. They stay its own as long as it is
+alive, or until it releases them; then another collector takes them over.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollmesh.collector.delivery.units import Unit
+from rollmesh.collector.storage.sql.transaction import LAST_SEQ, Transaction
+
+_CHANGES = "changes"
+"""Name of the total that counts changes of consumers."""
+_FREE = ""
+"""Holder of released units; never alive."""
+
+
+class News(NamedTuple):
+    """What tells a collector that others have changed something."""
+
+    last_seq: int
+    """The last position in any log."""
+    changes: int
+    """Changes of consumers."""
+
+
+def stay_alive(tx: Transaction, me: str, alive_ms: int) -> None:
+    """Marks a collector as alive for some time; forgets those that died long ago."""
+    tx.run(
+        "INSERT INTO collectors (id, alive_until)"
+        " VALUES (?1, clock_timestamp() + ?2 * interval '1 millisecond')"
+        " ON CONFLICT (id) DO UPDATE SET alive_until = excluded.alive_until",
+        me,
+        alive_ms,
+    )
+    tx.run("DELETE FROM collectors WHERE alive_until < clock_timestamp() - interval '1 day'")
+
+
+def leave(tx: Transaction, me: str) -> None:
+    """Frees everything that a collector holds."""
+    tx.run("DELETE FROM collectors WHERE id = ?1", me)
+
+
+def take_over(tx: Transaction, consumer: str, me: str, limit: int) -> list[Unit]:
+    """Holds the units that were released, or whose holder is no longer alive."""
+    rows = tx.rows(
+        "SELECT u.seq, u.unit_id, u.members, u.partial FROM consumers c"
+        " JOIN progress p ON p.consumer = c.name AND p.settled_ms IS NULL"
+        " JOIN units u ON u.log = c.log AND u.unit_id = p.unit_id AND u.seq > c.start_seq"
+        " WHERE c.name = ?1 AND NOT EXISTS (SELECT 1 FROM collectors h"
+        " WHERE h.id = p.holder AND h.alive_until > clock_timestamp()) ORDER BY u.seq LIMIT ?2",
+        consumer,
+        limit,
+    )
+    units = [
+        Unit(seq, unit_id, tuple(json.loads(members)), bool(partial))
+        for seq, unit_id, members, partial in rows
+    ]
+    hold(tx, consumer, me, units)
+    return units
+
+
+def hold(tx: Transaction, consumer: str, me: str, units: Sequence[Unit]) -> None:
+    """Holds units."""
+    if units:
+        tx.run_many(
+            "INSERT INTO progress (consumer, unit_id, attempts, holder) VALUES (?1, ?2, 0, ?3)"
+            " ON CONFLICT (consumer, unit_id) DO UPDATE SET holder = excluded.holder",
+            [(consumer, unit.unit_id, me) for unit in units],
+        )
+
+
+def release(tx: Transaction, consumer: str, me: str) -> None:
+    """Releases the units that a collector holds for a consumer."""
+    tx.run(
+        "UPDATE progress SET holder = ?3"
+        " WHERE consumer = ?1 AND settled_ms IS NULL AND holder = ?2",
+        consumer,
+        me,
+        _FREE,
+    )
+
+
+def tell_changed(tx: Transaction) -> None:
+    """Tells the other collectors that a consumer was changed."""
+    tx.add_total(_CHANGES, 1)
+
+
+def tell_moved(tx: Transaction, consumer: str, me: str) -> None:
+    """Tells the other collectors that the units fetched for a consumer are void."""
+    tell_changed(tx)
+    tx.run(
+        "UPDATE consumers SET moved_at = ?1, moved_by = ?2 WHERE name = ?3",
+        tx.total(_CHANGES),
+        me,
+        consumer,
+    )
+
+
+def hear(tx: Transaction, heard: News, me: str) -> tuple[News, list[str]]:
+    """Returns the news, and the consumers that others have moved since `heard`."""
+    news = News(tx.total(LAST_SEQ), tx.total(_CHANGES))
+    if news.changes == heard.changes:
+        return news, []
+    moved = tx.rows(
+        "SELECT name FROM consumers WHERE moved_at > ?1 AND moved_by <> ?2 ORDER BY name",
+        heard.changes,
+        me,
+    )
+    return news, [name for (name,) in moved]

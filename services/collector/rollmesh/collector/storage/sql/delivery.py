@@ -1,0 +1,143 @@
+"""Units on their way to a consumer: fetched, loaded and settled, over a transaction."""
+
+import json
+from collections.abc import Iterable, Sequence
+
+from rollmesh.collector.delivery.loads import Judge, Loaded, damage, judge_unit
+from rollmesh.collector.delivery.units import Page, Settlement, Unit, own_log
+from rollmesh.collector.storage.sql.consumers import known
+from rollmesh.collector.storage.sql.lists import add_filtered
+from rollmesh.collector.storage.sql.transaction import Transaction
+from rollmesh.collector.storage.store import LOAD_BYTES, consumer_unknown
+from rollmesh.runtime.errors import SessionDamagedError
+
+_SCAN = 2000
+"""Largest number of units examined for one page."""
+
+
+def fetch(tx: Transaction, name: str, after: int, limit: int) -> Page:
+    """Returns a page of unsettled units; advances the floor past the leading settled units."""
+    consumer = known(tx, name)
+    begin = cursor = max(after, consumer.floor)
+    rows = tx.rows(
+        f"SELECT u.seq, u.unit_id, u.members, u.partial, p.settled_ms, {tx.held}"  # noqa: S608
+        " FROM units u LEFT JOIN progress p ON p.consumer = ?1 AND p.unit_id = u.unit_id"
+        " WHERE u.log = ?2 AND u.seq > ?3 ORDER BY u.seq LIMIT ?4",
+        name,
+        consumer.log,
+        begin,
+        _SCAN,
+    )
+    units: list[Unit] = []
+    floor, leading = begin, True
+    for seq, unit_id, members, partial, settled_ms, held in rows:
+        if settled_ms is None:
+            if not held and len(units) == limit:
+                break
+            leading = False
+            if not held:
+                units.append(Unit(seq, unit_id, tuple(json.loads(members)), bool(partial)))
+        elif leading:
+            floor = seq
+        cursor = seq
+    if begin == consumer.floor and floor > begin:
+        tx.run("UPDATE consumers SET floor = ?1 WHERE name = ?2", floor, name)
+    more = len(rows) == _SCAN or (bool(rows) and cursor < rows[-1][0])
+    return Page(units, cursor, more)
+
+
+def load(tx: Transaction, units: Sequence[Unit], judge: Judge) -> list[Loaded | None]:
+    """Loads the first of the units, up to `LOAD_BYTES`."""
+    found: list[Loaded | None] = []
+    size = 0
+    for unit in units:
+        loaded = _load(tx, unit, judge)
+        found.append(loaded)
+        size += loaded.size if loaded else 0
+        if size >= LOAD_BYTES:
+            break
+    return found
+
+
+def _load(tx: Transaction, unit: Unit, judge: Judge) -> Loaded | None:
+    rows = tx.rows(
+        f"SELECT session_id, head FROM sessions WHERE session_id {tx.within(1)}",  # noqa: S608
+        tx.listed(unit.session_ids),
+    )
+    heads: dict[str, bytes] = dict(rows)
+    loaded = judge_unit(unit, [heads.get(session_id) for session_id in unit.session_ids], judge)
+    if loaded is None or not loaded.verdict.delivers:
+        return loaded
+    arrays = tx.arrays(unit.session_ids)
+    for session_id in unit.session_ids:
+        found = arrays[session_id]
+        if isinstance(found, SessionDamagedError):
+            return Loaded(unit, damage(found))
+        loaded.arrays.append(found)
+    return loaded
+
+
+def count_attempts(
+    tx: Transaction, name: str, loaded: Iterable[Loaded | None], now_ms: int
+) -> None:
+    """Counts attempts for the units that are delivered, and lists what is removed from them.
+
+    Raises:
+        ConsumerUnknownError: The consumer was deleted.
+    """
+    for one in loaded:
+        if one is None or not one.verdict.delivers:
+            continue
+        row = tx.row(
+            "INSERT INTO progress (consumer, unit_id, attempts)"
+            " SELECT name, ?2, 1 FROM consumers WHERE name = ?1"
+            " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = progress.attempts + 1"
+            " RETURNING attempts",
+            name,
+            one.unit.unit_id,
+        )
+        if row is None:
+            raise consumer_unknown(name)
+        (one.attempt,) = row
+        if entry := one.removed(now_ms):
+            add_filtered(tx, own_log(name), entry)
+
+
+def settle(tx: Transaction, name: str, settlements: Sequence[Settlement], now_ms: int) -> list[str]:
+    """Settles units; returns the ids of those that were open."""
+    log = known(tx, name).log
+    acknowledged = [one.unit_id for one in settlements if not one.reason]
+    rows = tx.rows(
+        "UPDATE progress SET settled_ms = ?2 WHERE consumer = ?1 AND settled_ms IS NULL"  # noqa: S608
+        f" AND attempts > 0 AND unit_id {tx.within(3)} RETURNING unit_id",
+        name,
+        now_ms,
+        tx.listed(acknowledged),
+    )
+    done = {unit_id for (unit_id,) in rows}
+    count = len(done)
+    for one in settlements:
+        if not one.reason:
+            continue
+        changed = tx.rows(
+            "INSERT INTO progress (consumer, unit_id, attempts, settled_ms)"
+            " SELECT ?1, unit_id, 0, ?2 FROM units WHERE log = ?3 AND unit_id = ?4"
+            " ON CONFLICT (consumer, unit_id) DO UPDATE SET settled_ms = excluded.settled_ms"
+            " WHERE progress.settled_ms IS NULL RETURNING unit_id",
+            name,
+            now_ms,
+            log,
+            one.unit_id,
+        )
+        if changed:
+            done.add(one.unit_id)
+            add_filtered(tx, own_log(name), one.entry(now_ms))
+    if done:
+        tx.run(
+            "UPDATE consumers SET settled = settled + ?1, acknowledged = acknowledged + ?2"
+            " WHERE name = ?3",
+            len(done),
+            count,
+            name,
+        )
+    return [id_ for id_ in dict.fromkeys(one.unit_id for one in settlements) if id_ in done]

