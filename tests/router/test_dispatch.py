@@ -1,4 +1,4 @@
-"""What a gateway's leases cost: the messages of one `Dispatch` stream."""
+"""A gateway's leases over the wire: the messages of a `Dispatch` stream, and its waits."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,15 +9,27 @@ import grpc
 import pytest
 
 from rollmesh.mesh.leases import LeaseClient
+from rollmesh.router import dispatch
+from rollmesh.router.circuit import CircuitState
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.leases import Engine, LeaseTable
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import LeaseTable
 from rollmesh.router.members import Members
 from rollmesh.router.servicer import RouterServicer
 from rollmesh.router.weights.models import Models
-from rollmesh.runtime.errors import EngineFaultError, InvalidFieldError
+from rollmesh.runtime.errors import (
+    EngineDeadError,
+    EngineFaultError,
+    EnginesBusyError,
+    InvalidFieldError,
+    NoEngineError,
+    OverloadedError,
+    RemoteError,
+)
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
 from rollmesh.v1 import router_pb2, router_pb2_grpc
+from tests.waiting import until
 
 
 class NotingRouter(RouterServicer):
@@ -26,7 +38,7 @@ class NotingRouter(RouterServicer):
     def __init__(self, data_dir: Path) -> None:
         self.table = LeaseTable()
         members = Members(10_000)
-        models = Models(self.table, members, data_dir)
+        models = Models(self.table.fleet, members, data_dir)
         super().__init__(self.table, members, models, RouterConfig(data_dir=data_dir))
         self.messages: list[router_pb2.DispatchRequest] = []
         self.address = ""
@@ -57,11 +69,12 @@ async def noting_router(data_dir: Path) -> AsyncIterator[NotingRouter]:
     server = grpc.aio.server(interceptors=[RpcInterceptor()])
     router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
     router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
-        yield router
-    finally:
-        await server.stop(0)
+    async with router.running():
+        await server.start()
+        try:
+            yield router
+        finally:
+            await server.stop(0)
 
 
 async def test_each_turn_of_a_busy_gateway_costs_one_message(tmp_path: Path) -> None:
@@ -129,3 +142,151 @@ async def test_a_message_that_says_nothing_new_is_refused(
         with pytest.raises(InvalidFieldError) as caught, typed_errors():
             await call.read()
     assert caught.value.field == field
+
+
+async def test_a_request_waits_in_the_router_and_is_sent_once(tmp_path: Path) -> None:
+    async with noting_router(tmp_path) as router, LeaseClient(router.address, "g") as leases:
+        router.table.add_engine(Engine("a", "127.0.0.1:9", "policy", 1))
+        order: list[str] = []
+
+        async def turn(session_id: str) -> None:
+            async with leases.lease(session_id=session_id, deadline_ms=60_000):
+                order.append(session_id)
+
+        async with asyncio.TaskGroup() as tasks:
+            async with leases.lease(session_id="first", deadline_ms=60_000):
+                for session_id in ("s", "s", "t"):
+                    tasks.create_task(turn(session_id))
+                    expected = len(order) + router.table.waiting + 1
+                    await until(lambda: router.table.waiting >= expected)  # noqa: B023
+                assert router.table.waiting == 3
+        assert order == ["s", "t", "s"]  # a session's second request waits for the other session
+        asked = [message.acquire.session_id for message in router.messages if message.acquire]
+        assert [one for one in asked if one] == ["first", "s", "s", "t"]
+        await until(lambda: router.leases == 0)
+
+
+async def test_a_cancelled_request_leaves_the_queue(tmp_path: Path) -> None:
+    async with noting_router(tmp_path) as router, LeaseClient(router.address, "g") as leases:
+        router.table.remove_engine("a")
+
+        async def wait() -> None:
+            async with leases.lease(session_id="s", deadline_ms=60_000):
+                pass
+
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(wait())
+            await until(lambda: router.table.waiting == 1)
+            waiting.cancel()
+            await until(lambda: router.table.waiting == 0)
+        router.table.add_engine(Engine("a", "127.0.0.1:9", "policy", 1))
+        async with leases.lease(session_id="t", deadline_ms=60_000) as grant:
+            assert grant.engine_id == "a"
+
+
+async def test_an_engine_that_joins_ends_the_waits_of_all_gateways(tmp_path: Path) -> None:
+    async with (
+        noting_router(tmp_path) as router,
+        LeaseClient(router.address, "g") as one,
+        LeaseClient(router.address, "h") as other,
+    ):
+        router.table.remove_engine("a")
+
+        async def turn(leases: LeaseClient) -> str:
+            async with leases.lease(session_id="s", deadline_ms=60_000) as grant:
+                return grant.engine_id
+
+        async with asyncio.TaskGroup() as tasks:
+            turns = [tasks.create_task(turn(leases)) for leases in (one, other)]
+            await until(lambda: router.table.waiting == 2)
+            router.table.add_engine(Engine("b", "127.0.0.1:9", "policy", 1))
+        assert [task.result() for task in turns] == ["b", "b"]
+
+
+async def test_a_wait_that_is_over_says_why_and_when_to_come_back(tmp_path: Path) -> None:
+    async with noting_router(tmp_path) as router, LeaseClient(router.address, "g") as leases:
+        router.table.add_engine(Engine("a", "127.0.0.1:9", "policy", 1))
+        async with leases.lease(session_id="s", deadline_ms=60_000):
+            with pytest.raises(EnginesBusyError, match="all 1 engines are full") as busy:
+                async with leases.lease(session_id="t", deadline_ms=50):
+                    pass
+            router.table.remove_engine("a")
+            with pytest.raises(NoEngineError, match="none of 0 engines") as none:
+                async with leases.lease(session_id="t", deadline_ms=50):
+                    pass
+        assert (busy.value.retry_delay_ms or 0) >= 1000
+        assert (none.value.retry_delay_ms or 0) >= 1000
+        assert router.table.waiting == 0
+
+
+async def test_a_gateway_that_leaves_takes_its_waits_along(tmp_path: Path) -> None:
+    async with noting_router(tmp_path) as router:
+        router.table.remove_engine("a")
+
+        async def wait(leases: LeaseClient) -> None:
+            async with leases.lease(session_id="s", deadline_ms=60_000):
+                pass
+
+        async with asyncio.TaskGroup() as tasks:
+            async with LeaseClient(router.address, "g") as leases:
+                waiting = tasks.create_task(wait(leases))
+                await until(lambda: router.table.waiting == 1)
+            waiting.cancel()
+            await until(lambda: router.table.is_clear)
+
+
+async def lose(leases: LeaseClient, error: Exception) -> None:
+    async with leases.lease(session_id="s", deadline_ms=60_000):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "opens"),
+    [
+        pytest.param(EngineDeadError("it died"), True, id="dead"),
+        pytest.param(RemoteError("connection refused", "UNAVAILABLE"), True, id="unreachable"),
+        pytest.param(RemoteError("slow down", "RESOURCE_EXHAUSTED"), False, id="backpressure"),
+        pytest.param(InvalidFieldError("stop", "is wrong"), False, id="a-clients-error"),
+        pytest.param(asyncio.CancelledError(), False, id="cancelled"),
+    ],
+)
+async def test_lost_turns_open_the_circuit_of_their_engine_and_no_others_do(
+    tmp_path: Path, *, error: Exception, opens: bool
+) -> None:
+    async with noting_router(tmp_path) as router, LeaseClient(router.address, "g") as leases:
+        for _ in range(3):
+            with pytest.raises(type(error)):
+                await lose(leases, error)
+        await until(lambda: router.leases == 0)
+        assert router.table.fleet.open_circuits == int(opens)
+        async with leases.lease(session_id="s", deadline_ms=60_000):  # a probe, after a second
+            pass
+        await until(lambda: router.leases == 0)
+        assert router.table.engines["a"].circuit.state is CircuitState.CLOSED
+
+
+async def test_a_gateway_that_does_not_read_loses_its_stream_and_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_MAX_UNREAD", 4)
+    read = asyncio.Event()
+
+    async def requests() -> AsyncIterator[router_pb2.DispatchRequest]:
+        yield router_pb2.DispatchRequest(hello=router_pb2.DispatchHello())
+        for at in range(100):
+            acquire = router_pb2.AcquireLease(lease_id=str(at), session_id=f"s{at}")
+            yield router_pb2.DispatchRequest(acquire=acquire)
+            await read.wait()
+
+    async with noting_router(tmp_path) as router, LeaseClient(router.address, "h") as leases:
+        async with leases.lease(session_id="other", deadline_ms=60_000):
+            slow = RouterServicer.Dispatch(router, requests(), None)  # type: ignore[arg-type]
+            responses = aiter(slow)
+            await anext(responses)
+            assert router.leases == 2
+            read.set()
+            await until(lambda: router.leases == 1)  # the other's
+            with pytest.raises(OverloadedError, match="unread"):
+                await anext(responses)
+        async with leases.lease(session_id="other", deadline_ms=60_000):
+            assert router.leases == 1

@@ -1,56 +1,16 @@
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollmesh.router.leases import Engine, LeaseTable, Target, pick
+from rollmesh.router.engines import Engine, Target
+from rollmesh.router.leases import LeaseTable
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidLeaseError,
     NoEngineError,
-    RollmeshError,
 )
 from rollmesh.v1 import router_pb2 as pb
-
-
-def engine(name: str, sessions: int = 0, leases: int = 0, picked: int = 0) -> Engine:
-    held = {f"{name}-{at}" for at in range(sessions)}
-    return Engine(name, f"{name}:1", "m", 8, leases=leases, sessions=held, last_picked=picked)
-
-
-@pytest.mark.parametrize(
-    ("engines", "placed", "sibling", "mean", "chosen"),
-    [
-        pytest.param([], None, None, 0, None, id="nobody"),
-        pytest.param([engine("a", 2), engine("b", 1)], None, None, 1.5, "b", id="fewest-sessions"),
-        pytest.param(
-            [engine("a", 1, 3), engine("b", 1, 2)], None, None, 1, "b", id="fewest-leases"
-        ),
-        pytest.param(
-            [engine("a", picked=2), engine("b", picked=1)], None, None, 0, "b", id="ties-rotate"
-        ),
-        pytest.param([engine("a", 5), engine("b")], 0, None, 2.5, "a", id="sticky"),
-        pytest.param([engine("a", 5), engine("b")], None, 0, 2.5, "a", id="sibling-shares"),
-        pytest.param([engine("a", 20), engine("b")], 0, None, 10, "b", id="sticky-but-overloaded"),
-        pytest.param([engine("a", 12), engine("b")], 0, None, 6, "a", id="factor-without-margin"),
-        pytest.param([engine("a", 30), engine("b", 26)], 0, None, 28, "a", id="neither-bound"),
-        pytest.param([engine("a", 20), engine("b")], None, 0, 10, "b", id="sibling-overloaded"),
-        pytest.param([engine("a", 24), engine("b")], 0, None, 16, "a", id="margin-and-at-factor"),
-        pytest.param([engine("a", 18), engine("b")], 0, None, 10, "b", id="factor-and-at-margin"),
-    ],
-)
-def test_picking(
-    engines: list[Engine], placed: int | None, sibling: int | None, mean: float, chosen: str | None
-) -> None:
-    found = pick(
-        engines,
-        placed=None if placed is None else engines[placed],
-        sibling=None if sibling is None else engines[sibling],
-        mean_sessions=mean,
-    )
-    assert (found and found.engine_id) == chosen
 
 
 def table(*names: str, capacity: int = 8) -> LeaseTable:
@@ -61,7 +21,14 @@ def table(*names: str, capacity: int = 8) -> LeaseTable:
     return result
 
 
-def granted(grant: pb.LeaseGrant) -> str:
+def change(leases: LeaseTable, name: str, **state: Any) -> None:
+    for attribute, value in state.items():
+        setattr(leases.engines[name], attribute, value)
+    leases.fleet.changed(leases.engines[name])
+
+
+def granted(grant: pb.LeaseGrant | None) -> str:
+    assert grant is not None
     return grant.engine_id
 
 
@@ -78,6 +45,12 @@ def hello(
     [
         pytest.param(
             {"draining": True}, pb.EXCLUSION_REASON_DRAINING, "it is draining", id="draining"
+        ),
+        pytest.param(
+            {"sleeping": True},
+            pb.EXCLUSION_REASON_SLEEPING,
+            "it sleeps; wake it up",
+            id="sleeping",
         ),
         pytest.param(
             {"policy_version": 1},
@@ -110,12 +83,11 @@ def test_an_unfit_engine_is_not_leased_even_to_its_own_session(
 ) -> None:
     leases = table("a", "b")
     first = granted(leases.acquire("g", "1", "s"))
-    leases.targets["m"] = Target(2, "x")
     for engine in leases.engines.values():
-        engine.policy_version, engine.push_id = leases.targets["m"]
-    for name, value in unfit.items():
-        setattr(leases.engines[first], name, value)
-    found = leases.exclusion(leases.engines[first])
+        change(leases, engine.engine_id, policy_version=2, push_id="x")
+    leases.fleet.aim("m", Target(2, "x"), None)
+    change(leases, first, **unfit)
+    found = leases.fleet.exclusion(leases.engines[first])
     assert found == pb.Exclusion(reason=reason, explanation=why)
     assert granted(leases.acquire("g", "2", "s")) != first
 
@@ -145,11 +117,11 @@ def test_models_and_tokenizers_are_never_mixed(
     leases.open_stream("g", gateway)
     if not why:
         assert granted(leases.acquire("g", "1", "s")) == "a"
-        assert leases.exclusion(added) is None
+        assert leases.fleet.exclusion(added) is None
         return
     with pytest.raises(NoEngineError, match=why):
         leases.acquire("g", "1", "s")
-    found = leases.exclusion(added)
+    found = leases.fleet.exclusion(added)
     if gateway.model != model:
         assert found is None
         return
@@ -159,7 +131,7 @@ def test_models_and_tokenizers_are_never_mixed(
 
 def test_a_grant_names_the_engine_its_address_and_its_weights() -> None:
     leases = table("a")
-    leases.engines["a"].policy_version = 3
+    change(leases, "a", policy_version=3)
     assert leases.acquire("g", "1", "s") == pb.LeaseGrant(
         engine_id="a", address="a:1", policy_version=3
     )
@@ -195,14 +167,14 @@ def test_an_engine_with_a_fault_is_out_until_it_registers_anew() -> None:
     leases = table("a", "b")
     first = granted(leases.acquire("g", "1", "s"))
     assert leases.take_out("g", "1", "it lies") is leases.engines[first]
-    found = leases.exclusion(leases.engines[first])
+    found = leases.fleet.exclusion(leases.engines[first])
     assert found
     assert (found.reason, "it lies" in found.explanation) == (pb.EXCLUSION_REASON_FAULT, True)
     assert granted(leases.acquire("g", "2", "s")) != first
     assert leases.take_out("g", "unknown", "it lies") is None
     assert leases.take_out("nobody", "1", "it lies") is None
     leases.add_engine(Engine(first, "x:1", "m", 8))
-    assert leases.exclusion(leases.engines[first]) is None
+    assert leases.fleet.exclusion(leases.engines[first]) is None
 
 
 def test_a_full_mesh_names_the_reason_and_the_delay() -> None:
@@ -225,8 +197,8 @@ def test_an_excluded_engine_is_left_out() -> None:
 def test_a_refusal_says_of_the_first_three_engines_why_each_cannot_serve() -> None:
     leases = table("a", "b", "c", "d")
     leases.open_stream("h", hello("m", name="h"))
-    leases.engines["b"].draining = True
-    leases.engines["c"].fault = "it lies"
+    change(leases, "b", draining=True)
+    change(leases, "c", fault="it lies")
     for stream, of_model in (("g", ""), ("h", " of model 'm'")):
         with pytest.raises(NoEngineError) as refusal:
             leases.acquire(stream, "1", "s", excluded=["a", "d"])
@@ -239,15 +211,15 @@ def test_a_refusal_says_of_the_first_three_engines_why_each_cannot_serve() -> No
 def test_a_gateway_that_left_takes_its_sessions_along_and_no_others() -> None:
     leases = table("a", "b")
     leases.open_stream("h", hello("m", "bb", name="h"))
-    leases.engines["a"].tokenizer_sha256 = "aa"
+    change(leases, "a", tokenizer_sha256="aa")
     assert granted(leases.acquire("g", "1", "s", excluded=["b"])) == "a"
     assert granted(leases.acquire("h", "1", "t")) == "b"
-    found = leases.exclusion(leases.engines["a"])
+    found = leases.fleet.exclusion(leases.engines["a"])
     assert found
     assert "gateway h" in found.explanation
     leases.close_stream("h")
     assert (leases.engines["a"].sessions, leases.engines["b"].sessions) == ({"s"}, set())
-    assert leases.exclusion(leases.engines["a"]) is None
+    assert leases.fleet.exclusion(leases.engines["a"]) is None
 
 
 def test_nothing_is_kept_of_sessions_and_gateways_that_are_gone() -> None:
@@ -260,7 +232,7 @@ def test_nothing_is_kept_of_sessions_and_gateways_that_are_gone() -> None:
     for stream in "gh":
         leases.close_stream(stream)
     assert not leases.engines["a"].sessions
-    assert {name for name, state in vars(leases).items() if state} == {"engines", "_picks"}
+    assert leases.is_clear
 
 
 def test_siblings_of_a_group_share_and_strangers_spread() -> None:
@@ -292,7 +264,7 @@ def test_a_session_has_the_group_that_was_named_last() -> None:
     granted(leases.acquire("g", "4", "s"))
     assert granted(leases.acquire("g", "5", "u", group_id="y")) == "a"
     leases.close_stream("g")
-    assert {name for name, state in vars(leases).items() if state} == {"engines", "_picks"}
+    assert leases.is_clear
 
 
 def test_a_removed_engine_takes_its_sessions_and_leases_along_and_no_others() -> None:
@@ -309,91 +281,234 @@ def test_a_removed_engine_takes_its_sessions_and_leases_along_and_no_others() ->
     assert [leases.engines[name].sessions for name in "abc"] == [set(), {"s1", "s2"}, set()]
 
 
-class LeaseMachine(RuleBasedStateMachine):
-    """Any order of events, compared with a plain dict of leases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = LeaseTable()
-        self.held: dict[tuple[str, str], str] = {}
-        self.count = 0
-
-    streams = st.sampled_from(["g1", "g2"])
-    engines = st.sampled_from(["a", "b", "c"])
-    sessions = st.sampled_from(["s1", "s2", "s3", "s4"])
-
-    @rule(name=engines, capacity=st.integers(1, 3))
-    def engine_comes(self, name: str, capacity: int) -> None:
-        self._forget_engine(name)
-        self.table.add_engine(Engine(name, f"{name}:1", "m", capacity))
-
-    @rule(name=engines)
-    def engine_goes(self, name: str) -> None:
-        self._forget_engine(name)
-        self.table.remove_engine(name)
-
-    @rule(stream=streams)
-    def stream_opens(self, stream: str) -> None:
-        if stream not in self.table._held:  # noqa: SLF001 - the model mirrors it
-            self.table.open_stream(stream, hello())
-
-    @rule(stream=streams)
-    def stream_ends(self, stream: str) -> None:
-        self.table.close_stream(stream)
-        self.held = {key: at for key, at in self.held.items() if key[0] != stream}
-
-    @precondition(lambda self: self.table._held)  # noqa: SLF001
-    @rule(data=st.data(), session=sessions, group=st.sampled_from(["", "x"]))
-    def acquire(self, data: st.DataObject, session: str, group: str) -> None:
-        stream = data.draw(st.sampled_from(sorted(self.table._held)))  # noqa: SLF001
-        self.count += 1
-        lease = str(self.count)
-        with suppress(RollmeshError):
-            grant = self.table.acquire(stream, lease, session, group_id=group)
-            self.held[stream, lease] = grant.engine_id
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        stream, lease = data.draw(st.sampled_from(sorted(self.held)))
-        del self.held[stream, lease]
-        self.table.release(stream, lease)
-
-    @rule(stream=streams, lease=st.sampled_from(["0", "1", "2", "nobody"]))
-    def release_twice_or_unknown(self, stream: str, lease: str) -> None:
-        self.held.pop((stream, lease), None)
-        self.table.release(stream, lease)
-
-    @rule(session=sessions)
-    def forget(self, session: str) -> None:
-        self.table.forget(session)
-
-    @invariant()
-    def counts_are_what_is_held(self) -> None:
-        for name, one in self.table.engines.items():
-            held = sum(at == name for at in self.held.values())
-            assert one.leases == held <= one.capacity, repr(self.table)
-
-    @invariant()
-    def a_session_is_at_one_engine_at_most(self) -> None:
-        placed = [session for one in self.table.engines.values() for session in one.sessions]
-        assert len(placed) == len(set(placed))
-
-    def _forget_engine(self, name: str) -> None:
-        self.held = {key: at for key, at in self.held.items() if at != name}
-
-
-TestLeaseMachine = LeaseMachine.TestCase
-TestLeaseMachine.settings = settings(stateful_step_count=40)
-
-
 def test_weights_of_an_offer_are_leased_once_they_are_accepted() -> None:
     leases, offer = table("a", "b"), Target(1, "push")
-    leases.engines["b"].policy_version, leases.engines["b"].push_id = offer
-    assert not leases.fenced(leases.engines["b"])  # of a push that was forgotten, perhaps
-    leases.offered["m"] = offer
+    change(leases, "b", policy_version=1, push_id="push")
+    assert not leases.fleet.fenced(leases.engines["b"])  # of a push that was forgotten, perhaps
+    leases.fleet.aim("m", None, offer)
     assert {granted(leases.acquire("g", str(at), f"s{at}")) for at in range(4)} == {"a"}
     with pytest.raises(NoEngineError, match="not accepted yet"):
         leases.acquire("g", "more", "t", excluded=["a"])
-    leases.targets["m"] = offer
+    leases.fleet.aim("m", offer, None)
     assert granted(leases.acquire("g", "last", "u")) == "b"
+
+
+def ended(leases: LeaseTable, now_ms: int) -> dict[str, str]:
+    """Ends the waits that can end: the engine of each lease, or the reason of its refusal."""
+    return {
+        one.lease_id: one.result.engine_id
+        if isinstance(one.result, pb.LeaseGrant)
+        else one.result.reason
+        for one in leases.settle(now_ms)
+    }
+
+
+def test_a_request_waits_for_a_place_and_gets_it_when_one_is_free() -> None:
+    leases = table("a", capacity=1)
+    granted(leases.acquire("g", "1", "s", now_ms=10))
+    assert leases.acquire("g", "2", "t", wait_ms=100, now_ms=10) is None
+    assert (ended(leases, 20), leases.due_ms(20), leases.waiting) == ({}, 110, 1)
+    leases.release("g", "1", now_ms=30)
+    assert leases.due_ms(30) == 30
+    (settled,) = leases.settle(30)
+    assert (settled.stream_id, settled.lease_id, settled.waited_ms) == ("g", "2", 20)
+    assert (leases.engines["a"].leases, leases.waiting, leases.due_ms(30)) == (1, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("before", "event"),
+    [
+        pytest.param({}, lambda one: one.release("h", "1"), id="a-lease-ends"),
+        pytest.param({}, lambda one: one.close_stream("h"), id="another-gateway-leaves"),
+        pytest.param(
+            {}, lambda one: one.add_engine(Engine("b", "b:1", "m", 1)), id="an-engine-joins"
+        ),
+        pytest.param(
+            {"draining": True}, lambda one: change(one, "c", draining=False), id="drains-no-more"
+        ),
+        pytest.param(
+            {"sleeping": True}, lambda one: change(one, "c", sleeping=False), id="wakes-up"
+        ),
+        pytest.param(
+            {"policy_version": 1},
+            lambda one: change(one, "c", policy_version=0),
+            id="becomes-current",
+        ),
+        pytest.param(
+            {"policy_version": 1},
+            lambda one: one.fleet.aim("m", Target(1, ""), None),
+            id="the-target-changes",
+        ),
+    ],
+)
+def test_whatever_brings_a_place_ends_a_wait(
+    before: dict[str, Any], event: Callable[[LeaseTable], None]
+) -> None:
+    leases = table("a", capacity=1)
+    leases.open_stream("h", hello())
+    leases.fleet.aim("m", Target(0, ""), None)
+    granted(leases.acquire("h", "1", "s"))
+    if before:
+        leases.add_engine(Engine("c", "c:1", "m", 1))
+        change(leases, "c", **before)
+    assert leases.acquire("g", "2", "t", wait_ms=100) is None
+    assert ended(leases, 1) == {}
+    event(leases)
+    assert list(ended(leases, 1)) == ["2"]
+
+
+def test_a_wait_ends_at_its_deadline_with_the_reason() -> None:
+    leases = table("a", capacity=1)
+    granted(leases.acquire("g", "1", "s"))
+    leases.open_stream("h", hello("other"))
+    assert leases.acquire("g", "2", "t", wait_ms=100) is None
+    assert leases.acquire("h", "3", "u", wait_ms=50) is None
+    assert ended(leases, 49) == {}
+    assert ended(leases, 50) == {"3": "NO_ENGINE"}
+    assert ended(leases, 100) == {"2": "ENGINES_BUSY"}
+
+
+def test_a_full_queue_refuses_with_a_delay_that_is_estimated_from_its_pace() -> None:
+    leases = LeaseTable(queue_limit=3)
+    leases.add_engine(Engine("a", "a:1", "m", 1))
+    leases.open_stream("g", hello())
+    for at in range(5):  # a slot becomes free every 300 ms
+        granted(leases.acquire("g", f"before-{at}", "s", now_ms=at * 300))
+        leases.release("g", f"before-{at}", now_ms=at * 300 + 300)
+    granted(leases.acquire("g", "1", "s", now_ms=1500))
+    for at in range(3):
+        assert leases.acquire("g", f"waits-{at}", "s", wait_ms=9000, now_ms=1500) is None
+    with pytest.raises(EnginesBusyError, match="3 requests wait") as refusal:
+        leases.acquire("g", "2", "t", wait_ms=9000, now_ms=1800)
+    assert refusal.value.retry_delay_ms == 4 * 300  # three wait before it
+
+
+def test_the_estimated_delay_has_bounds() -> None:
+    leases = table("a", capacity=1)
+    granted(leases.acquire("g", "1", "s"))
+    delays = []
+    for now_ms in (0, 10, 10_000_000):
+        with pytest.raises(EnginesBusyError) as refusal:
+            leases.acquire("g", "2", "t", now_ms=now_ms)
+        delays.append(refusal.value.retry_delay_ms)
+        leases.release("g", "1", now_ms=now_ms)
+        granted(leases.acquire("g", "1", "s", now_ms=now_ms))
+    assert delays == [1_000, 100, 60_000]  # nothing is known, and then too little and too much
+
+
+def test_a_cancelled_wait_leaves_the_queue_and_so_do_those_of_a_stream_that_ends() -> None:
+    leases = table("a", capacity=1)
+    leases.open_stream("h", hello())
+    granted(leases.acquire("g", "1", "s"))
+    assert leases.acquire("g", "2", "t", wait_ms=100) is None
+    assert leases.acquire("h", "3", "u", wait_ms=100) is None
+    leases.release("g", "2")
+    leases.close_stream("h")
+    leases.release("g", "1")
+    assert (leases.waiting, ended(leases, 100)) == (0, {})
+    leases.close_stream("g")
+    assert leases.is_clear
+
+
+def test_an_excluded_engine_is_taken_after_a_while_if_no_other_fits() -> None:
+    leases = table("a", capacity=2)
+    assert leases.acquire("g", "1", "s", excluded=["a"], wait_ms=1000) is None
+    assert leases.acquire("g", "2", "s", excluded=["a"], wait_ms=150) is None
+    assert leases.due_ms(0) == 150
+    assert ended(leases, 149) == {}
+    assert ended(leases, 150) == {"2": "a"}
+    assert leases.due_ms(150) == 200
+    assert ended(leases, 199) == {}
+    assert ended(leases, 200) == {"1": "a"}
+
+
+def test_an_excluded_engine_is_not_taken_while_another_is_only_full() -> None:
+    leases = table("a", "b", capacity=1)
+    granted(leases.acquire("g", "1", "s", excluded=["a"]))
+    assert leases.acquire("g", "2", "t", excluded=["a"], wait_ms=1000) is None
+    assert ended(leases, 999) == {}
+    leases.remove_engine("b")
+    assert ended(leases, 999) == {"2": "a"}
+
+
+def test_an_engine_that_was_restarted_is_another() -> None:
+    leases = table("a")
+    assert leases.acquire("g", "1", "s", excluded=["a"], wait_ms=1000) is None
+    leases.add_engine(Engine("a", "a:2", "m", 8))
+    assert ended(leases, 1) == {"1": "a"}
+
+
+def test_a_wait_without_a_model_ends_when_the_mesh_has_several() -> None:
+    leases = table("a", capacity=1)
+    granted(leases.acquire("g", "1", "s"))
+    assert leases.acquire("g", "2", "s", wait_ms=1000) is None
+    leases.add_engine(Engine("b", "b:1", "other", 8))
+    assert ended(leases, 1) == {"2": "INVALID_LEASE"}
+
+
+def test_one_step_ends_a_bounded_number_of_waits() -> None:
+    leases = table("a", capacity=1)
+    leases.remove_engine("a")
+    for at in range(600):
+        assert leases.acquire("g", str(at), f"s{at}", wait_ms=1000) is None
+    leases.add_engine(Engine("a", "a:1", "m", 500))
+    assert [len(ended(leases, 1)), leases.due_ms(1)] == [256, 1]
+    assert [len(ended(leases, 1)), leases.due_ms(1)] == [244, 1000]
+    assert [len(ended(leases, 1000)), leases.due_ms(1000)] == [100, None]
+
+
+def test_a_sleeping_engine_is_waited_for_and_a_paused_one_is_used_if_there_is_no_other() -> None:
+    leases = table("a", "b", capacity=1)
+    change(leases, "a", paused=True)
+    change(leases, "b", sleeping=True)
+    assert granted(leases.acquire("g", "1", "s")) == "a"
+    assert leases.acquire("g", "2", "t", wait_ms=100) is None
+    change(leases, "b", sleeping=False)
+    assert ended(leases, 1) == {"2": "b"}
+    leases.release("g", "1")
+    leases.release("g", "2")
+    assert granted(leases.acquire("g", "3", "s")) == "b"  # it was on the one that is paused
+
+
+def lose(leases: LeaseTable, lease_id: str, now_ms: int, engine: str = "a") -> None:
+    assert granted(leases.acquire("g", lease_id, "s", now_ms=now_ms)) == engine
+    leases.release("g", lease_id, pb.LEASE_OUTCOME_LOST, now_ms=now_ms)
+
+
+def test_an_engine_on_which_turns_are_lost_gets_none_for_a_while_and_then_one() -> None:
+    leases, states = table("a"), list[str]()
+    leases.fleet.on_circuit = lambda engine: states.append(engine.circuit.state.value)
+    for at in "123":
+        lose(leases, at, 10)
+    found = leases.fleet.exclusion(leases.engines["a"])
+    assert found
+    assert found.reason == pb.EXCLUSION_REASON_CIRCUIT_OPEN
+    assert (leases.fleet.open_circuits, leases.due_ms(10)) == (1, 1010)
+    with pytest.raises(NoEngineError, match="its circuit is open"):
+        leases.acquire("g", "4", "s", now_ms=1009)
+    assert leases.acquire("g", "5", "s", wait_ms=9000, now_ms=1009) is None
+    assert leases.acquire("g", "6", "t", wait_ms=9000, now_ms=1009) is None
+    assert ended(leases, 1010) == {"5": "a"}
+    leases.release("g", "5", pb.LEASE_OUTCOME_ANSWERED, now_ms=1020)
+    assert ended(leases, 1020) == {"6": "a"}
+    assert states == ["open", "half-open", "closed"]
+    assert (leases.fleet.exclusion(leases.engines["a"]), leases.fleet.open_circuits) == (None, 0)
+
+
+def test_an_engine_that_registers_again_has_a_closed_circuit() -> None:
+    leases = table("a")
+    for at in "123":
+        lose(leases, at, 10)
+    leases.add_engine(Engine("a", "a:1", "m", 8))
+    assert granted(leases.acquire("g", "4", "s", now_ms=11)) == "a"
+    assert leases.due_ms(11) is None
+
+
+def test_turns_that_end_after_their_engine_has_left_change_nothing() -> None:
+    leases = table("a", "b")
+    for at in range(8):
+        granted(leases.acquire("g", str(at), "s", excluded=["b"]))
+    leases.add_engine(Engine("a", "a:1", "m", 8))
+    for at in range(8):
+        leases.release("g", str(at), pb.LEASE_OUTCOME_LOST)
+    assert leases.fleet.exclusion(leases.engines["a"]) is None

@@ -178,6 +178,30 @@ async def test_members_and_gateways_come_back_to_a_restarted_router(tmp_path: Pa
             assert grant.engine_id == "engine-x"
 
 
+async def test_a_wait_goes_on_at_a_restarted_router_with_the_time_that_is_left(
+    tmp_path: Path,
+) -> None:
+    async with AsyncExitStack() as stack:
+        flags = {"data_dir": tmp_path / "router"}
+        first = await stack.enter_async_context(running("router", tmp_path, port=0, **flags))
+        leases = await stack.enter_async_context(LeaseClient(first.address, "g"))
+
+        async def turn(deadline_ms: int) -> str:
+            async with leases.lease(session_id="s", deadline_ms=deadline_ms) as grant:
+                return grant.engine_id
+
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        waiting = tasks.create_task(turn(60_000))
+        with pytest.raises(NoEngineError, match="none of 0 engines"):
+            await turn(100)  # the router has the first request too
+        await first.kill()
+        with pytest.raises(NoEngineError, match="no router"):
+            await turn(100)
+        await stack.enter_async_context(running("router", tmp_path, port=first.port, **flags))
+        await stack.enter_async_context(member(first))
+        assert await waiting == "engine-x"
+
+
 async def test_a_late_engine_gets_the_last_weights_before_it_is_leased(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(

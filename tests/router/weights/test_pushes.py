@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router.fleet import Fleet
 from rollmesh.router.members import Members
+from rollmesh.router.policies import least_active
 from rollmesh.router.weights.kept import KeptWeights
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes
@@ -19,7 +20,7 @@ async def models_in(folder: Path) -> Models:
     """Returns the models of a mesh with one gateway."""
     members = Members(silence_ms=10_000)
     await members.join(router_pb2.ReplicaHello(replica_id="g", model="policy"))
-    return Models(LeaseTable(), members, folder)
+    return Models(Fleet(least_active), members, folder)
 
 
 async def pushes_in(folder: Path) -> Pushes:

@@ -209,9 +209,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     is excluded. Or start an engine of the model.
     """
     ERROR_REASON_ENGINES_BUSY: _ErrorReason.ValueType  # 34
-    """RESOURCE_EXHAUSTED. Every engine has as many leases as it may.
+    """RESOURCE_EXHAUSTED. Every engine has as many leases as it may, and none became free before the
+    deadline or too many requests wait already.
 
-    Retry after the delay; OpenAI's SDKs do so by themselves. If it persists, add engines or raise
+    Retry after the delay, which is estimated from the queue; OpenAI's SDKs do so by themselves. If it persists, add engines or raise
     `--lease-capacity`.
     """
     ERROR_REASON_INVALID_LEASE: _ErrorReason.ValueType  # 35
@@ -495,9 +496,10 @@ Check that engines are registered and hold the current weights; ListReplicas say
 is excluded. Or start an engine of the model.
 """
 ERROR_REASON_ENGINES_BUSY: ErrorReason.ValueType  # 34
-"""RESOURCE_EXHAUSTED. Every engine has as many leases as it may.
+"""RESOURCE_EXHAUSTED. Every engine has as many leases as it may, and none became free before the
+deadline or too many requests wait already.
 
-Retry after the delay; OpenAI's SDKs do so by themselves. If it persists, add engines or raise
+Retry after the delay, which is estimated from the queue; OpenAI's SDKs do so by themselves. If it persists, add engines or raise
 `--lease-capacity`.
 """
 ERROR_REASON_INVALID_LEASE: ErrorReason.ValueType  # 35

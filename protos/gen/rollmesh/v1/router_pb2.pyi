@@ -45,6 +45,38 @@ REPLICA_KIND_GATEWAY: ReplicaKind.ValueType  # 2
 """A gateway."""
 Global___ReplicaKind: _TypeAlias = ReplicaKind  # noqa: Y015
 
+class _LeaseOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LeaseOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEASE_OUTCOME_UNSPECIFIED: _LeaseOutcome.ValueType  # 0
+    """Nothing: the turn was cancelled, was refused for want of capacity, or failed for a reason of its
+    own.
+    """
+    LEASE_OUTCOME_ANSWERED: _LeaseOutcome.ValueType  # 1
+    """The engine served the turn to its end."""
+    LEASE_OUTCOME_LOST: _LeaseOutcome.ValueType  # 2
+    """The engine could not be reached, or was lost during the turn. Several such turns in a row open
+    its circuit: it gets no leases for a while, then one at a time, until a turn is answered.
+    """
+
+class LeaseOutcome(_LeaseOutcome, metaclass=_LeaseOutcomeEnumTypeWrapper):
+    """What a turn says about the engine of its lease."""
+
+LEASE_OUTCOME_UNSPECIFIED: LeaseOutcome.ValueType  # 0
+"""Nothing: the turn was cancelled, was refused for want of capacity, or failed for a reason of its
+own.
+"""
+LEASE_OUTCOME_ANSWERED: LeaseOutcome.ValueType  # 1
+"""The engine served the turn to its end."""
+LEASE_OUTCOME_LOST: LeaseOutcome.ValueType  # 2
+"""The engine could not be reached, or was lost during the turn. Several such turns in a row open
+its circuit: it gets no leases for a while, then one at a time, until a turn is answered.
+"""
+Global___LeaseOutcome: _TypeAlias = LeaseOutcome  # noqa: Y015
+
 class _ExclusionReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -63,6 +95,10 @@ class _ExclusionReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Exclu
     """
     EXCLUSION_REASON_MISFIT: _ExclusionReason.ValueType  # 4
     """It has another tokenizer or vocabulary than a gateway of its model; that gateway cannot lease it."""
+    EXCLUSION_REASON_CIRCUIT_OPEN: _ExclusionReason.ValueType  # 5
+    """Gateways lost several turns on it in a row. It is tried again after a while."""
+    EXCLUSION_REASON_SLEEPING: _ExclusionReason.ValueType  # 6
+    """It sleeps."""
 
 class ExclusionReason(_ExclusionReason, metaclass=_ExclusionReasonEnumTypeWrapper):
     """Why an engine gets no leases. If several hold, the first of them."""
@@ -79,6 +115,10 @@ came over a transfer backend; then the next push does.
 """
 EXCLUSION_REASON_MISFIT: ExclusionReason.ValueType  # 4
 """It has another tokenizer or vocabulary than a gateway of its model; that gateway cannot lease it."""
+EXCLUSION_REASON_CIRCUIT_OPEN: ExclusionReason.ValueType  # 5
+"""Gateways lost several turns on it in a row. It is tried again after a while."""
+EXCLUSION_REASON_SLEEPING: ExclusionReason.ValueType  # 6
+"""It sleeps."""
 Global___ExclusionReason: _TypeAlias = ExclusionReason  # noqa: Y015
 
 @_typing.final
@@ -185,6 +225,8 @@ class ReplicaLoad(_message.Message):
     LIVE_SESSIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     PUSH_ID_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    SLEEPING_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights in use. Engines only."""
     running: _builtins.int
@@ -199,6 +241,12 @@ class ReplicaLoad(_message.Message):
     """Id of the push that brought the weights in use. Empty if they did not come from a router. Engines
     only.
     """
+    paused: _builtins.bool
+    """Whether sampling is paused: requests wait in the engine. It is leased only if no other engine
+    that fits has a slot. Engines only.
+    """
+    sleeping: _builtins.bool
+    """Whether it sleeps: its memory is given away. It is not leased until it wakes up. Engines only."""
     def __init__(
         self,
         *,
@@ -208,10 +256,12 @@ class ReplicaLoad(_message.Message):
         live_sessions: _builtins.int = ...,
         draining: _builtins.bool = ...,
         push_id: _builtins.str = ...,
+        paused: _builtins.bool = ...,
+        sleeping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "live_sessions", b"live_sessions", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "live_sessions", b"live_sessions", "paused", b"paused", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,15 +377,23 @@ class AcquireLease(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     EXCLUDED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, chosen by the gateway, unique on the stream."""
     session_id: _builtins.str
     """Id of the session. Its turns stay on one engine as long as the balance allows."""
     group_id: _builtins.str
     """Id of its group. May be empty."""
+    wait_ms: _builtins.int
+    """Longest wait for a slot, milliseconds from the time at which the router reads the message. 0
+    refuses at once if no slot is free. Waiting requests share the slots that become free evenly
+    among groups, then among sessions; the earliest deadline goes first where those are equal.
+    """
     @_builtins.property
     def excluded_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of engines that have failed this turn."""
+        """Ids of engines that have failed this turn. A request that waits gets one of them if no other
+        engine fits when it has waited 200 ms, or at its deadline.
+        """
 
     def __init__(
         self,
@@ -344,10 +402,11 @@ class AcquireLease(_message.Message):
         session_id: _builtins.str = ...,
         group_id: _builtins.str = ...,
         excluded_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,27 +414,31 @@ Global___AcquireLease: _TypeAlias = AcquireLease  # noqa: Y015
 
 @_typing.final
 class ReleaseLease(_message.Message):
-    """Releases a lease. Unknown ids are ignored."""
+    """Releases a lease, or cancels the wait for one. Unknown ids are ignored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     ENGINE_FAULT_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease."""
     engine_fault: _builtins.str
     """Describes an answer of the engine that cannot be right, for people. If it is set, the engine gets
     no leases until it registers again.
     """
+    outcome: Global___LeaseOutcome.ValueType
+    """What the turn says about the engine."""
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         engine_fault: _builtins.str = ...,
+        outcome: Global___LeaseOutcome.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_fault", b"engine_fault", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_fault", b"engine_fault", "lease_id", b"lease_id", "outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -405,7 +468,7 @@ Global___ForgetSession: _TypeAlias = ForgetSession  # noqa: Y015
 
 @_typing.final
 class DispatchResponse(_message.Message):
-    """The result of one `acquire`."""
+    """The result of one `acquire`. A wait that the gateway cancelled has none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -420,7 +483,10 @@ class DispatchResponse(_message.Message):
 
     @_builtins.property
     def refusal(self) -> _status_pb2.Status:
-        """It was refused: NO_ENGINE or ENGINES_BUSY with a retry delay, or INVALID_LEASE."""
+        """It was refused, at once or at its deadline: NO_ENGINE, or ENGINES_BUSY if every engine is full
+        or too many requests wait, with a retry delay that is estimated from the queue; or
+        INVALID_LEASE.
+        """
 
     def __init__(
         self,

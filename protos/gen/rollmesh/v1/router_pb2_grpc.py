@@ -93,7 +93,10 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Dispatch(self, request_iterator, context):
-        """Acquires and releases leases of engines. The end of the stream releases all of its leases.
+        """Acquires and releases leases of engines. Responses come in the order in which requests are
+        decided: a request may wait in the router while later ones are granted. The end of the stream
+        releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
+        unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

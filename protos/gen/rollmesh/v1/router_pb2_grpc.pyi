@@ -41,7 +41,11 @@ class RouterServiceStub:
     Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _grpc.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]
-    """Acquires and releases leases of engines. The end of the stream releases all of its leases."""
+    """Acquires and releases leases of engines. Responses come in the order in which requests are
+    decided: a request may wait in the router while later ones are granted. The end of the stream
+    releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
+    unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+    """
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]
     """Lists the members, and the weights of their models."""
     PauseEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.PauseEnginesRequest, _router_pb2.PauseEnginesResponse]
@@ -80,7 +84,11 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _aio.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]  # type: ignore[assignment]
-    """Acquires and releases leases of engines. The end of the stream releases all of its leases."""
+    """Acquires and releases leases of engines. Responses come in the order in which requests are
+    decided: a request may wait in the router while later ones are granted. The end of the stream
+    releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
+    unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+    """
     ListReplicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """Lists the members, and the weights of their models."""
     PauseEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.PauseEnginesRequest, _router_pb2.PauseEnginesResponse]  # type: ignore[assignment]
@@ -128,7 +136,11 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_router_pb2.DispatchRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.DispatchResponse], _abc.AsyncIterator[_router_pb2.DispatchResponse]]:
-        """Acquires and releases leases of engines. The end of the stream releases all of its leases."""
+        """Acquires and releases leases of engines. Responses come in the order in which requests are
+        decided: a request may wait in the router while later ones are granted. The end of the stream
+        releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
+        unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+        """
 
     @_abc_1.abstractmethod
     def ListReplicas(

@@ -81,7 +81,7 @@ class EngineService:
         return why
 
     async def _report(self) -> None:
-        """Reports a new policy version to the router at once."""
+        """Reports a new policy version, a pause and a sleep to the router at once."""
         while True:
             await self._servicer.weights.changed.wait()
             self._servicer.weights.changed.clear()
@@ -105,6 +105,8 @@ class EngineService:
             policy_version=load.policy_version,
             running=load.running,
             waiting=load.waiting,
+            paused=load.paused,
+            sleeping=load.sleeping,
             push_id=self._servicer.weights.push_id,
         )
 

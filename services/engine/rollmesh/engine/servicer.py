@@ -136,6 +136,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._check_model(request.model)
         check_pause_mode(request.mode, "mode")
         await self._repeats.once(request, lambda: self._backend.pause(request.mode))
+        self.weights.changed.set()
         return engine_pb2.PauseResponse()
 
     async def Resume(
@@ -143,6 +144,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> engine_pb2.ResumeResponse:
         self._check_model(request.model)
         await self._repeats.once(request, self._backend.resume)
+        self.weights.changed.set()
         return engine_pb2.ResumeResponse()
 
     async def UpdateWeights(
@@ -176,6 +178,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if level not in {1, 2}:
             raise InvalidFieldError("level", f"is {level}; give 1 or 2")
         await self._repeats.once(request, lambda: self._backend.sleep(level))
+        self.weights.changed.set()
         return engine_pb2.SleepResponse()
 
     async def WakeUp(
@@ -183,6 +186,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> engine_pb2.WakeUpResponse:
         self._check_model(request.model)
         await self._repeats.once(request, self._backend.wake_up)
+        self.weights.changed.set()
         return engine_pb2.WakeUpResponse()
 
     async def ResetPrefixCache(

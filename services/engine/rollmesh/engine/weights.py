@@ -27,7 +27,7 @@ class WeightUpdates:
         self.push_id = ""
         """Id of the push that delivered the current weights; empty for the initial weights."""
         self.changed = asyncio.Event()
-        """Set when the policy version may have changed."""
+        """Set when what the engine reports to the router may have changed."""
 
     async def join(self, init_info: dict[str, Any]) -> None:
         """Joins the trainer through the transfer backend.

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rollmesh.runtime.config import Bounds
+from rollmesh.router.policies import POLICIES
+from rollmesh.runtime.config import Bounds, OneOf
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
 
 
@@ -25,3 +26,13 @@ class RouterConfig(ServerConfig):
     max_version_step: Annotated[int, Bounds(1)] = 1_000_000
     """Largest step of the policy version from one push to the next. A larger step is refused as a
     mistake, because no lower version could be pushed after it."""
+    policy: Annotated[str, OneOf(tuple(POLICIES))] = "least_active_sticky"
+    """How an engine is picked for a turn."""
+    queue_limit: Annotated[int, Bounds(0)] = 16_384
+    """Maximum number of requests that wait for a lease; further ones are refused."""
+    circuit_losses: Annotated[int, Bounds(1)] = 3
+    """Turns that gateways lose in a row on an engine before it gets no leases for a while."""
+    circuit_first_ms: Annotated[int, Bounds(1)] = 1_000
+    """The first such while, milliseconds. It doubles each time the engine is tried in vain."""
+    circuit_longest_ms: Annotated[int, Bounds(1)] = 60_000
+    """The longest such while, milliseconds."""

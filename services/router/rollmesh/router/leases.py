@@ -1,156 +1,158 @@
-"""Engines, sessions and leases: plain state and one placement rule.
+"""Sessions, leases, and requests for leases: plain state and synchronous steps.
 
 Invariants after every step:
 
-* `engine.leases` is the number of leases on that engine; never negative.
-* `engine.sessions` is the set of sessions placed on that engine; a session has at most one engine.
-* A stream that ended holds no leases.
+* `engine.held` is the set of leases on that engine, at most its capacity.
+* A session has at most one engine.
+* A stream that ended holds no leases and waits for none.
+* After `settle`, no request waits while a slot is free that could serve it, unless `settle`
+  reached its limit; `due_ms` is then the present.
 """
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollmesh.runtime.errors import EnginesBusyError, InvalidLeaseError, NoEngineError
+from rollmesh.router.circuit import CircuitLimits
+from rollmesh.router.engines import Engine, Lease
+from rollmesh.router.fleet import Fleet
+from rollmesh.router.placements import Placements
+from rollmesh.router.policies import POLICIES, Policy, pick
+from rollmesh.router.pools import Choice, Pool
+from rollmesh.router.queue import Line, Queue, Waiting
+from rollmesh.runtime.errors import (
+    EnginesBusyError,
+    InvalidLeaseError,
+    NoEngineError,
+    RollmeshError,
+)
 from rollmesh.v1 import router_pb2
 
-IMBALANCE_FACTOR = 1.5
-"""A session leaves an engine with more than this many times the mean number of sessions ..."""
-IMBALANCE_MARGIN = 8
-"""... and at least this many more than the mean."""
-_NO_ENGINE_MS, _BUSY_MS = 200, 100
-_MOST_WHYS = 3
-
-
-class Target(NamedTuple):
-    """The weights that an engine of a model must hold to be leased."""
-
-    policy_version: int
-    push_id: str
+QUEUE_LIMIT = 16_384
+_NO_ENGINE_MS = 200
+_PATIENCE_MS = 200
+_MOST_SETTLED = 256
+_NONE: frozenset[Engine] = frozenset()
+_CIRCUITS = CircuitLimits()
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
-    """One engine."""
+class Request(Waiting):
+    """A request for a lease."""
 
-    engine_id: str
-    address: str
-    model: str
-    capacity: int
-    policy_version: int = 0
-    draining: bool = False
-    push_id: str = ""
-    """Id of the push that delivered its weights; empty for its initial weights."""
-    tokenizer_sha256: str = ""
-    """Empty if it has no tokenizer; such an engine is compatible with any gateway."""
-    vocabulary_tokens: int = 0
-    fault: str = ""
-    """The impossible answer that took it out of service. Cleared when it registers again."""
-    update_error: str = ""
-    """Why its last weight update failed; empty if it succeeded."""
-    leases: int = 0
-    sessions: set[str] = field(default_factory=set)
-    last_picked: int = 0
-    """Sequence number of its last pick, so that ties rotate."""
+    stream: "Stream"
+    lease_id: str
+    choice: Choice
+    """The engines that can serve it."""
 
 
-def misfit(engine: Engine, gateway: router_pb2.DispatchHello) -> str:
-    """Returns why an engine cannot serve a gateway of its model; empty if it can."""
-    if not engine.tokenizer_sha256 or not gateway.tokenizer_sha256:
-        return ""
-    if engine.tokenizer_sha256 != gateway.tokenizer_sha256:
-        return (
-            f"its tokenizer ({engine.tokenizer_sha256[:12]}) is not that of gateway "
-            f"{gateway.gateway_id} ({gateway.tokenizer_sha256[:12]})"
-        )
-    sizes = engine.vocabulary_tokens, gateway.vocabulary_tokens
-    if all(sizes) and sizes[0] != sizes[1]:
-        return f"it has {sizes[0]} token ids, and gateway {gateway.gateway_id} has {sizes[1]}"
-    return ""
+@dataclass(slots=True, eq=False)
+class Stream:
+    """The leases of one gateway."""
+
+    stream_id: str
+    hello: router_pb2.DispatchHello
+    pool: Pool
+    leases: dict[str, Lease] = field(default_factory=dict)
+    waiting: dict[str, Request] = field(default_factory=dict)
 
 
-def is_overloaded(engine: Engine, mean_sessions: float) -> bool:
-    """Returns whether sessions should leave an engine to balance the load."""
-    held = len(engine.sessions)
-    return held > IMBALANCE_FACTOR * mean_sessions and held >= mean_sessions + IMBALANCE_MARGIN
+class Settled(NamedTuple):
+    """The end of a wait."""
 
-
-def pick(
-    engines: Collection[Engine],
-    *,
-    placed: Engine | None,
-    sibling: Engine | None,
-    mean_sessions: float,
-) -> Engine | None:
-    """Picks one of the engines that can be leased now.
-
-    A session stays on its engine (`placed`), and a new session joins the siblings of its group
-    (`sibling`), unless that engine is overloaded. Otherwise the engine with the fewest sessions
-    wins; ties go to the fewest leases, then to the least recently picked.
-    """
-    for wanted in (placed, sibling):
-        if wanted is not None and wanted in engines and not is_overloaded(wanted, mean_sessions):
-            return wanted
-    return min(
-        engines,
-        key=lambda engine: (len(engine.sessions), engine.leases, engine.last_picked),
-        default=None,
-    )
+    stream_id: str
+    lease_id: str
+    waited_ms: int
+    result: router_pb2.LeaseGrant | RollmeshError
 
 
 class LeaseTable:
-    """The router's state; every method is one synchronous step."""
+    """The router's state; every method is one synchronous step.
 
-    def __init__(self) -> None:
-        """Starts empty."""
-        self.engines: dict[str, Engine] = {}
-        self.targets: dict[str, Target] = {}
-        """The weights that engines must hold, by model; none before the first push."""
-        self.offered: dict[str, Target] = {}
-        """Pushes that engines may hold although they are not accepted yet, by model."""
-        self._held: dict[str, dict[str, Engine]] = {}  # stream -> lease -> engine
-        self._gateways: dict[str, router_pb2.DispatchHello] = {}  # by stream
-        self._placed: dict[str, Engine] = {}  # by session
-        self._owners: dict[str, str] = {}  # session -> stream that used it last
-        self._group_of: dict[str, str] = {}
-        self._groups: dict[str, dict[str, None]] = {}  # group -> sessions, oldest first
-        self._picks = 0
+    Times are monotonic milliseconds. Call `settle` after steps that may free a slot.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy = POLICIES["least_active_sticky"],
+        queue_limit: int = QUEUE_LIMIT,
+        circuits: CircuitLimits = _CIRCUITS,
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            policy: How engines are picked.
+            queue_limit: Maximum number of requests that wait.
+            circuits: When the circuits of engines open.
+        """
+        self.fleet = Fleet(policy.rank)
+        self.engines = self.fleet.engines
+        """The engines by id."""
+        self.leases = 0
+        """Number of leases held."""
+        self._policy = policy
+        self._circuits = circuits
+        self._streams: dict[str, Stream] = {}
+        self._placements = Placements(self.fleet.touch)
+        self._queue: Queue[Choice, Request] = Queue(queue_limit)
+        self._asked = itertools.count(1)
+        self._picks = itertools.count(1)
 
     def __repr__(self) -> str:
-        """Returns the counts: "2 engines, 3 sessions, 1 leases"."""
-        leases = sum(map(len, self._held.values()))
-        return f"{len(self.engines)} engines, {len(self._placed)} sessions, {leases} leases"
+        """Returns the counts: "2 engines, 3 sessions, 1 leases, 0 waiting"."""
+        return (
+            f"{len(self.engines)} engines, {self.sessions} sessions, {self.leases} leases, "
+            f"{self.waiting} waiting"
+        )
+
+    @property
+    def sessions(self) -> int:
+        """Number of sessions placed on an engine."""
+        return self._placements.placed
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a lease."""
+        return len(self._queue)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether nothing is kept of any gateway, session or lease."""
+        gateways = self._streams or self.fleet.pools
+        return not (gateways or self._placements or self.waiting or self.leases)
 
     def add_engine(self, engine: Engine) -> None:
         """Adds an engine; the state of an earlier engine with the same id is dropped."""
         self.remove_engine(engine.engine_id)
-        self.engines[engine.engine_id] = engine
+        self.fleet.add(engine)
 
     def remove_engine(self, engine_id: str) -> None:
         """Removes an engine with its leases and placements."""
-        engine = self.engines.pop(engine_id, None)
+        engine = self.fleet.remove(engine_id)
         if engine is None:
             return
-        for session_id in tuple(engine.sessions):
-            self._unplace(session_id)
-        for leases in self._held.values():
-            for lease_id in [id_ for id_, holder in leases.items() if holder is engine]:
-                del leases[lease_id]
+        self._placements.forget_engine(engine)
+        for lease in tuple(engine.held):
+            del self._streams[lease.stream_id].leases[lease.lease_id]
+            self._free(lease)
 
     def open_stream(self, stream_id: str, gateway: router_pb2.DispatchHello) -> None:
         """Opens a gateway's stream."""
-        self._held[stream_id] = {}
-        self._gateways[stream_id] = gateway
+        self._streams[stream_id] = Stream(stream_id, gateway, self.fleet.join(gateway))
 
     def close_stream(self, stream_id: str) -> None:
-        """Closes a gateway's stream: releases its leases and forgets its sessions."""
-        for lease_id in tuple(self._held.get(stream_id, ())):
-            self.release(stream_id, lease_id)
-        self._held.pop(stream_id, None)
-        self._gateways.pop(stream_id, None)
-        for session_id in [id_ for id_, owner in self._owners.items() if owner == stream_id]:
-            self.forget(session_id)
+        """Closes a gateway's stream: ends its leases and waits, and forgets its sessions."""
+        stream = self._streams.pop(stream_id, None)
+        if stream is None:
+            return
+        for request in stream.waiting.values():
+            self._queue.remove(request)
+        for lease in stream.leases.values():
+            self._free(lease)
+        self._placements.forget_stream(stream_id)
+        self.fleet.leave(stream.pool)
 
     def acquire(
         self,
@@ -160,160 +162,209 @@ class LeaseTable:
         *,
         group_id: str = "",
         excluded: Iterable[str] = (),
-    ) -> router_pb2.LeaseGrant:
-        """Grants a lease for one turn of a session.
+        wait_ms: int = 0,
+        now_ms: int = 0,
+    ) -> router_pb2.LeaseGrant | None:
+        """Grants a lease for one turn of a session, or lets the request wait for `settle`.
+
+        Args:
+            stream_id: The gateway's stream.
+            lease_id: Id of the lease, unique on the stream.
+            session_id: Id of the session.
+            group_id: Id of its group; may be empty.
+            excluded: Ids of engines that have failed this turn. A request that waits gets one of
+                them if no other engine fits when it has waited 200 ms, or at its deadline. By then
+                an engine that died is known to be gone, and one that was restarted is another.
+            wait_ms: Longest wait for a slot; 0 refuses at once.
+            now_ms: The time.
+
+        Returns:
+            The grant; None if the request waits.
 
         Raises:
             InvalidLeaseError: An id is missing or in use, or the gateway has to name its model.
-            NoEngineError: No engine can serve the turn.
-            EnginesBusyError: Every engine that can serve it is full.
+            NoEngineError: No engine can serve the turn, and the request does not wait.
+            EnginesBusyError: Every engine that can serve it is full, and the request does not wait,
+                or the queue is full.
         """
-        if not lease_id or not session_id or lease_id in self._held[stream_id]:
+        stream = self._streams[stream_id]
+        taken = lease_id in stream.leases or lease_id in stream.waiting
+        if taken or not lease_id or not session_id:
             raise InvalidLeaseError(
                 "acquire",
                 "lease_id and session_id must be set, and no lease may have this lease_id",
             )
-        gateway, models = self._gateways[stream_id], sorted(self.models())
-        if not gateway.model and len(models) > 1:
-            known = ", ".join(models)
+        left_out = frozenset(self.engines[one] for one in excluded if one in self.engines)
+        request = Request(
+            number=next(self._asked),
+            session_id=session_id,
+            group_id=group_id,
+            asked_ms=now_ms,
+            deadline_ms=now_ms + wait_ms,
+            stream=stream,
+            lease_id=lease_id,
+            choice=Choice(stream.pool, left_out),
+        )
+        self.fleet.half_open(now_ms)
+        grant = self._grant(request)
+        if grant is not None:
+            return grant
+        if not wait_ms:
+            raise self._refusal(request, now_ms)
+        if self._queue.is_full:
+            raise EnginesBusyError(
+                f"{self.waiting} requests wait for an engine already",
+                retry_delay_ms=self._delay_ms(stream.pool, now_ms),
+            )
+        stream.waiting[lease_id] = request
+        self._queue.add(request, request.choice)
+        return None
+
+    def release(
+        self,
+        stream_id: str,
+        lease_id: str,
+        outcome: router_pb2.LeaseOutcome.ValueType = router_pb2.LEASE_OUTCOME_UNSPECIFIED,
+        *,
+        now_ms: int = 0,
+    ) -> None:
+        """Releases a lease, or ends the wait for one; unknown ids are ignored."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return
+        if (request := stream.waiting.pop(lease_id, None)) is not None:
+            self._queue.remove(request)
+        if (lease := stream.leases.pop(lease_id, None)) is None:
+            return
+        self.fleet.freed(lease.engine, now_ms)
+        if self._free(lease, outcome, now_ms):
+            self.fleet.circuit_changed(lease.engine)
+
+    def take_out(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
+        """Takes the engine of a lease out of service; returns None if the lease is not held."""
+        stream = self._streams.get(stream_id)
+        lease = None if stream is None else stream.leases.get(lease_id)
+        if lease is None:
+            return None
+        lease.engine.fault = fault
+        self.fleet.changed(lease.engine)
+        return lease.engine
+
+    def forget(self, session_id: str) -> None:
+        """Forgets the placement of a session."""
+        self._placements.forget(session_id)
+
+    def settle(self, now_ms: int) -> list[Settled]:
+        """Ends waits: grants the slots that are free, and refuses requests that are overdue.
+
+        At most 256 waits end in one step.
+        """
+        self.fleet.half_open(now_ms)
+        settled: list[Settled] = []
+        if not self.waiting:
+            return settled
+        for line in self._lines_without_engine():
+            for request in tuple(itertools.takewhile(lambda one: _has_waited(one, now_ms), line)):
+                self._queue.remove(request)
+                request.choice = Choice(request.stream.pool, _NONE)
+                self._queue.add(request, request.choice)
+        while len(settled) < _MOST_SETTLED:
+            ended = self._queue.next() or self._queue.overdue(now_ms)
+            if ended is None:
+                break
+            settled.append(self._end_wait(ended, now_ms))
+        return settled
+
+    def due_ms(self, now_ms: int) -> int | None:
+        """Returns when `settle` has something to do; None if that takes another event."""
+        due = [self._queue.first_deadline_ms(), self.fleet.half_opens_ms()]
+        due.extend(line.oldest_ms + _PATIENCE_MS for line in self._lines_without_engine())
+        if self._queue.next() is not None:
+            due.append(now_ms)
+        return min((one for one in due if one is not None), default=None)
+
+    def _grant(self, request: Request) -> router_pb2.LeaseGrant | None:
+        stream, session_id = request.stream, request.session_id
+        if not stream.hello.model and len(self.fleet.models) > 1:
+            known = ", ".join(sorted(self.fleet.models))
             raise InvalidLeaseError("acquire", f"model: is empty; give one of {known}")
-        own = [one for one in self.engines.values() if gateway.model in {"", one.model}]
-        left_out = set(excluded)
-        sound = [
-            engine
-            for engine in own
-            if engine.engine_id not in left_out
-            and self._unfit(engine) is None
-            and not misfit(engine, gateway)
-        ]
-        if not sound:
-            raise NoEngineError(self._why_none(own, gateway), retry_delay_ms=_NO_ENGINE_MS)
-        free = [engine for engine in sound if engine.leases < engine.capacity]
+        placed = self._placements.engine_of(session_id)
         engine = pick(
-            free,
-            placed=self._placed.get(session_id),
-            sibling=self._sibling(session_id, group_id),
-            mean_sessions=sum(len(e.sessions) for e in sound) / len(sound),
+            request.choice,
+            self._policy,
+            placed=placed,
+            sibling=self._placements.engine_of_group(request.group_id) if not placed else None,
         )
         if engine is None:
-            raise EnginesBusyError(f"all {len(sound)} engines are full", retry_delay_ms=_BUSY_MS)
-        self._picks += 1
-        engine.last_picked = self._picks
-        engine.leases += 1
-        self._held[stream_id][lease_id] = engine
-        self._place(stream_id, session_id, group_id, engine)
+            return None
+        engine.last_picked = next(self._picks)
+        lease = Lease(stream.stream_id, request.lease_id, engine, engine.circuit.grant())
+        engine.held.add(lease)
+        stream.leases[lease.lease_id] = lease
+        self.leases += 1
+        self._placements.place(
+            session_id, engine, stream_id=stream.stream_id, group_id=request.group_id
+        )
+        self.fleet.touch(engine)
         return router_pb2.LeaseGrant(
             engine_id=engine.engine_id,
             address=engine.address,
             policy_version=engine.policy_version,
         )
 
-    def release(self, stream_id: str, lease_id: str) -> None:
-        """Releases a lease; unknown leases are ignored."""
-        engine = self._held.get(stream_id, {}).pop(lease_id, None)
-        if engine is not None:
-            engine.leases -= 1
+    def _end_wait(self, request: Request, now_ms: int) -> Settled:
+        """Grants a waiting request a slot, or refuses it if there is none."""
+        stream = request.stream
+        del stream.waiting[request.lease_id]
+        result: router_pb2.LeaseGrant | RollmeshError | None
+        try:
+            result = self._grant(request)
+            if result is None and not request.choice.fitting:
+                request.choice = Choice(stream.pool, _NONE)
+                result = self._grant(request)
+        except InvalidLeaseError as error:
+            result = error
+        if isinstance(result, router_pb2.LeaseGrant):
+            self._queue.serve(request)
+        else:
+            self._queue.remove(request)
+        if result is None:
+            result = self._refusal(request, now_ms)
+        return Settled(stream.stream_id, request.lease_id, now_ms - request.asked_ms, result)
 
-    def forget(self, session_id: str) -> None:
-        """Forgets the placement of a session."""
-        self._unplace(session_id)
-        self._owners.pop(session_id, None)
-        self._leave_group(session_id)
-
-    def models(self) -> set[str]:
-        """Returns the models of all engines."""
-        return {engine.model for engine in self.engines.values()}
-
-    def fenced(self, engine: Engine) -> bool:
-        """Returns whether an engine is fenced: it does not hold the target weights of its model.
-
-        Before the first push is accepted, an engine may hold any weights but those of that push.
-        """
-        held = Target(engine.policy_version, engine.push_id)
-        target = self.targets.get(engine.model)
-        return held == self.offered.get(engine.model) if target is None else held != target
-
-    def take_out(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
-        """Takes the engine of a lease out of service; returns None if the lease is not held."""
-        engine = self._held.get(stream_id, {}).get(lease_id)
-        if engine is not None:
-            engine.fault = fault
-        return engine
-
-    def exclusion(self, engine: Engine) -> router_pb2.Exclusion | None:
-        """Returns why some gateways of its model cannot lease an engine; None if all can."""
-        if unfit := self._unfit(engine):
-            return unfit
-        for gateway in self._gateways.values():
-            if gateway.model == engine.model and (why := misfit(engine, gateway)):
-                return router_pb2.Exclusion(
-                    reason=router_pb2.EXCLUSION_REASON_MISFIT, explanation=why
-                )
-        return None
-
-    def _why_none(self, engines: Collection[Engine], gateway: router_pb2.DispatchHello) -> str:
-        whys = (f"{one.engine_id}: {self._why_not(one, gateway)}" for one in engines)
-        of_model = f" of model {gateway.model!r}" if gateway.model else ""
-        return f"none of {len(engines)} engines{of_model} can serve; " + "; ".join(
-            itertools.islice(whys, _MOST_WHYS)
+    def _refusal(self, request: Request, now_ms: int) -> RollmeshError:
+        fitting, pool = request.choice.fitting, request.stream.pool
+        if not fitting:
+            why = self.fleet.why_none(request.stream.hello)
+            return NoEngineError(why, retry_delay_ms=_NO_ENGINE_MS)
+        return EnginesBusyError(
+            f"all {fitting} engines are full", retry_delay_ms=self._delay_ms(pool, now_ms)
         )
 
-    def _why_not(self, engine: Engine, gateway: router_pb2.DispatchHello) -> str:
-        unfit = self._unfit(engine)
-        return unfit.explanation if unfit else misfit(engine, gateway) or "it failed this turn"
+    def _delay_ms(self, pool: Pool, now_ms: int) -> int:
+        lines = self._queue.lines()
+        ahead = sum(len(line) for choice, line in lines if choice.pool is pool)
+        return pool.delay_ms(ahead, now_ms)
 
-    def _unfit(self, engine: Engine) -> router_pb2.Exclusion | None:
-        """Returns why no gateway can lease an engine; None if it can be leased."""
-        if engine.fault:
-            why = f"it is out of service until it registers again: {engine.fault}"
-            return router_pb2.Exclusion(reason=router_pb2.EXCLUSION_REASON_FAULT, explanation=why)
-        if engine.draining:
-            return router_pb2.Exclusion(
-                reason=router_pb2.EXCLUSION_REASON_DRAINING, explanation="it is draining"
-            )
-        if not self.fenced(engine):
-            return None
-        held, target = engine.policy_version, self.targets.get(engine.model)
-        if target is None:
-            return router_pb2.Exclusion(
-                reason=router_pb2.EXCLUSION_REASON_FENCED,
-                explanation=f"it holds version {held} of a push that is not accepted yet",
-            )
-        wanted = target.policy_version
-        other = " of another push" if held == wanted else ""
-        why = f": {engine.update_error}" if engine.update_error else ""
-        return router_pb2.Exclusion(
-            reason=router_pb2.EXCLUSION_REASON_FENCED,
-            explanation=f"it holds version {held}{other}, not {wanted}{why}",
-        )
+    def _lines_without_engine(self) -> list[Line[Request]]:
+        """Returns the requests whose exclusions leave no engine."""
+        lines = self._queue.lines()
+        return [line for choice, line in lines if choice.excluded and not choice.fitting]
 
-    def _sibling(self, session_id: str, group_id: str) -> Engine | None:
-        if session_id in self._placed:
-            return None
-        for other in self._groups.get(group_id, ()):
-            if other in self._placed:
-                return self._placed[other]
-        return None
+    def _free(
+        self,
+        lease: Lease,
+        outcome: router_pb2.LeaseOutcome.ValueType = router_pb2.LEASE_OUTCOME_UNSPECIFIED,
+        now_ms: int = 0,
+    ) -> bool:
+        """Frees the slot of a lease; returns whether the circuit of its engine changed."""
+        engine = lease.engine
+        engine.held.remove(lease)
+        self.leases -= 1
+        self.fleet.touch(engine)
+        return engine.circuit.end(lease.epoch, outcome, now_ms, self._circuits)
 
-    def _place(self, stream_id: str, session_id: str, group_id: str, engine: Engine) -> None:
-        self._unplace(session_id)
-        self._placed[session_id] = engine
-        engine.sessions.add(session_id)
-        self._owners[session_id] = stream_id
-        if group_id not in {"", self._group_of.get(session_id)}:
-            self._leave_group(session_id)
-            self._group_of[session_id] = group_id
-            self._groups.setdefault(group_id, {})[session_id] = None
 
-    def _unplace(self, session_id: str) -> None:
-        engine = self._placed.pop(session_id, None)
-        if engine is not None:
-            engine.sessions.remove(session_id)
-
-    def _leave_group(self, session_id: str) -> None:
-        group_id = self._group_of.pop(session_id, None)
-        if group_id is None:
-            return
-        del self._groups[group_id][session_id]
-        if not self._groups[group_id]:
-            del self._groups[group_id]
+def _has_waited(request: Request, now_ms: int) -> bool:
+    """Returns whether a request has waited long enough for an engine that did not fail its turn."""
+    return request.asked_ms + _PATIENCE_MS <= now_ms

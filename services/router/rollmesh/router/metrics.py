@@ -1,6 +1,6 @@
 """Metrics of the router, in addition to those of all services."""
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 
 from rollmesh.router.leases import LeaseTable
 
@@ -9,12 +9,30 @@ LEASE_REQUESTS = Counter(
     "Lease requests, by answer: granted, or the reason of the refusal.",
     ["answer"],
 )
+GRANTED = LEASE_REQUESTS.labels("granted")
+QUEUE = Gauge("rollmesh_router_queue_length", "Requests that wait for a lease.")
+WAITED_SECONDS = Histogram(
+    "rollmesh_router_queue_seconds",
+    "How long requests waited in the queue; those that were answered at once are not counted.",
+    buckets=(0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300),
+)
+QUEUE_REFUSALS = Counter(
+    "rollmesh_router_queue_refusals_total",
+    "Requests that got no lease although they could wait, by reason: full (the queue), deadline.",
+    ["reason"],
+)
+CIRCUITS = Counter(
+    "rollmesh_router_circuit_changes_total",
+    "Changes of the circuits of engines, by new state: open, half-open, closed.",
+    ["state"],
+)
 FAULTS = Counter(
     "rollmesh_router_engine_faults_total", "Engines taken out of service for an impossible answer."
 )
 ENGINES = Gauge("rollmesh_router_engines", "Registered engines.")
 LEASES = Gauge("rollmesh_router_leases", "Held leases.")
 SESSIONS = Gauge("rollmesh_router_sessions", "Sessions placed on an engine.")
+OPEN_CIRCUITS = Gauge("rollmesh_router_open_circuits", "Engines whose circuit is open.")
 TARGET_VERSION = Gauge(
     "rollmesh_router_target_policy_version",
     "Policy version that an engine must hold to be leased.",
@@ -25,7 +43,7 @@ TARGET_VERSION = Gauge(
 def watch(table: LeaseTable) -> None:
     """Makes the gauges read a lease table."""
     ENGINES.set_function(lambda: len(table.engines))
-    LEASES.set_function(lambda: sum(engine.leases for engine in table.engines.copy().values()))
-    SESSIONS.set_function(
-        lambda: sum(len(engine.sessions) for engine in table.engines.copy().values())
-    )
+    LEASES.set_function(lambda: table.leases)
+    SESSIONS.set_function(lambda: table.sessions)
+    QUEUE.set_function(lambda: table.waiting)
+    OPEN_CIRCUITS.set_function(lambda: table.fleet.open_circuits)

@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 import grpc
 
 from rollmesh.router import metrics
+from rollmesh.router.circuit import CircuitLimits
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.leases import LeaseTable
 from rollmesh.router.members import Members
+from rollmesh.router.policies import POLICIES
 from rollmesh.router.servicer import RouterServicer
 from rollmesh.router.weights.models import Models
 from rollmesh.v1 import router_pb2_grpc, server_pb2
@@ -22,10 +24,16 @@ class RouterService:
 
     def __init__(self, config: RouterConfig) -> None:
         """Starts without members."""
-        self.table = LeaseTable()
+        self.table = LeaseTable(
+            policy=POLICIES[config.policy],
+            queue_limit=config.queue_limit,
+            circuits=CircuitLimits(
+                config.circuit_losses, config.circuit_first_ms, config.circuit_longest_ms
+            ),
+        )
         metrics.watch(self.table)
         members = Members(config.replica_silence_ms)
-        models = Models(self.table, members, config.data_dir)
+        models = Models(self.table.fleet, members, config.data_dir)
         self._servicer = RouterServicer(self.table, members, models, config)
 
     @property

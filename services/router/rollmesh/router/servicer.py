@@ -1,30 +1,25 @@
 """RouterService: checks requests, applies them to the router's state and answers."""
 
-import logging
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import aclosing, asynccontextmanager
 
-from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
-from rollmesh.router.leases import Engine, LeaseTable
+from rollmesh.router.dispatch import Dispatch, warn_of_misfits
+from rollmesh.router.engines import Engine
+from rollmesh.router.leases import LeaseTable
 from rollmesh.router.members import Members
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
-from rollmesh.runtime.process import faults
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
-from rollmesh.runtime.rpc.statuses import to_status
 from rollmesh.runtime.rpc.uploads import check_pause_mode, chunks_of
-from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
-_log = logging.getLogger(__name__)
 _MAX_ID_CHARS = 128
-_MAX_FAULT_CHARS = 500
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -39,16 +34,19 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._models = models
         self._control = Control(models, config.control_timeout_ms / 1000)
         self._pushes = Pushes(models, config)
+        self._dispatch = Dispatch(table)
         self._router_id = uuid.uuid4().hex
         self._repeats = Repeats()
 
-    def running(self) -> AbstractAsyncContextManager[None]:
-        """Restores the kept weights and runs the updates of engines.
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Restores the kept weights, and runs the updates of engines and the leases.
 
         Raises:
             StoreError: The folder of weights cannot be read or written.
         """
-        return self._pushes.running()
+        async with self._pushes.running(), self._dispatch.running():
+            yield
 
     async def Register(
         self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
@@ -64,6 +62,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 self._members.reported(member, message.load)
                 if engine is not None:
                     _take_load(engine, message.load)
+                    self._table.fleet.changed(engine)
                     self._pushes.heed(engine)
         finally:
             self._members.leave(member)
@@ -75,30 +74,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Dispatch(
         self, request_iterator: AsyncIterator[router_pb2.DispatchRequest], context: Context
     ) -> AsyncIterator[router_pb2.DispatchResponse]:
-        stream_id = uuid.uuid4().hex
         first = await anext(request_iterator, None)
         if first is None or not first.HasField("hello"):
             raise InvalidFieldError("hello", "is missing; send it in the first message")
-        self._table.open_stream(stream_id, first.hello)
-        self._warn_of_misfits()
-        try:
-            async for request in request_iterator:
-                for release in request.releases:
-                    self._release(stream_id, release)
-                if request.releases:
-                    await faults.reach("router-after-release")
-                match request.WhichOneof("part"):
-                    case "acquire":
-                        yield self._acquire(stream_id, request.acquire)
-                        await faults.reach("router-after-grant")
-                    case "forget":
-                        self._table.forget(request.forget.session_id)
-                    case "hello":
-                        raise InvalidFieldError("hello", "is not the first message; send it once")
-                    case None if not request.releases:
-                        raise InvalidFieldError("part", "is empty; send a booking or releases")
-        finally:
-            self._table.close_stream(stream_id)
+        async with aclosing(self._dispatch.serve(first.hello, request_iterator)) as responses:
+            async for response in responses:
+                yield response
 
     async def ListReplicas(
         self, request: router_pb2.ListReplicasRequest, context: Context
@@ -110,8 +91,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if engine is not None and hello.kind == router_pb2.REPLICA_KIND_ENGINE:
                 replica.leases = engine.leases
                 replica.sessions = len(engine.sessions)
-                replica.fenced = self._table.fenced(engine)
-                if exclusion := self._table.exclusion(engine):
+                replica.fenced = self._table.fleet.fenced(engine)
+                if exclusion := self._table.fleet.exclusion(engine):
                     replica.exclusion.CopyFrom(exclusion)
         return response
 
@@ -173,42 +154,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
         return await self._repeats.once(request, join)
 
-    def _acquire(
-        self, stream_id: str, acquire: router_pb2.AcquireLease
-    ) -> router_pb2.DispatchResponse:
-        try:
-            grant = self._table.acquire(
-                stream_id,
-                acquire.lease_id,
-                acquire.session_id,
-                group_id=acquire.group_id,
-                excluded=acquire.excluded_engine_ids,
-            )
-        except RollmeshError as error:
-            metrics.LEASE_REQUESTS.labels(error.reason.lower()).inc()
-            refusal = to_status(error)
-            return router_pb2.DispatchResponse(lease_id=acquire.lease_id, refusal=refusal)
-        metrics.LEASE_REQUESTS.labels("granted").inc()
-        return router_pb2.DispatchResponse(lease_id=acquire.lease_id, grant=grant)
-
-    def _release(self, stream_id: str, release: router_pb2.ReleaseLease) -> None:
-        if release.engine_fault:
-            fault = release.engine_fault[:_MAX_FAULT_CHARS]
-            engine = self._table.take_out(stream_id, release.lease_id, fault)
-            if engine is not None:
-                metrics.FAULTS.inc()
-                _log.error(
-                    "engine out of service", extra=fields(engine=engine.engine_id, fault=fault)
-                )
-        self._table.release(stream_id, release.lease_id)
-
-    def _warn_of_misfits(self) -> None:
-        for engine in self._table.engines.values():
-            exclusion = self._table.exclusion(engine)
-            if exclusion and not self._table.fenced(engine):
-                why = exclusion.explanation
-                _log.warning("engine excluded", extra=fields(engine=engine.engine_id, why=why))
-
     def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
         if hello.kind != router_pb2.REPLICA_KIND_ENGINE:
             return None
@@ -222,7 +167,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         )
         _take_load(engine, hello.load)
         self._table.add_engine(engine)
-        self._warn_of_misfits()
+        warn_of_misfits(self._table.fleet)
         self._pushes.heed(engine)
         return engine
 
@@ -246,7 +191,7 @@ def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWei
 
 def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
     engine.policy_version, engine.push_id = load.policy_version, load.push_id
-    engine.draining = load.draining
+    engine.draining, engine.paused, engine.sleeping = load.draining, load.paused, load.sleeping
 
 
 def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.ReplicaHello:

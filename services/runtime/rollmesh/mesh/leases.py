@@ -1,7 +1,8 @@
 """Acquires engine leases over one `Dispatch` stream.
 
-When this process dies, the stream ends and the router frees every lease it held. A request that is
-cancelled before the router answers is released as soon as it is granted, so no lease leaks.
+A request waits in the router's queue, not here. When this process dies, the stream ends and the
+router frees every lease it held. A request that is cancelled before the router answers is released:
+it leaves the queue, or frees the slot that it was granted meanwhile.
 """
 
 import asyncio
@@ -13,9 +14,11 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
+    EngineDeadError,
     EngineFaultError,
     EnginesBusyError,
     NoEngineError,
+    RemoteError,
     RollmeshError,
 )
 from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
@@ -27,6 +30,13 @@ from rollmesh.v1 import router_pb2, router_pb2_grpc
 _log = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 _BUSY_MS = 1000
+_ANSWER_MS = 1000  # between a deadline and the router's refusal
+_MOST_WAIT_MS = 2**32 - 1
+_LOST_CODES = {
+    "UNAVAILABLE",
+    "UNKNOWN",
+    "INTERNAL",
+}  # and not backpressure, a deadline or a refusal
 _MAX_OUTGOING = 65_536
 _RELEASE_S = 0.002  # how long a release waits to share a message with the next acquire
 
@@ -50,13 +60,12 @@ class _Line:
         """
         self._send(router_pb2.DispatchRequest(acquire=acquire))
 
-    def release(self, lease_id: str, engine_fault: str = "") -> None:
-        """Releases a lease; `engine_fault` describes an impossible answer of its engine."""
+    def release(self, release: router_pb2.ReleaseLease) -> None:
+        """Releases a lease."""
         if not self._releases:
             asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
-        release = router_pb2.ReleaseLease(lease_id=lease_id, engine_fault=engine_fault)
         self._releases.append(release)
-        if engine_fault:
+        if release.engine_fault:
             self._flush()  # at once, so that no other session gets that engine
 
     def forget(self, session_id: str) -> None:
@@ -129,25 +138,39 @@ class LeaseClient(Background):
     ) -> AsyncIterator[router_pb2.LeaseGrant]:
         """Holds a lease on an engine while the block runs.
 
-        An `EngineFaultError` raised by the block takes the engine out of service.
+        How the block ends tells the router about the engine. An `EngineFaultError` takes it out of
+        service. An `EngineDeadError`, or an error of the transport, counts as a loss; several in a
+        row open the engine's circuit. Other errors say nothing about it.
+
+        Args:
+            session_id: Id of the session.
+            group_id: Id of its group; may be empty.
+            excluded: Ids of engines that have failed this turn.
+            deadline_ms: Longest wait, for a router and then in its queue, milliseconds.
 
         Raises:
             InvalidLeaseError: The mesh has several models and none was named.
-            EnginesBusyError: Every engine was at capacity until the deadline.
+            EnginesBusyError: Every engine was at capacity until the deadline, or the router's queue
+                is full.
             NoEngineError: No engine, or no router, was available until the deadline.
         """
         request = router_pb2.AcquireLease(
             session_id=session_id, group_id=group_id, excluded_engine_ids=excluded
         )
         lease_id, line, grant = await self._acquire_until(request, deadline_ms)
-        fault = ""
+        release = router_pb2.ReleaseLease(lease_id=lease_id)
         try:
             yield grant
+            release.outcome = router_pb2.LEASE_OUTCOME_ANSWERED
         except EngineFaultError as error:
-            fault = error.message
+            release.engine_fault = error.message
+            raise
+        except (EngineDeadError, RemoteError) as error:
+            if error.code in _LOST_CODES:
+                release.outcome = router_pb2.LEASE_OUTCOME_LOST
             raise
         finally:
-            line.release(lease_id, fault)
+            line.release(release)
 
     def forget(self, session_id: str) -> None:
         """Tells the router that a session has ended."""
@@ -157,29 +180,22 @@ class LeaseClient(Background):
     async def _acquire_until(
         self, request: router_pb2.AcquireLease, deadline_ms: int
     ) -> tuple[str, _Line, router_pb2.LeaseGrant]:
-        """Retries until a lease is granted; drops the exclusions if they leave no engine."""
+        """Waits for a router and in its queue; asks again if the router goes away."""
         deadline = clock.monotonic_ms() + deadline_ms
-        refusal: RollmeshError = NoEngineError("the router cannot be reached; try again")
-        while (left_ms := deadline - clock.monotonic_ms()) > 0:
-            try:
+        with suppress(TimeoutError):
+            while (left_ms := deadline - clock.monotonic_ms()) > 0:
                 async with asyncio.timeout(left_ms / 1000):
                     await self._connected.wait()
-                    lease_id, line, answer = await self._ask(request)
+                request.wait_ms = min(max(deadline - clock.monotonic_ms(), 1), _MOST_WAIT_MS)
+                with suppress(ConnectionError):
+                    async with asyncio.timeout((request.wait_ms + _ANSWER_MS) / 1000):
+                        lease_id, line, answer = await self._ask(request)
                     if answer.HasField("grant"):
                         return lease_id, line, answer.grant
-                    refusal = from_status(answer.refusal)
-                    if not isinstance(refusal, (EnginesBusyError, NoEngineError)):
-                        raise refusal
-                    if isinstance(refusal, NoEngineError):
-                        del request.excluded_engine_ids[:]
-                    await asyncio.sleep(max(refusal.retry_delay_ms or 0, 10) / 1000)
-            except TimeoutError:
-                break
-            except ConnectionError:
-                continue
-        raise type(refusal)(
-            f"no lease on an engine within {deadline_ms} ms: {refusal.message}",
-            retry_delay_ms=max(refusal.retry_delay_ms or 0, 1000),
+                    raise _refusal(answer)
+        raise NoEngineError(
+            f"no router could be reached within {deadline_ms} ms; try again",
+            retry_delay_ms=_BUSY_MS,
         )
 
     async def _ask(
@@ -203,7 +219,7 @@ class LeaseClient(Background):
                 "the router has too many bookings; try again later", retry_delay_ms=_BUSY_MS
             ) from None
         except asyncio.CancelledError:
-            line.release(lease_id)  # it was granted, or will be
+            line.release(router_pb2.ReleaseLease(lease_id=lease_id))  # the lease, or the wait
             raise
         finally:
             self._waiting.pop(lease_id, None)
@@ -240,6 +256,16 @@ class LeaseClient(Background):
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ConnectionError("the router went away"))
+
+
+def _refusal(answer: router_pb2.DispatchResponse) -> RollmeshError:
+    refusal = from_status(answer.refusal)
+    if isinstance(refusal, (EnginesBusyError, NoEngineError)):
+        return type(refusal)(
+            f"no lease on an engine: {refusal.message}",
+            retry_delay_ms=max(refusal.retry_delay_ms or 0, _BUSY_MS),
+        )
+    return refusal
 
 
 async def _requests(

@@ -4,23 +4,24 @@ import asyncio
 from pathlib import Path
 
 from rollmesh.router import metrics
-from rollmesh.router.leases import Engine, LeaseTable, Target
+from rollmesh.router.engines import Engine, Target
+from rollmesh.router.fleet import Fleet
 from rollmesh.router.members import Members
 from rollmesh.router.weights.kept import KeptWeights, check_folder, kept_models
 from rollmesh.runtime.errors import InvalidFieldError
-from rollmesh.v1 import router_pb2
+from rollmesh.v1 import engine_pb2, router_pb2
 
 
 class Models:
     """The models of engines and gateways, and those with kept weights.
 
-    Invariant: the lease table's target of a model is `current` of its kept weights, and the table's
-    offer is `offered`.
+    Invariant: the fleet's target of a model is `current` of its kept weights, and its offer is
+    `offered`.
     """
 
-    def __init__(self, table: LeaseTable, members: Members, data_dir: Path) -> None:
+    def __init__(self, fleet: Fleet, members: Members, data_dir: Path) -> None:
         """Takes the state of the mesh and the folder of kept weights."""
-        self._table = table
+        self._fleet = fleet
         self._members = members
         self._data_dir = data_dir
         self._kept: dict[str, KeptWeights] = {}
@@ -67,7 +68,7 @@ class Models:
 
     def engines(self, model: str) -> list[Engine]:
         """Returns the registered engines of a model."""
-        return [engine for engine in self._table.engines.values() if engine.model == model]
+        return self._fleet.of_model(model)
 
     def kept(self, model: str) -> KeptWeights:
         """Returns the kept weights of a model."""
@@ -81,16 +82,18 @@ class Models:
         return self._locks.setdefault(model, asyncio.Lock())
 
     def show(self, kept: KeptWeights) -> None:
-        """Shows the lease table which weights of a model are current and which are offered."""
-        for shown, header in (
-            (self._table.targets, kept.current),
-            (self._table.offered, kept.offered),
-        ):
-            if header is None:
-                shown.pop(kept.model, None)
-            else:
-                shown[kept.model] = Target(header.policy_version, header.push_id)
+        """Tells the fleet which weights of a model are current and which are offered."""
+        self._fleet.aim(kept.model, _target(kept.current), _target(kept.offered))
         metrics.TARGET_VERSION.labels(kept.model).set(kept.target_version)
+
+    def loaded(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:
+        """Notes that an engine has loaded an update."""
+        engine.policy_version, engine.push_id = header.policy_version, header.push_id
+        self._fleet.changed(engine)
+
+
+def _target(header: engine_pb2.UpdateWeightsHeader | None) -> Target | None:
+    return None if header is None else Target(header.policy_version, header.push_id)
 
 
 def _restored(data_dir: Path) -> list[KeptWeights]:

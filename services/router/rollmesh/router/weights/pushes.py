@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.leases import Engine
+from rollmesh.router.engines import Engine
 from rollmesh.router.weights.kept import KeptWeights, sync, typed_errors
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.updates import Updates
@@ -179,7 +179,8 @@ class Pushes:
                     self._models.show(kept)
         return results
 
-    async def _taken(self, engine: Engine) -> None:
+    async def _taken(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:
+        self._models.loaded(engine, header)
         # Runs to completion even if the update that called it is superseded.
         await finish(self._tasks, self._accept(engine, self._models.kept(engine.model)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.router.engine_calls import call_engine, failed
-from rollmesh.router.leases import Engine
+from rollmesh.router.engines import Engine
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     EngineFaultError,
@@ -37,7 +37,7 @@ class Updates:
         *,
         wanted: Callable[[Engine], engine_pb2.UpdateWeightsHeader | None],
         file_of: Callable[[engine_pb2.UpdateWeightsHeader], Path | None],
-        taken: Callable[[Engine], Awaitable[None]],
+        taken: Callable[[Engine, engine_pb2.UpdateWeightsHeader], Awaitable[None]],
     ) -> None:
         """Takes the timeout and the callbacks.
 
@@ -158,9 +158,8 @@ class Updates:
                 file.close()
         engine.update_error = result.status.message
         if not result.status.code:
-            engine.policy_version, engine.push_id = header.policy_version, header.push_id
             try:
-                await self._taken(engine)
+                await self._taken(engine, header)
             except RollmeshError as error:
                 return failed(engine, error)
         return result

@@ -1,0 +1,275 @@
+"""The `Dispatch` streams: what gateways ask, and what the lease table answers, now or later."""
+
+import asyncio
+import logging
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+from rollmesh.router import metrics
+from rollmesh.router.engines import Engine
+from rollmesh.router.fleet import Fleet
+from rollmesh.router.leases import LeaseTable, Settled
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import (
+    EnginesBusyError,
+    InvalidFieldError,
+    OverloadedError,
+    RollmeshError,
+)
+from rollmesh.runtime.process import faults
+from rollmesh.runtime.rpc.statuses import to_status
+from rollmesh.runtime.telemetry.logs import fields
+from rollmesh.v1 import router_pb2
+
+_log = logging.getLogger(__name__)
+_MAX_FAULT_CHARS = 500
+_MAX_UNREAD = 16_384
+_RETRY_MS = 1_000
+
+
+class Outbox:
+    """The responses of one stream that its gateway has not read yet."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.error: Exception | None = None
+        """Why the stream has ended; None if the gateway ended it."""
+        self._responses: deque[router_pb2.DispatchResponse] = deque()
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the gateway has left too much unread."""
+        return len(self._responses) >= _MAX_UNREAD
+
+    def send(self, response: router_pb2.DispatchResponse) -> None:
+        """Adds a response."""
+        self._responses.append(response)
+        self._changed.set()
+
+    def end(self) -> None:
+        """Ends the stream after the responses that are there."""
+        self._ended = True
+        self._changed.set()
+
+    def discard(self, error: Exception) -> None:
+        """Ends the stream now, with an error."""
+        self._responses.clear()
+        self.error = error
+        self.end()
+
+    async def next(self) -> router_pb2.DispatchResponse | None:
+        """Waits for the next response; returns None at the end."""
+        while not self._responses:
+            if self._ended:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return self._responses.popleft()
+
+
+class Dispatch:
+    """All `Dispatch` streams of a router, and the timer of its lease table."""
+
+    def __init__(self, table: LeaseTable) -> None:
+        """Takes the table; listens to the changes of its engines."""
+        self._table = table
+        self._outboxes: dict[str, Outbox] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_ms: int | None = None
+        self._soon = False
+        self._tasks: asyncio.TaskGroup
+        table.fleet.on_change = self._changed
+        table.fleet.on_circuit = _log_circuit
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Owns the tasks that read streams, and the timer."""
+        async with asyncio.TaskGroup() as self._tasks:
+            try:
+                yield
+            finally:
+                self._set_timer(None, 0)
+
+    async def serve(
+        self,
+        hello: router_pb2.DispatchHello,
+        requests: AsyncIterator[router_pb2.DispatchRequest],
+    ) -> AsyncGenerator[router_pb2.DispatchResponse, None]:
+        """Serves one stream; yields its responses.
+
+        Args:
+            hello: The first message.
+            requests: The later messages.
+
+        Raises:
+            InvalidFieldError: A message says nothing, or a hello comes again.
+            OverloadedError: The gateway does not read its responses.
+        """
+        stream_id, outbox = uuid.uuid4().hex, Outbox()
+        self._table.open_stream(stream_id, hello)
+        self._outboxes[stream_id] = outbox
+        warn_of_misfits(self._table.fleet)
+        reader = self._tasks.create_task(self._read(stream_id, outbox, requests))
+        reader.add_done_callback(lambda _: outbox.end())  # however it ended
+        try:
+            while (response := await outbox.next()) is not None:
+                yield response
+                await faults.reach("router-after-grant")
+            if outbox.error is not None:
+                raise outbox.error
+        finally:
+            reader.cancel()
+            self._close(stream_id)
+
+    async def _read(
+        self, stream_id: str, outbox: Outbox, requests: AsyncIterator[router_pb2.DispatchRequest]
+    ) -> None:
+        """Takes requests until the gateway ends the stream; the writer raises any error."""
+        try:
+            async for request in requests:
+                if stream_id not in self._outboxes:
+                    return
+                await self._take(stream_id, request)
+        except Exception as error:  # noqa: BLE001 - one stream's error must not stop the others
+            outbox.error = outbox.error or error
+
+    async def _take(self, stream_id: str, request: router_pb2.DispatchRequest) -> None:
+        now_ms = clock.monotonic_ms()
+        for release in request.releases:
+            self._release(stream_id, release, now_ms)
+        if request.releases:
+            self._step(now_ms)
+            await faults.reach("router-after-release")
+        match request.WhichOneof("part"):
+            case "acquire":
+                self._acquire(stream_id, request.acquire, now_ms)
+            case "forget":
+                self._table.forget(request.forget.session_id)
+            case "hello":
+                raise InvalidFieldError("hello", "is not the first message; send it once")
+            case None if not request.releases:
+                raise InvalidFieldError("part", "is empty; send a booking or releases")
+
+    def _acquire(self, stream_id: str, acquire: router_pb2.AcquireLease, now_ms: int) -> None:
+        response = router_pb2.DispatchResponse(lease_id=acquire.lease_id)
+        try:
+            grant = self._table.acquire(
+                stream_id,
+                acquire.lease_id,
+                acquire.session_id,
+                group_id=acquire.group_id,
+                excluded=acquire.excluded_engine_ids,
+                wait_ms=acquire.wait_ms,
+                now_ms=now_ms,
+            )
+        except RollmeshError as error:
+            if acquire.wait_ms and isinstance(error, EnginesBusyError):
+                metrics.QUEUE_REFUSALS.labels("full").inc()
+            self._refuse(stream_id, response, error)
+            return
+        if grant is None:
+            self._set_timer(self._table.due_ms(now_ms), now_ms)
+            return
+        metrics.GRANTED.inc()
+        response.grant.CopyFrom(grant)
+        self._send(stream_id, response)
+
+    def _release(self, stream_id: str, release: router_pb2.ReleaseLease, now_ms: int) -> None:
+        if release.engine_fault:
+            fault = release.engine_fault[:_MAX_FAULT_CHARS]
+            engine = self._table.take_out(stream_id, release.lease_id, fault)
+            if engine is not None:
+                metrics.FAULTS.inc()
+                _log.error(
+                    "engine out of service", extra=fields(engine=engine.engine_id, fault=fault)
+                )
+        self._table.release(stream_id, release.lease_id, release.outcome, now_ms=now_ms)
+
+    def _step(self, now_ms: int) -> None:
+        """Ends the waits that can end now, and sets the timer for the next."""
+        for settled in self._table.settle(now_ms):
+            self._answer(settled)
+        self._set_timer(self._table.due_ms(now_ms), now_ms)
+
+    def _answer(self, settled: Settled) -> None:
+        metrics.WAITED_SECONDS.observe(settled.waited_ms / 1000)
+        response = router_pb2.DispatchResponse(lease_id=settled.lease_id)
+        if isinstance(settled.result, RollmeshError):
+            metrics.QUEUE_REFUSALS.labels("deadline").inc()
+            self._refuse(settled.stream_id, response, settled.result)
+        else:
+            metrics.GRANTED.inc()
+            response.grant.CopyFrom(settled.result)
+            self._send(settled.stream_id, response)
+
+    def _refuse(
+        self, stream_id: str, response: router_pb2.DispatchResponse, error: RollmeshError
+    ) -> None:
+        metrics.LEASE_REQUESTS.labels(error.reason.lower()).inc()
+        response.refusal.CopyFrom(to_status(error))
+        self._send(stream_id, response)
+
+    def _send(self, stream_id: str, response: router_pb2.DispatchResponse) -> None:
+        outbox = self._outboxes.get(stream_id)
+        if outbox is None:
+            return
+        if outbox.is_full:
+            _log.warning("a gateway does not read its leases", extra=fields(stream=stream_id))
+            self._close(stream_id)
+            outbox.discard(
+                OverloadedError(
+                    f"{_MAX_UNREAD} responses are unread; read them", retry_delay_ms=_RETRY_MS
+                )
+            )
+        else:
+            outbox.send(response)
+
+    def _close(self, stream_id: str) -> None:
+        """Frees what a stream holds."""
+        if self._outboxes.pop(stream_id, None) is not None:
+            self._table.close_stream(stream_id)
+            self._changed()
+
+    def _changed(self) -> None:
+        """Has a step made soon: engines change in the middle of other steps, and many at a time."""
+        if not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self._step_soon)
+
+    def _step_soon(self) -> None:
+        self._soon = False
+        self._step(clock.monotonic_ms())
+
+    def _set_timer(self, due_ms: int | None, now_ms: int) -> None:
+        if due_ms == self._due_ms:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._due_ms = None, due_ms
+        if due_ms is not None:
+            delay_s = max(due_ms - now_ms, 0) / 1000
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = self._due_ms = None
+        self._step(clock.monotonic_ms())
+
+
+def _log_circuit(engine: Engine) -> None:
+    """Logs and counts a change of a circuit."""
+    state = engine.circuit.state.value
+    metrics.CIRCUITS.labels(state).inc()
+    _log.warning("circuit of an engine", extra=fields(engine=engine.engine_id, state=state))
+
+
+def warn_of_misfits(fleet: Fleet) -> None:
+    """Logs the engines that some gateways cannot lease, unless a weight update will change that."""
+    for engine in fleet.engines.values():
+        exclusion = fleet.exclusion(engine)
+        if exclusion and not fleet.fenced(engine):
+            why = exclusion.explanation
+            _log.warning("engine excluded", extra=fields(engine=engine.engine_id, why=why))

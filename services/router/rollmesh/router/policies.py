@@ -1,0 +1,94 @@
+"""How an engine is picked for a turn: pure functions over the engines that can be leased now."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollmesh.router.engines import Engine
+
+IMBALANCE_FACTOR = 1.5
+"""A session leaves an engine with more than this many times the mean number of sessions ..."""
+IMBALANCE_MARGIN = 8
+"""... and at least this many more than the mean."""
+
+Rank = tuple[int, ...]
+
+
+class Candidates(Protocol):
+    """The engines that can be leased for a request now."""
+
+    def __contains__(self, engine: object) -> bool:
+        """Returns whether an engine is one of them."""
+        ...
+
+    @property
+    def mean_sessions(self) -> float:
+        """Mean number of sessions of the engines that fit the request, full ones included."""
+        ...
+
+    def first(self) -> Engine | None:
+        """Returns the candidate with the lowest rank; None if there is none."""
+        ...
+
+
+def is_overloaded(engine: Engine, mean_sessions: float) -> bool:
+    """Returns whether sessions should leave an engine to balance the load."""
+    held = len(engine.sessions)
+    return held > IMBALANCE_FACTOR * mean_sessions and held >= mean_sessions + IMBALANCE_MARGIN
+
+
+def least_active(engine: Engine) -> Rank:
+    """Ranks by sessions, then by leases; ties go to the least recently picked."""
+    return len(engine.sessions), engine.leases, engine.last_picked, engine.number
+
+
+def least_recent(engine: Engine) -> Rank:
+    """Ranks by the time of the last pick."""
+    return engine.last_picked, engine.number
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How engines are picked."""
+
+    rank: Callable[[Engine], Rank]
+    """The candidate with the lowest rank is picked if no preference holds. Ranks are unique. A rank
+    changes only with the engine's sessions, leases and `last_picked`."""
+    sticky: bool = True
+    """Whether a session stays on its engine, where its KV cache is."""
+    siblings_share: bool = True
+    """Whether a new session joins the siblings of its group, whose prompt is in the KV cache."""
+    balanced: bool = True
+    """Whether sessions leave, and siblings avoid, an overloaded engine."""
+
+
+POLICIES = {
+    "least_active_sticky": Policy(least_active),
+    "group_affinity": Policy(least_active, balanced=False),
+    "round_robin": Policy(least_recent, sticky=False, siblings_share=False),
+}
+"""The policies by name."""
+
+
+def pick(
+    candidates: Candidates, policy: Policy, *, placed: Engine | None, sibling: Engine | None
+) -> Engine | None:
+    """Picks one of the engines that can be leased now.
+
+    With the default policy a session stays on its engine (`placed`), and a new session joins the
+    siblings of its group (`sibling`), unless that engine is overloaded. Otherwise the engine with
+    the fewest sessions wins; ties go to the fewest leases, then to the least recently picked.
+
+    Of two engines that fit, one that samples now is a candidate and one that is paused is not, for
+    a session that is placed on the paused one too. If every engine with a slot is paused, all of
+    them are candidates, and the turn waits in the engine: a weight push pauses all engines for a
+    moment. A sleeping engine is never a candidate; the request waits in the router until it wakes
+    up.
+    """
+    preferred = (placed if policy.sticky else None, sibling if policy.siblings_share else None)
+    for wanted in preferred:
+        if wanted is None or wanted not in candidates:
+            continue
+        if not policy.balanced or not is_overloaded(wanted, candidates.mean_sessions):
+            return wanted
+    return candidates.first()

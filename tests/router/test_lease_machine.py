@@ -1,0 +1,244 @@
+"""Any order of events at the lease table, compared with the dumbest thing that can be right."""
+
+from dataclasses import dataclass
+
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rollmesh.router.circuit import CircuitLimits, CircuitState
+from rollmesh.router.engines import Engine, fits
+from rollmesh.router.leases import LeaseTable
+from rollmesh.router.policies import POLICIES, pick
+from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
+from rollmesh.v1 import router_pb2 as pb
+from tests.router.candidates import Plain
+
+MODELS = {"g1": pb.DispatchHello(), "g2": pb.DispatchHello(model="m", tokenizer_sha256="t")}
+
+
+@dataclass
+class Wait:
+    stream: str
+    session: str
+    group: str
+    excluded: frozenset[Engine]
+    asked_ms: int
+    deadline_ms: int
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """The table, beside plain dicts of what is held and what waits."""
+
+    streams = st.sampled_from(["g1", "g2"])
+    names = st.sampled_from(["a", "b", "c", "d"])
+    sessions = st.sampled_from(["s1", "s2", "s3", "s4", "s5"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = POLICIES["least_active_sticky"]
+        self.table = LeaseTable(policy=self.policy, queue_limit=6, circuits=CircuitLimits(2, 50))
+        self.open: set[str] = set()
+        self.held: dict[tuple[str, str], tuple[Engine, str, str]] = {}
+        self.waiting: dict[tuple[str, str], Wait] = {}
+        self.placed: dict[str, Engine] = {}
+        self.users: dict[str, str] = {}  # session -> stream
+        self.groups: dict[str, str] = {}
+        self.joined: list[tuple[str, str]] = []  # group, session: in the order of joining
+        self.count = 0
+        self.now_ms = 1_000
+
+    @rule(name=names, capacity=st.integers(1, 3), tokenizer=st.sampled_from(["", "t", "other"]))
+    def engine_comes(self, name: str, capacity: int, tokenizer: str) -> None:
+        self._drop_engine(name)
+        engine = Engine(name, f"{name}:1", "m", capacity, tokenizer_sha256=tokenizer)
+        self.table.add_engine(engine)
+        self._settle()
+
+    @rule(name=names)
+    def engine_goes(self, name: str) -> None:
+        self._drop_engine(name)
+        self.table.remove_engine(name)
+        self._settle()
+
+    @rule(name=names, what=st.sampled_from(["paused", "sleeping", "draining"]), on=st.booleans())
+    def engine_changes(self, name: str, what: str, *, on: bool) -> None:
+        engine = self.table.engines.get(name)
+        if engine is not None:
+            setattr(engine, what, on)
+            self.table.fleet.changed(engine)
+            self._settle()
+
+    @rule(stream=streams)
+    def stream_opens(self, stream: str) -> None:
+        if stream not in self.open:
+            self.open.add(stream)
+            self.table.open_stream(stream, MODELS[stream])
+
+    @rule(stream=streams)
+    def stream_ends(self, stream: str) -> None:
+        self.open.discard(stream)
+        self.table.close_stream(stream)
+        self.held = {key: one for key, one in self.held.items() if key[0] != stream}
+        self.waiting = {key: one for key, one in self.waiting.items() if key[0] != stream}
+        for session in [one for one, user in self.users.items() if user == stream]:
+            self._drop_session(session)
+        self._settle()
+
+    @precondition(lambda self: self.open)
+    @rule(
+        data=st.data(),
+        session=sessions,
+        group=st.sampled_from(["", "x", "y"]),
+        excluded=st.sets(names, max_size=2),
+        wait_ms=st.sampled_from([0, 50, 100, 1_000]),
+    )
+    def acquire(
+        self, data: st.DataObject, session: str, group: str, excluded: set[str], wait_ms: int
+    ) -> None:
+        stream = data.draw(st.sampled_from(sorted(self.open)))
+        self.count += 1
+        lease = str(self.count)
+        engines = self.table.engines
+        left_out = frozenset(engines[one] for one in excluded if one in engines)
+        wait = Wait(stream, session, group, left_out, self.now_ms, self.now_ms + wait_ms)
+        expected = self._picked(wait)
+        try:
+            grant = self.table.acquire(
+                stream,
+                lease,
+                session,
+                group_id=group,
+                excluded=excluded,
+                wait_ms=wait_ms,
+                now_ms=self.now_ms,
+            )
+        except NoEngineError:
+            assert not wait_ms
+            assert not self._fitting(wait)
+        except EnginesBusyError:
+            assert expected is None
+            assert not wait_ms or len(self.waiting) == 6
+        else:
+            if grant is None:
+                assert wait_ms
+                assert expected is None
+                self.waiting[stream, lease] = wait
+            else:
+                assert expected is not None
+                assert grant.engine_id == expected.engine_id
+                self._note(stream, lease, wait, expected)
+
+    @precondition(lambda self: self.held)
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from(
+            [pb.LEASE_OUTCOME_UNSPECIFIED, pb.LEASE_OUTCOME_ANSWERED, pb.LEASE_OUTCOME_LOST]
+        ),
+    )
+    def release(self, data: st.DataObject, outcome: pb.LeaseOutcome.ValueType) -> None:
+        stream, lease = data.draw(st.sampled_from(sorted(self.held)))
+        del self.held[stream, lease]
+        self.table.release(stream, lease, outcome, now_ms=self.now_ms)
+        self._settle()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def wait_is_cancelled(self, data: st.DataObject) -> None:
+        stream, lease = data.draw(st.sampled_from(sorted(self.waiting)))
+        del self.waiting[stream, lease]
+        self.table.release(stream, lease, now_ms=self.now_ms)
+
+    @rule(stream=streams, lease=st.sampled_from(["0", "1", "2", "nobody"]))
+    def release_twice_or_unknown(self, stream: str, lease: str) -> None:
+        self.held.pop((stream, lease), None)
+        self.waiting.pop((stream, lease), None)
+        self.table.release(stream, lease, now_ms=self.now_ms)
+        self._settle()
+
+    @rule(session=sessions)
+    def forget(self, session: str) -> None:
+        self.table.forget(session)
+        self._drop_session(session)
+
+    @rule(passed_ms=st.integers(1, 150))
+    def time_passes(self, passed_ms: int) -> None:
+        end_ms = self.now_ms + passed_ms
+        while (due_ms := self.table.due_ms(self.now_ms)) is not None and due_ms <= end_ms:
+            self.now_ms = max(due_ms, self.now_ms)
+            self._settle()
+        self.now_ms = end_ms
+
+    @invariant()
+    def counts_are_what_is_held(self) -> None:
+        for one in self.table.engines.values():
+            held = sum(at is one for at, _, _ in self.held.values())
+            assert one.leases == held <= one.capacity, repr(self.table)
+            assert one.sessions == {name for name, at in self.placed.items() if at is one}
+        assert self.table.leases == len(self.held)
+        assert self.table.sessions == len(self.placed)
+        assert self.table.waiting == len(self.waiting)
+
+    @invariant()
+    def nobody_waits_beside_a_free_place_or_beyond_the_deadline(self) -> None:
+        for wait in self.waiting.values():
+            assert self._picked(wait) is None
+            assert wait.deadline_ms > self.now_ms - 150
+
+    def _settle(self) -> None:
+        for settled in self.table.settle(self.now_ms):
+            key = settled.stream_id, settled.lease_id
+            wait = self.waiting.pop(key)
+            if not self._fitting(wait):
+                assert self.now_ms >= min(wait.asked_ms + 200, wait.deadline_ms)
+                wait.excluded = frozenset()
+            if isinstance(settled.result, RollmeshError):
+                assert self.now_ms >= wait.deadline_ms
+                continue
+            engine = self.table.engines[settled.result.engine_id]
+            assert engine in self._fitting(wait)
+            self._note(*key, wait, engine)
+
+    def _fitting(self, wait: Wait) -> list[Engine]:
+        return [
+            engine
+            for engine in self.table.engines.values()
+            if not (engine.sleeping or engine.draining or engine in wait.excluded)
+            and engine.circuit.state is not CircuitState.OPEN
+            and fits(engine, MODELS[wait.stream])
+        ]
+
+    def _picked(self, wait: Wait) -> Engine | None:
+        placed = self.placed.get(wait.session)
+        sibling = None
+        if placed is None and wait.group:
+            members = [session for group, session in self.joined if group == wait.group]
+            sibling = next((self.placed[one] for one in members if one in self.placed), None)
+        plain = Plain(self._fitting(wait), self.policy.rank)
+        return pick(plain, self.policy, placed=placed, sibling=sibling)
+
+    def _note(self, stream: str, lease: str, wait: Wait, engine: Engine) -> None:
+        self.held[stream, lease] = engine, wait.group, wait.session
+        self.placed[wait.session] = engine
+        self.users[wait.session] = stream
+        if wait.group not in {"", self.groups.get(wait.session)}:
+            self._leave_group(wait.session)
+            self.groups[wait.session] = wait.group
+            self.joined.append((wait.group, wait.session))
+
+    def _drop_session(self, session: str) -> None:
+        self.placed.pop(session, None)
+        self.users.pop(session, None)
+        self._leave_group(session)
+
+    def _leave_group(self, session: str) -> None:
+        if group := self.groups.pop(session, ""):
+            self.joined.remove((group, session))
+
+    def _drop_engine(self, name: str) -> None:
+        engine = self.table.engines.get(name)
+        self.held = {key: one for key, one in self.held.items() if one[0] is not engine}
+        self.placed = {name: at for name, at in self.placed.items() if at is not engine}
+
+
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(stateful_step_count=50)
