@@ -40,7 +40,8 @@ _MUTMUT = str(Path(sys.executable).with_name("mutmut"))
 # Only whether a test fails counts: mutmut takes a report that cannot be printed for a timeout, and
 # collecting garbage at the end of a session takes a fifth of a mutant's time.
 _PYTEST = ("-p", "no:cacheprovider", "-p", "no:unraisableexception", "--tb=no", "-rN")
-_PYTEST += ("--hypothesis-profile=mutation",)
+# Its environment is that of `make test-fast`, so it leaves out the same tests.
+_PYTEST += ("--hypothesis-profile=mutation", "-m", "not long and not vllm")
 _KILLED = frozenset({"killed", "timeout", "segfault"})
 _PATIENCE = 8
 _MUTANT = re.compile(r"(?P<module>.+)\.x[_ǁ](?P<path>\w+)__mutmut_\d+")

@@ -36,10 +36,11 @@ list.
 | file for `rollmesh gateway --config` | `max_sessions = 1000` |
 | file for `rollmesh up --config` | `max_sessions = 1000` under `[gateway]` |
 
-Times are in milliseconds and sizes in bytes, as the names say. `[mesh]` in the file of
-`rollmesh up` holds what the services share: [operations](operations.md#on-one-machine).
+Every variable is `ROLLMESH_`, the service and the setting's name, in capitals. Times are in
+milliseconds and sizes in bytes, as the names say. `[mesh]` in the file of `rollmesh up` holds what
+the services share: [operations](operations.md#on-one-machine).
 """
-_HEAD = "| flag | variable | type | default | allowed | meaning |\n|---|---|---|---|---|---|\n"
+_HEAD = "| flag | type | default | allowed | meaning |\n|---|---|---|---|---|\n"
 
 
 def page() -> str:
@@ -57,7 +58,6 @@ def _row(setting: Setting) -> str:
     allowed = str(setting.bound) if setting.bound is not None else ""
     cells = (
         f"`{setting.flag}`",
-        f"`{setting.variable}`",
         setting.kind.__name__,
         default,
         allowed,

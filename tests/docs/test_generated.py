@@ -25,6 +25,8 @@ def test_every_setting_says_what_it_is() -> None:
     for service, config in configuration.CONFIGS.items():
         for setting in describe(config, service):
             assert setting.doc, setting.variable
+            named = f"rollmesh_{service}_{setting.name}".upper()
+            assert setting.variable == named  # as the page says
 
 
 def test_the_page_of_parsers_is_current() -> None:

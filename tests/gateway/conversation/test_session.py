@@ -272,6 +272,9 @@ async def test_all_that_wait_for_a_turn_that_is_cancelled_get_its_error() -> Non
     assert isinstance(ran, asyncio.CancelledError)
     assert turn.ended
     assert turn.answered is None
+    with pytest.raises(GenerationAbortedError):  # so does one that reads only now
+        await events_of(turn)
+    assert not turn.has_emitted
 
 
 def test_a_new_session_was_used_when_it_was_made() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Fidelity
 from rollmesh.gateway.conversation.sampled import Tops
@@ -378,6 +379,27 @@ def test_the_text_that_a_tree_holds_is_counted_with_reasoning_calls_and_alternat
     before = world.tree.text_bytes
     world.tree.add_sample(node.parent, said("B"), world.ids(1), sample, frozenset())
     assert world.tree.text_bytes - before == len("B") + 2 * 4 * 4 * 2
+
+
+def test_tools_and_options_of_a_conversation_count_as_text_of_its_tree() -> None:
+    tools, options = b'[{"type": "function", "function": {"name": "f"}}]', b'{"thinking": true}'
+    world = World()
+    node = world.turn((user("q"),), said("A"), context=make_context(tools, options))
+    assert world.tree.text_bytes == len("q") + len("A") + len(tools) + len(options)
+    asked = node.parent
+    assert asked is not None
+    for one in (node, asked):
+        world.tree.detach(one)
+    assert world.tree.text_bytes == 0
+
+
+def test_the_parent_of_a_first_message_has_an_id_that_no_message_has() -> None:
+    world = World()
+    world.turn((user("q"),), said("A"))
+    world.turn((user("q"),), said("B"), context=TOOLS)
+    first = [node for node in world.tree.nodes.values() if len(node.path()) == 1]
+    assert [node.parent.node_id for node in first if node.parent] == [0, 0]
+    assert 0 not in world.tree.nodes
 
 
 def test_a_node_that_is_stored_or_continued_stays() -> None:
