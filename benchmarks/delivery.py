@@ -2,10 +2,10 @@
 
     make bench-delivery
 
-A process running the gateway's outbox hands closed sessions to a real collector, on SQLite and on a
-Redis that fsyncs every write. A trainer process turns them into torch tensors and acknowledges.
-TransferQueue 0.1.11 puts and gets the same tensors. Rounds are interleaved, and every figure is the
-median of the rounds. benchmarks/README.md explains each figure.
+A process running the gateway's outbox hands closed sessions to a real collector, on SQLite, on a
+Redis that fsyncs every write, and on PostgreSQL. A trainer process turns them into torch tensors
+and acknowledges. TransferQueue 0.1.11 puts and gets the same tensors. Rounds are interleaved, and
+every figure is the median of the rounds. benchmarks/README.md explains each figure.
 
 The last line of the output is one JSON object.
 """
@@ -29,6 +29,7 @@ from benchmarks.delivery_rows import Shape
 from benchmarks.measure import percentile
 from benchmarks.memory import peak_mb, rss_bytes
 from benchmarks.systems import logs, read_line, run_process
+from tests.collector.postgres_server import postgres_database
 from tests.collector.redis_server import redis_server
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +37,7 @@ _QUEUE = _ROOT / ".venv-trainers" / "bin" / "python"
 _SOURCES = ("protos/gen", "services/runtime", "clients", ".")
 _SHAPES = {"1k": Shape(2048, 1000), "9k": Shape(640, 9000), "64k": Shape(256, 64_000)}
 _QUEUE_SHAPES = {"9k": ("trainer", "verl"), "1k": ("trainer",), "64k": ("trainer",)}
+_STORES = ("sqlite", "redis", "postgres")
 _SLOW = Shape(60, 9000, group=1)
 _SLOW_EVERY_S = 0.05
 _HELD = Shape(256, 64_000)
@@ -187,6 +189,9 @@ async def running_line(name: str, folder: Path) -> AsyncIterator[Line]:
         if name == "redis":
             redis = await stack.enter_async_context(redis_server(folder / "redis"))
             pids["redis"], store = redis.pid, redis.url
+        elif name == "postgres":
+            database = await stack.enter_async_context(postgres_database())
+            pids["postgres"], store = database.server.pid, database.url
         flags = ("--port=0", f"--data-dir={folder}", f"--store={store}")
         log = folder / "processes.log"
         collector = await stack.enter_async_context(
@@ -237,7 +242,7 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, floa
     rounds: list[dict[str, float]] = []
     for seed in range(arguments.rounds):
         figures: dict[str, float] = {}
-        for name in ("sqlite", "redis"):
+        for name in _STORES:
             async with running_line(name, folder / f"{name}-{seed}") as line:
                 await line.run(Shape(64, 1000), f"warm-{seed}")
                 figures |= await line.cases(seed)
@@ -245,7 +250,7 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, floa
         print(f"round {seed}:", json.dumps(_rounded(figures)), flush=True)
         rounds.append(figures)
     once: dict[str, float] = {}
-    for name in ("sqlite", "redis"):
+    for name in _STORES:
         async with running_line(name, folder / f"held-{name}") as line:
             once |= await line.held()
     print("held:", json.dumps(_rounded(once)), flush=True)
@@ -262,8 +267,9 @@ def summary(figures: dict[str, float]) -> Figures:
     for label in _SHAPES:
         best = max(figures[f"{name}_{label}"] for name in names)
         ratios[f"ratio_to_transferqueue_{label}"] = figures[f"rows_per_second_{label}"] / best
-        ours = figures[f"redis_rows_per_second_{label}"]
-        ratios[f"redis_ratio_to_transferqueue_{label}"] = ours / best
+        for store in _STORES[1:]:
+            ours = figures[f"{store}_rows_per_second_{label}"]
+            ratios[f"{store}_ratio_to_transferqueue_{label}"] = ours / best
     peaks = {name: value for name, value in figures.items() if "peak_mb_" in name}
     rest = {name: value for name, value in figures.items() if name not in peaks}
     named = {name.replace("peak_mb_", ""): value for name, value in peaks.items()}

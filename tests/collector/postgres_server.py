@@ -19,7 +19,7 @@ from tests.paths import package_folder
 from tests.processes import reserved_port
 
 _START_S = 60
-_SETTINGS = "-c shared_buffers=32MB -c max_connections=50 -c unix_socket_directories="
+_SETTINGS = "-c max_connections=50 -c unix_socket_directories="
 _EMPTY = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'rollmesh%';
 DROP SCHEMA IF EXISTS rollmesh CASCADE"""

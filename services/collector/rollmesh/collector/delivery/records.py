@@ -68,8 +68,8 @@ def join(head: session_pb2.SessionRecord, arrays: bytes) -> session_pb2.SessionR
         SessionDamagedError: The arrays do not match the head.
     """
     rows = rows_of(head)
-    tokens = sum(map(tokens_of, rows))
-    if len(arrays) != tokens * sum(_BYTES_PER_TOKEN.values()):
+    if len(arrays) != arrays_size(head):
+        tokens = sum(map(tokens_of, rows))
         problem = f"its arrays have {len(arrays)} bytes, which do not fit {tokens} tokens"
         raise damaged(head.session_id, problem)
     start = 0
@@ -80,6 +80,11 @@ def join(head: session_pb2.SessionRecord, arrays: bytes) -> session_pb2.SessionR
             setattr(restored, name, arrays[start:end])
             start = end
     return head
+
+
+def arrays_size(head: session_pb2.SessionRecord) -> int:
+    """Returns the size of the arrays that belong to a head, bytes."""
+    return sum(map(tokens_of, rows_of(head))) * sum(_BYTES_PER_TOKEN.values())
 
 
 def damaged(session_id: str, problem: str) -> SessionDamagedError:

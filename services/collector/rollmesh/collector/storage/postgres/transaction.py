@@ -39,7 +39,9 @@ class PostgresTransaction(Transaction):
 
     def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
         """Runs a statement without rows for each of the parameters, in one round trip."""
-        self._statements.run_many(_numbered(sql), parameters)
+        rows = list(parameters)
+        if rows:
+            self._statements.run_many(_numbered(sql), rows)
 
     def within(self, number: int) -> str:
         """Returns SQL for "is one of"."""

@@ -1,9 +1,10 @@
 """Units on their way to a consumer: fetched, loaded and settled, over a transaction."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollmesh.collector.delivery.loads import Judge, Loaded, damage, judge_unit
+from rollmesh.collector.delivery.records import arrays_size
 from rollmesh.collector.delivery.units import Page, Settlement, Unit, own_log
 from rollmesh.collector.storage.sql.consumers import known
 from rollmesh.collector.storage.sql.lists import add_filtered
@@ -48,31 +49,34 @@ def fetch(tx: Transaction, name: str, after: int, limit: int) -> Page:
 
 def load(tx: Transaction, units: Sequence[Unit], judge: Judge) -> list[Loaded | None]:
     """Loads the first of the units, up to `LOAD_BYTES`."""
+    ids = dict.fromkeys(session_id for unit in units for session_id in unit.session_ids)
+    rows = tx.rows(
+        f"SELECT session_id, head FROM sessions WHERE session_id {tx.within(1)}",  # noqa: S608
+        tx.listed(ids),
+    )
+    heads: dict[str, bytes] = dict(rows)
     found: list[Loaded | None] = []
     size = 0
     for unit in units:
-        loaded = _load(tx, unit, judge)
+        loaded = judge_unit(unit, [heads.get(session_id) for session_id in unit.session_ids], judge)
         found.append(loaded)
-        size += loaded.size if loaded else 0
-        if size >= LOAD_BYTES:
-            break
-    return found
+        if loaded and loaded.verdict.delivers:
+            size += sum(map(arrays_size, loaded.heads))
+            if size >= LOAD_BYTES:
+                break
+    out = [one for one in found if one and one.verdict.delivers]
+    arrays = tx.arrays([session_id for one in out for session_id in one.unit.session_ids])
+    return [one and _with_arrays(one, arrays) for one in found]
 
 
-def _load(tx: Transaction, unit: Unit, judge: Judge) -> Loaded | None:
-    rows = tx.rows(
-        f"SELECT session_id, head FROM sessions WHERE session_id {tx.within(1)}",  # noqa: S608
-        tx.listed(unit.session_ids),
-    )
-    heads: dict[str, bytes] = dict(rows)
-    loaded = judge_unit(unit, [heads.get(session_id) for session_id in unit.session_ids], judge)
-    if loaded is None or not loaded.verdict.delivers:
+def _with_arrays(loaded: Loaded, arrays: Mapping[str, bytes | SessionDamagedError]) -> Loaded:
+    """Returns a unit with its arrays, if it is delivered and they are not damaged."""
+    if not loaded.verdict.delivers:
         return loaded
-    arrays = tx.arrays(unit.session_ids)
-    for session_id in unit.session_ids:
+    for session_id in loaded.unit.session_ids:
         found = arrays[session_id]
         if isinstance(found, SessionDamagedError):
-            return Loaded(unit, damage(found))
+            return Loaded(loaded.unit, damage(found))
         loaded.arrays.append(found)
     return loaded
 

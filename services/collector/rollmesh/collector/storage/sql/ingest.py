@@ -1,6 +1,6 @@
 """Stores sessions and adds them to the logs, as functions over a transaction."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollmesh.collector.delivery.entries import surplus
@@ -10,13 +10,14 @@ from rollmesh.collector.delivery.units import GROUP_LOG, SESSION_LOG, Arrival
 from rollmesh.collector.storage.sql.groups import (
     Group,
     LogPosition,
-    add_unit,
-    await_deadline,
+    NewRow,
+    add_units,
+    await_deadlines,
     decide,
-    find_group,
+    find_groups,
 )
 from rollmesh.collector.storage.sql.lists import add_filtered
-from rollmesh.collector.storage.sql.transaction import Transaction
+from rollmesh.collector.storage.sql.transaction import Row, Transaction
 from rollmesh.collector.storage.store import (
     RETRY_MS,
     other_size,
@@ -45,6 +46,22 @@ class Packed(NamedTuple):
         """Bytes in the table."""
         return len(self.head) + len(self.arrays or b"")
 
+    def columns(self, now_ms: int) -> dict[str, Any]:
+        """Returns its row."""
+        arrival, record = self.arrival, self.arrival.record
+        due_ms = arrival.due_ms(now_ms)
+        return {
+            "session_id": record.session_id,
+            "group_key": arrival.group_key,
+            "sample_index": record.sample_index,
+            "due_ms": due_ms,
+            "ready": int(due_ms is None),
+            "trajectories": len(record.trajectories),
+            "head": self.head,
+            "arrays": self.arrays,
+            **self.more,
+        }
+
 
 def ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: int) -> list[bool]:
     """Stores the sessions of a call; returns for each whether it is a repeat."""
@@ -56,40 +73,35 @@ def ingest(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: 
     )
     known = {session_id for (session_id,) in rows}
     repeats: list[bool] = []
+    new: list[Packed] = []
     for packed in sessions:
         session_id = packed.arrival.record.session_id
         repeats.append(session_id in known)
         if session_id not in known:
-            _ingest_one(tx, packed, now_ms, max_bytes)
+            new.append(packed)
             known.add(session_id)
+    if new:
+        _store(tx, new, now_ms, max_bytes)
     return repeats
 
 
-def _ingest_one(tx: Transaction, packed: Packed, now_ms: int, max_bytes: int) -> None:
-    arrival, record = packed.arrival, packed.arrival.record
-    if tx.stored_bytes() + packed.size > max_bytes:
+def _store(tx: Transaction, sessions: Sequence[Packed], now_ms: int, max_bytes: int) -> None:
+    size = sum(packed.size for packed in sessions)
+    if tx.stored_bytes() + size > max_bytes:
         raise store_full()
-    key, due_ms = arrival.group_key, arrival.due_ms(now_ms)
-    group = _enter_group(tx, arrival, now_ms)
-    columns = {
-        "session_id": record.session_id,
-        "group_key": key,
-        "sample_index": record.sample_index,
-        "due_ms": due_ms,
-        "ready": int(due_ms is None),
-        "trajectories": len(record.trajectories),
-        "head": packed.head,
-        "arrays": packed.arrays,
-        **packed.more,
-    }
-    places = ", ".join(f"?{number}" for number in range(1, len(columns) + 1))
-    names = ", ".join(columns)
-    tx.run(f"INSERT INTO sessions ({names}) VALUES ({places})", *columns.values())  # noqa: S608
-    tx.add_bytes(packed.size)
-    tx.add_total("sessions", 1)
-    tx.add_total("trajectories", len(record.trajectories))
-    if due_ms is None:
-        _add_to_logs(tx, record.session_id, key, group, now_ms)
+    groups = _enter_groups(tx, [packed.arrival for packed in sessions], now_ms)
+    rows = [packed.columns(now_ms) for packed in sessions]
+    names = ", ".join(rows[0])
+    places = ", ".join(f"?{number}" for number in range(1, len(rows[0]) + 1))
+    tx.run_many(
+        f"INSERT INTO sessions ({names}) VALUES ({places})",  # noqa: S608
+        [list(row.values()) for row in rows],
+    )
+    tx.add_bytes(size)
+    tx.add_total("sessions", len(sessions))
+    tx.add_total("trajectories", sum(row["trajectories"] for row in rows))
+    ready = [(row["session_id"], row["group_key"]) for row in rows if row["ready"]]
+    _add_to_logs(tx, ready, groups, now_ms)
 
 
 def set_rewards(
@@ -119,7 +131,7 @@ def set_rewards(
     tx.run("UPDATE sessions SET head = ?1 WHERE session_id = ?2", data, session_id)
     tx.add_bytes(len(data) - len(row[0]))
     if row[1] is not None:
-        _make_ready(tx, session_id, row[2], now_ms)
+        _make_ready(tx, [(session_id, row[2])], now_ms)
     return False
 
 
@@ -128,24 +140,29 @@ def tick(tx: Transaction, now_ms: int) -> bool:
     late = tx.rows(
         "SELECT session_id, group_key FROM sessions WHERE due_ms <= ?1 LIMIT ?2", now_ms, _DUE_BATCH
     )
-    for session_id, key in late:
-        _make_ready(tx, session_id, key, now_ms)
+    _make_ready(tx, late, now_ms)
     tx.add_total("reward_timeouts", len(late))
     due = tx.rows(
         "SELECT log, group_key FROM group_deadlines WHERE due_ms <= ?1 LIMIT ?2", now_ms, _DUE_BATCH
     )
-    logs = {log.name: log for log in tx.logs} if due else {}
-    for name, key in due:
-        group = find_group(tx, key)
-        # All its sessions may be waiting for rewards, or its consumer's settings be damaged.
-        if name not in logs or group is None or not decide(tx, logs[name], group, now_ms):
-            tx.run(
-                "UPDATE group_deadlines SET due_ms = ?1 WHERE log = ?2 AND group_key = ?3",
-                now_ms + RETRY_MS,
-                name,
-                key,
-            )
+    if due:
+        _decide_due(tx, due, now_ms)
     return bool(late or due)
+
+
+def _decide_due(tx: Transaction, due: Sequence[Row], now_ms: int) -> None:
+    """Decides about groups whose deadline in a log has passed."""
+    groups = find_groups(tx, {key for _, key in due})
+    left = set(due)
+    for log in tx.logs:
+        keys = [key for name, key in due if name == log.name and key in groups]
+        decided = decide(tx, log, [(groups[key], None) for key in keys], now_ms)
+        left -= {(log.name, key) for key in decided}
+    # All its sessions may be waiting for rewards, or its consumer's settings be damaged.
+    tx.run_many(
+        "UPDATE group_deadlines SET due_ms = ?1 WHERE log = ?2 AND group_key = ?3",
+        [(now_ms + RETRY_MS, name, key) for name, key in sorted(left)],
+    )
 
 
 def is_due(tx: Transaction, now_ms: int) -> bool:
@@ -158,46 +175,75 @@ def is_due(tx: Transaction, now_ms: int) -> bool:
     return bool(found)
 
 
-def _enter_group(tx: Transaction, arrival: Arrival, now_ms: int) -> Group | None:
-    """Returns the group of a session, which is created if it is the first; None without one."""
-    key, size = arrival.group_key, arrival.group_size
-    if size is None:
-        return None
-    group = find_group(tx, key)
-    if group is None and not group_removed(tx, key):
-        group = Group(key, size, now_ms)
-        tx.run("INSERT INTO groups (group_key, size, first_ms) VALUES (?1, ?2, ?3)", *group)
-        for log in tx.logs[1:]:
-            await_deadline(tx, log, group)
-    elif group is not None and group.size != size:
-        raise other_size(arrival, group.size)
-    return group
+def _enter_groups(tx: Transaction, arrivals: Sequence[Arrival], now_ms: int) -> dict[str, Group]:
+    """Returns the groups of sessions; a group is created by its first one."""
+    sizes = [(arrival, arrival.group_size) for arrival in arrivals]
+    keys = {arrival.group_key for arrival, size in sizes if size is not None}
+    groups = find_groups(tx, keys)
+    gone = _removed_groups(tx, keys - groups.keys())
+    new: list[Group] = []
+    for arrival, size in sizes:
+        key = arrival.group_key
+        if size is None or key in gone:
+            continue
+        if key not in groups:
+            groups[key] = Group(key, size, now_ms)
+            new.append(groups[key])
+        elif groups[key].size != size:
+            raise other_size(arrival, groups[key].size)
+    tx.run_many("INSERT INTO groups (group_key, size, first_ms) VALUES (?1, ?2, ?3)", new)
+    for log in tx.logs[1:]:
+        await_deadlines(tx, log, new)
+    return groups
 
 
-def _make_ready(tx: Transaction, session_id: str, key: str, now_ms: int) -> None:
-    """Adds a session that waited for rewards to the logs."""
-    tx.run("UPDATE sessions SET ready = 1, due_ms = NULL WHERE session_id = ?1", session_id)
-    _add_to_logs(tx, session_id, key, find_group(tx, key), now_ms)
+def _make_ready(tx: Transaction, sessions: Sequence[Row], now_ms: int) -> None:
+    """Adds sessions that waited for rewards, with the keys of their groups, to the logs."""
+    tx.run_many(
+        "UPDATE sessions SET ready = 1, due_ms = NULL WHERE session_id = ?1",
+        [(session_id,) for session_id, _ in sessions],
+    )
+    _add_to_logs(tx, sessions, find_groups(tx, {key for _, key in sessions}), now_ms)
 
 
 def _add_to_logs(
-    tx: Transaction, session_id: str, key: str, group: Group | None, now_ms: int
+    tx: Transaction, sessions: Sequence[Row], groups: Mapping[str, Group], now_ms: int
 ) -> None:
-    """Adds a session to the logs, and its group if the session completes it."""
-    position = LogPosition(tx.next_seq(), now_ms)
-    add_unit(tx, SESSION_LOG, session_id, position, (), partial=False)
-    if group is None and not group_removed(tx, key):
-        return  # superseded, so not part of any group
+    """Adds sessions to the logs, and the groups that they complete.
+
+    Args:
+        tx: The transaction.
+        sessions: The id of each session, and the key of its group.
+        groups: The groups that exist, by key.
+        now_ms: The current time.
+    """
+    if not sessions:
+        return
+    made = [NewRow(session_id, LogPosition(tx.next_seq(), now_ms)) for session_id, _ in sessions]
+    add_units(tx, SESSION_LOG, made)
+    keys = dict.fromkeys(key for _, key in sessions)
+    gone = _removed_groups(tx, keys.keys() - groups.keys())  # else superseded, so of no group
     for log in tx.logs:
-        complete = group is not None and tx.row(
-            "SELECT 1 FROM units WHERE log = ?1 AND unit_id = ?2", log.name, key
+        rows = tx.rows(
+            f"SELECT unit_id FROM units WHERE log = ?2 AND unit_id {tx.within(1)}",  # noqa: S608
+            tx.listed(keys),
+            log.name,
         )
-        if group is None or complete:
-            add_filtered(tx, log.name, surplus(key, session_id, now_ms))
-        else:
-            decide(tx, log, group, now_ms)
+        late = gone | {key for (key,) in rows}
+        for session_id, key in sessions:
+            if key in late:
+                add_filtered(tx, log.name, surplus(key, session_id, now_ms))
+        waiting = [groups[key] for key in keys if key in groups and key not in late]
+        decide(tx, log, [(group, None) for group in waiting], now_ms)
 
 
-def group_removed(tx: Transaction, key: str) -> bool:
-    """Returns whether a group was delivered to all and removed; later sessions are surplus."""
-    return tx.row("SELECT 1 FROM removed WHERE id = ?1", f"{GROUP_LOG}:{key}") is not None
+def _removed_groups(tx: Transaction, keys: Collection[str]) -> set[str]:
+    """Returns the groups that were delivered to all and removed; later sessions are surplus."""
+    if not keys:
+        return set()
+    prefix = f"{GROUP_LOG}:"
+    rows = tx.rows(
+        f"SELECT id FROM removed WHERE id {tx.within(1)}",  # noqa: S608
+        tx.listed(prefix + key for key in keys),
+    )
+    return {id_.removeprefix(prefix) for (id_,) in rows}
