@@ -117,7 +117,17 @@ def test_every_process_is_told_where_the_others_are() -> None:
     router, collector = specs["router"].address, specs["collector"].address
     assert found["engine-0"].router == found["engine-1"].router == router
     assert (found["gateway-0"].router, found["gateway-0"].collector) == (router, collector)
-    assert found["sidecar"].gateway == specs["gateway-0"].address
+    assert (found["sidecar"].router, found["sidecar"].gateway) == (router, "")
+
+
+def test_gateways_and_sidecars_are_as_many_as_the_file_says() -> None:
+    specs = plan(mesh={"gateways": 3, "sidecars": 2}, gateway={"port": 7200})
+    found = {name: config_of(spec) for name, spec in specs.items()}
+    gateways = [found[f"gateway-{at}"] for at in range(3)]
+    assert [one.gateway_id for one in gateways] == ["gateway-0", "gateway-1", "gateway-2"]
+    assert [one.port for one in gateways] == [7200, 7201, 7202]
+    assert [one.data_dir.name for one in gateways] == ["gateway", "gateway-1", "gateway-2"]
+    assert {found[name].router for name in ("sidecar", "sidecar-1")} == {specs["router"].address}
 
 
 def test_a_mesh_file_with_a_scorer_runs_it_for_its_collector() -> None:

@@ -15,7 +15,7 @@ STANDS_ON = {  # apart from itself, the runtime and the stubs
     "engine": {"mesh"},
     "collector": set[str](),
     "gateway": {"mesh", "chat"},
-    "sidecar": set[str](),
+    "sidecar": {"mesh"},
     "scorer": set[str](),
 }
 

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import grpc
 
+from rollmesh.mesh.gateways import GatewayDirectory
 from rollmesh.runtime.errors import SessionUnknownError
-from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.interceptors import Context, RpcInterceptor
 from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
@@ -210,10 +210,11 @@ async def serving(servicer: gateway_pb2_grpc.GatewayServiceServicer) -> AsyncIte
 @asynccontextmanager
 async def sidecar_of(config: SidecarConfig) -> AsyncIterator[str]:
     """Runs a sidecar's app on a free port; yields its `http://host:port`."""
-    async with asyncio.timeout(60), open_channel(config.gateway) as channel:
+    directory = GatewayDirectory(config.router, config.gateway)
+    async with asyncio.timeout(60), aclosing(directory):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            server = HttpServer(make_app(config, channel), config)
+            server = HttpServer(make_app(config, directory), config)
             listener.listen()
             async with asyncio.TaskGroup() as group:
                 group.create_task(server.serve([listener]))

@@ -9,8 +9,9 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from rollmesh.client.retries import retried
-from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel, request_metadata
+from rollmesh.mesh.gateways import GatewayDirectory
+from rollmesh.runtime.errors import RemoteError, RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, request_metadata, typed_errors
 from rollmesh.v1 import collector_pb2_grpc, gateway_pb2_grpc, router_pb2_grpc
 
 CALL_S = 60.0
@@ -22,20 +23,21 @@ _Result = TypeVar("_Result")
 class MeshAddresses:
     """Where a mesh is reached; `rollmesh up` prints them."""
 
-    router: str
+    router: str = ""
     """host:port."""
-    gateway: str
+    gateway: str = ""
+    """host:port of the gateway, if there is only one; otherwise the router knows them."""
+    collector: str = ""
     """host:port."""
-    collector: str
-    """host:port."""
-    sidecar: str
-    """host:port of the OpenAI-compatible HTTP."""
+    sidecar: str = ""
+    """host:port of the OpenAI-compatible HTTP; any sidecar of the mesh serves every session."""
 
     @classmethod
     def from_json(cls, text: str) -> "MeshAddresses":
         """Reads the line that `rollmesh up` prints after `UP`."""
         found = json.loads(text)
-        return cls(**{name: found[name] for name in ("router", "gateway", "collector", "sidecar")})
+        names = ("router", "gateway", "collector", "sidecar")
+        return cls(**{name: found[name] for name in names if name in found})
 
 
 class Connections:
@@ -45,6 +47,7 @@ class Connections:
         """Takes the addresses; connects when first used."""
         self.addresses = addresses
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._gateways = GatewayDirectory(addresses.router, addresses.gateway)
 
     async def __aenter__(self) -> Self:
         """Returns itself."""
@@ -57,6 +60,7 @@ class Connections:
         traceback: TracebackType | None,
     ) -> None:
         """Closes the channels."""
+        await self._gateways.aclose()
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
@@ -80,14 +84,46 @@ class Connections:
             *also,
         )
 
+    async def _at_gateway(
+        self,
+        session_id: str,
+        method: Callable[["gateway_pb2_grpc.GatewayServiceAsyncStub"], Callable[..., Any]],
+        request: Any,
+    ) -> Any:
+        """Makes a repeatable call at the gateway of a session, or places a new session.
+
+        A gateway that does not answer may have returned elsewhere, or another may serve its journal
+        by now, so every repetition asks where to go.
+
+        Args:
+            session_id: The session; empty: the call opens one, at the gateway with the fewest.
+            method: Returns the method of a stub.
+            request: Its request.
+        """
+        gateways = self._gateways
+
+        async def once(timeout_s: float) -> Any:
+            stub = await (gateways.of(session_id) if session_id else gateways.place())
+            try:
+                with typed_errors():
+                    return await method(stub)(
+                        request,
+                        timeout=timeout_s,
+                        metadata=request_metadata(),
+                        wait_for_ready=gateways.is_fixed,
+                    )
+            except RemoteError as error:
+                if session_id and error.code == "UNAVAILABLE":
+                    gateways.lost(session_id)
+                raise
+
+        return await retried(once, CALL_S)
+
     def _router(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
         return router_pb2_grpc.RouterServiceStub(self._channel(self.addresses.router))
 
     def _collector(self) -> "collector_pb2_grpc.CollectorServiceAsyncStub":
         return collector_pb2_grpc.CollectorServiceStub(self._channel(self.addresses.collector))
-
-    def _gateway(self) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
-        return gateway_pb2_grpc.GatewayServiceStub(self._channel(self.addresses.gateway))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

@@ -7,11 +7,11 @@ import sys
 
 import uvloop
 
+from rollmesh.mesh.gateways import GatewayDirectory
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.main import print_ready
 from rollmesh.runtime.process.signals import stop_signals
-from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.runtime.rpc.listening import Bound, bind_host
 from rollmesh.runtime.telemetry.logs import configure_logging
 from rollmesh.runtime.telemetry.metrics import metrics_endpoint
@@ -32,8 +32,9 @@ async def _serve(config: SidecarConfig) -> None:
 async def _serve_on(
     listener: socket.socket, config: SidecarConfig, metrics_port: int | None
 ) -> None:
-    async with open_channel(config.gateway) as channel:
-        server = HttpServer(make_app(config, channel), config)
+    directory = GatewayDirectory(config.router, config.gateway)
+    try:
+        server = HttpServer(make_app(config, directory), config)
         with stop_signals(supervised=config.supervised) as stop:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(server.serve([listener]))
@@ -43,6 +44,8 @@ async def _serve_on(
                 await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
                 server.should_exit = True
                 stopping.cancel()
+    finally:
+        await directory.aclose()
 
 
 def main() -> int:

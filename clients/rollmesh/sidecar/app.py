@@ -2,44 +2,44 @@
 
 import uuid
 
-import grpc
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rollmesh.mesh.gateways import GatewayDirectory
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import PathUnknownError, error_response
-from rollmesh.sidecar.gateway import Gateway
+from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.openai_chat.endpoint import ChatEndpoint
 
 
-def make_app(config: SidecarConfig, channel: grpc.aio.Channel) -> Starlette:
+def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
     """Returns the ASGI application of a sidecar.
 
     Args:
         config: Its settings.
-        channel: An open channel to the gateway.
+        directory: Finds the gateways.
     """
-    gateway = Gateway(config, channel)
+    gateways = Gateways(config, directory)
 
     async def models(_request: Request) -> Response:
         try:
-            entry = {"id": await gateway.model(), "object": "model", "owned_by": "rollmesh"}
+            entry = {"id": await gateways.model(), "object": "model", "owned_by": "rollmesh"}
         except RollmeshError as error:
             return error_response(error, uuid.uuid4().hex)
         return JSONResponse({"object": "list", "data": [{**entry, "created": 0}]})
 
     async def health(_request: Request) -> Response:
         try:
-            await gateway.model(refresh=True)
+            await gateways.model(refresh=True)
         except RollmeshError as error:
             return error_response(error, uuid.uuid4().hex)
         return JSONResponse({"status": "ok"})
 
-    chat, routes = ChatEndpoint(gateway, config), []
+    chat, routes = ChatEndpoint(gateways, config), []
     for prefix in ("", "/sessions/{session}"):
         routes += [
             Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),

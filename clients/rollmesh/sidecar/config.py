@@ -9,12 +9,14 @@ from rollmesh.runtime.rpc.listening import ListeningConfig, Port
 
 @dataclass(frozen=True, kw_only=True)
 class SidecarConfig(ListeningConfig):
-    """Settings of a sidecar: OpenAI-compatible HTTP in front of a gateway."""
+    """Settings of a sidecar: OpenAI-compatible HTTP in front of the gateways."""
 
     port: Port = 8000
     """Port to listen on; 0 takes a free one."""
-    gateway: str = "127.0.0.1:7200"
-    """host:port of the gateway."""
+    router: str = "127.0.0.1:7100"
+    """host:port of the router, which knows the gateway of every session."""
+    gateway: str = ""
+    """host:port of the gateway, if there is only one; the router is then not asked."""
     unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"
     """How to treat a request that names a different model than the gateway's: `take` answers it
     under that name, as agents' auxiliary calls need; `refuse` answers 404, `model_not_found`."""

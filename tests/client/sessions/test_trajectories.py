@@ -27,10 +27,13 @@ def proto() -> trajectory_pb2.Trajectory:
 
 def test_the_segments_of_a_trajectory_are_no_objects_that_garbage_collection_looks_at() -> None:
     sent = proto()
-    gc.collect()
-    before = len(gc.get_objects())
-    read = Trajectory.from_proto(sent)
-    assert len(gc.get_objects()) - before < SEGMENTS / 10
+    grown: list[int] = []
+    for _ in range(5):  # other threads of the test process make objects too, now and then
+        gc.collect()
+        before = len(gc.get_objects())
+        read = Trajectory.from_proto(sent)
+        grown.append(len(gc.get_objects()) - before)
+    assert min(grown) < SEGMENTS / 10
     assert read.segments == tuple(sent.segments)
 
 

@@ -44,6 +44,10 @@ class MeshConfig(Config):
     """Number of engines."""
     gpus_per_engine: Annotated[int, Bounds(0)] = 0
     """GPUs that each engine has to itself; 0 lets every engine see all GPUs of this process."""
+    gateways: Annotated[int, Bounds(1)] = 1
+    """Number of gateways; the router places each new session on the one with the fewest."""
+    sidecars: Annotated[int, Bounds(1)] = 1
+    """Number of sidecars; each serves every session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,9 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
     names = [("router", "router")]
     names += [(f"engine-{at}", "engine") for at in range(mesh.engines)]
     names += [("scorer", "scorer")] if "scorer" in tables else []
-    names += [("collector", "collector"), ("gateway-0", "gateway"), ("sidecar", "sidecar")]
+    names += [("collector", "collector")]
+    names += [(f"gateway-{at}", "gateway") for at in range(mesh.gateways)]
+    names += [("sidecar" if not at else f"sidecar-{at}", "sidecar") for at in range(mesh.sidecars)]
     address = {
         name: f"{tables.get(service, {}).get('host', mesh.host)}"
         f":{_port(tables, service, name, free_port)}"
@@ -120,6 +126,8 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
         settings["port"] = address[name].rpartition(":")[2]
         if service in ("engine", "gateway"):
             settings[f"{service}_id"] = name
+        if service == "gateway" and name != "gateway-0":  # each has a journal of its own
+            settings["data_dir"] = f"{settings['data_dir']}{name.removeprefix('gateway')}"
         grace_ms = _number(tables, service, "grace_ms", GRACE_MS)
         gpus = _gpus(name, mesh.gpus_per_engine) if service == "engine" else ()
         specs.append(ProcessSpec(name, service, address[name], _flags(settings), gpus, grace_ms))
@@ -140,7 +148,7 @@ def _shared_settings(mesh: MeshConfig, address: Mapping[str, str]) -> dict[str, 
             "data_dir": mesh.data_dir / "gateway",
             **model,
         },
-        "sidecar": {"gateway": address["gateway-0"]},
+        "sidecar": {"router": address["router"]},
     }
 
 
@@ -191,11 +199,12 @@ def _port(
     name: str,
     free_port: Callable[[], int],
 ) -> int:
-    """Returns the port of a process: the table's, counted up for further engines."""
+    """Returns the port of a process: the table's, counted up for further ones of the service."""
     first = _number(tables, service, "port", 0)
     if not first:
         return free_port()
-    return first + (int(name.rpartition("-")[2]) if service == "engine" else 0)
+    _, numbered, number = name.rpartition("-")
+    return first + (int(number) if numbered else 0)
 
 
 def _flags(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -140,10 +140,14 @@ class Supervisor:
         for spec in self._specs:
             scheme = "http://" if spec.service == "sidecar" else "grpc://"
             print(f"{spec.name:<{width}}  {scheme}{spec.address}", flush=True)  # noqa: T201
-        line: dict[str, object] = {
-            spec.service: spec.address for spec in self._specs if spec.service != "engine"
-        }
-        line["engines"] = {s.name: s.address for s in self._specs if s.service == "engine"}
+        line: dict[str, object] = {}
+        for spec in self._specs:
+            line.setdefault(spec.service, spec.address)  # any sidecar serves every session
+        for service in ("engine", "gateway", "sidecar"):
+            line[f"{service}s"] = {s.name: s.address for s in self._specs if s.service == service}
+        del line["engine"]
+        if len([spec for spec in self._specs if spec.service == "gateway"]) > 1:
+            del line["gateway"]  # the router knows which one holds a session
         line["pids"] = {name: process.pid for name, process in self._processes.items()}
         print("UP", json.dumps(line), flush=True)  # noqa: T201 - for programs
 

@@ -102,7 +102,7 @@ class SessionCalls(Connections):
         """Opens a session, retrying while the gateway is full; the caller closes it."""
         if not request.request_id:  # retries must not open another session
             request.request_id = uuid.uuid4().hex
-        opened = await self._repeated(self._gateway().CreateSession, request)
+        opened = await self._at_gateway("", lambda stub: stub.CreateSession, request)
         base_url = f"http://{self.addresses.sidecar}/sessions/{opened.session_key}/v1"
         return Session(opened.session_id, opened.session_key, base_url)
 
@@ -140,7 +140,9 @@ class SessionCalls(Connections):
             superseded=superseded,
             reward_timeout_ms=reward_timeout_ms,
         )
-        response = await self._repeated(self._gateway().CloseSession, request)
+        response = await self._at_gateway(
+            session.session_id, lambda stub: stub.CloseSession, request
+        )
         session.closed = True
         return list(response.trajectory_ids)
 
@@ -149,4 +151,5 @@ class SessionCalls(Connections):
         request = gateway_pb2.GetSessionRequest(
             session_id=session.session_id, session_key=session.api_key, with_messages=True
         )
-        return Transcript.from_proto(await self._repeated(self._gateway().GetSession, request))
+        found = await self._at_gateway(session.session_id, lambda stub: stub.GetSession, request)
+        return Transcript.from_proto(found)

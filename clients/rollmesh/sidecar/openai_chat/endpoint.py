@@ -15,7 +15,7 @@ from rollmesh.runtime.process.memory import FreedMemory
 from rollmesh.runtime.telemetry.logs import fields, set_request_id
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import error_response, typed
-from rollmesh.sidecar.gateway import Gateway
+from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.metrics import measured
 from rollmesh.sidecar.openai_chat.calls import ChatCall, read_call
 from rollmesh.sidecar.openai_chat.responses import ChunkWriter, whole_answer
@@ -35,9 +35,9 @@ _LAST_WORD_S = 5.0
 class ChatEndpoint:
     """An ASGI application, so that it owns the connection and notices when the client leaves."""
 
-    def __init__(self, gateway: Gateway, config: SidecarConfig) -> None:
-        """Takes the gateway and the settings."""
-        self._gateway = gateway
+    def __init__(self, gateways: Gateways, config: SidecarConfig) -> None:
+        """Takes the gateways and the settings."""
+        self._gateways = gateways
         self._turn_timeout_s = config.turn_timeout_ms / 1000
         self._keep_alive_ms = config.keep_alive_ms
         self._freed_memory = FreedMemory()
@@ -57,7 +57,7 @@ class ChatEndpoint:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:
             call = await self._read_call(await _read_body(receive), scope, request_id)
-            await self._gateway.check_model(call.model)
+            await self._gateways.check_model(call.model, call.chat.session_id)
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - the edge: everything becomes an answer
@@ -82,7 +82,7 @@ class ChatEndpoint:
     async def _answer(self, call: ChatCall, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the complete answer."""
         try:
-            response = await self._gateway.chat(call.chat, call.request_id)
+            response = await self._gateways.chat(call.chat, call.request_id)
             await faults.reach("sidecar-before-answer")
             body = whole_answer(response, call.model or _UNNAMED, call.shown, named=call.names_tool)
         except RollmeshError as error:
@@ -125,7 +125,7 @@ class ChatEndpoint:
         """Forwards every event as it arrives; returns the complete answers by choice."""
         found: dict[int, gateway_pb2.ChatAnswer] = {}
         early: list[gateway_pb2.StreamChatResponse] = []
-        async with aclosing(self._gateway.stream_chat(call.chat, call.request_id)) as responses:
+        async with aclosing(self._gateways.stream_chat(call.chat, call.request_id)) as responses:
             async for response in responses:  # read to the end: the gateway treats less as not read
                 early.append(response)
                 if response.HasField("begun"):

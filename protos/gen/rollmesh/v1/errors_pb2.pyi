@@ -310,6 +310,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Try again after the delay. Send shorter histories, or raise `--max-bytes-in-flight`.
     """
+    ERROR_REASON_NO_GATEWAY: _ErrorReason.ValueType  # 52
+    """UNAVAILABLE. No gateway has the journal that the session's id names, or no gateway takes new
+    sessions. The gateway may be starting.
+
+    Retry. If it stays so, look at ListGateways and start the gateway on its journal.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below what to do.
@@ -596,6 +602,12 @@ ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 51
 was kept.
 
 Try again after the delay. Send shorter histories, or raise `--max-bytes-in-flight`.
+"""
+ERROR_REASON_NO_GATEWAY: ErrorReason.ValueType  # 52
+"""UNAVAILABLE. No gateway has the journal that the session's id names, or no gateway takes new
+sessions. The gateway may be starting.
+
+Retry. If it stays so, look at ListGateways and start the gateway on its journal.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -168,6 +168,7 @@ class ReplicaHello(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     VOCABULARY_TOKENS_FIELD_NUMBER: _builtins.int
+    JOURNAL_ID_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
@@ -188,6 +189,8 @@ class ReplicaHello(_message.Message):
     """
     vocabulary_tokens: _builtins.int
     """Size of the model's vocabulary; must be equal too if both have a tokenizer. 0 fits any."""
+    journal_id: _builtins.str
+    """Id of its journal, with which the ids of its sessions begin. Gateways only."""
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """Its load."""
@@ -204,10 +207,11 @@ class ReplicaHello(_message.Message):
         instance_id: _builtins.str = ...,
         tokenizer_sha256: _builtins.str = ...,
         vocabulary_tokens: _builtins.int = ...,
+        journal_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,6 +538,135 @@ class LeaseGrant(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseGrant: _TypeAlias = LeaseGrant  # noqa: Y015
+
+@_typing.final
+class PlaceSessionRequest(_message.Message):
+    """Request of PlaceSession."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Empty means the only one of the gateways."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceSessionRequest: _TypeAlias = PlaceSessionRequest  # noqa: Y015
+
+@_typing.final
+class PlaceSessionResponse(_message.Message):
+    """Where to create a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gateway(self) -> Global___Gateway:
+        """The gateway."""
+
+    def __init__(
+        self,
+        *,
+        gateway: Global___Gateway | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceSessionResponse: _TypeAlias = PlaceSessionResponse  # noqa: Y015
+
+@_typing.final
+class ListGatewaysRequest(_message.Message):
+    """Request of ListGateways."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGatewaysRequest: _TypeAlias = ListGatewaysRequest  # noqa: Y015
+
+@_typing.final
+class ListGatewaysResponse(_message.Message):
+    """The gateways of the mesh."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gateway]:
+        """The gateways, in the order of their ids."""
+
+    def __init__(
+        self,
+        *,
+        gateways: _abc.Iterable[Global___Gateway] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGatewaysResponse: _TypeAlias = ListGatewaysResponse  # noqa: Y015
+
+@_typing.final
+class Gateway(_message.Message):
+    """One gateway."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    JOURNAL_ID_FIELD_NUMBER: _builtins.int
+    LIVE_SESSIONS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    gateway_id: _builtins.str
+    """Id of the gateway."""
+    address: _builtins.str
+    """Its address, host:port."""
+    model: _builtins.str
+    """Name of the model that it serves."""
+    journal_id: _builtins.str
+    """Id of its journal, with which the ids of its sessions begin."""
+    live_sessions: _builtins.int
+    """Number of its open sessions, with those that were placed since its last report."""
+    draining: _builtins.bool
+    """Whether it takes no new sessions because it is about to leave."""
+    def __init__(
+        self,
+        *,
+        gateway_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        model: _builtins.str = ...,
+        journal_id: _builtins.str = ...,
+        live_sessions: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "gateway_id", b"gateway_id", "journal_id", b"journal_id", "live_sessions", b"live_sessions", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gateway: _TypeAlias = Gateway  # noqa: Y015
 
 @_typing.final
 class ListReplicasRequest(_message.Message):

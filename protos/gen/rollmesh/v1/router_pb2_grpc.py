@@ -45,6 +45,16 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.DispatchRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.DispatchResponse.FromString,
                 _registered_method=True)
+        self.PlaceSession = channel.unary_unary(
+                '/rollmesh.v1.RouterService/PlaceSession',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.PlaceSessionRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.PlaceSessionResponse.FromString,
+                _registered_method=True)
+        self.ListGateways = channel.unary_unary(
+                '/rollmesh.v1.RouterService/ListGateways',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.ListGatewaysRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.ListGatewaysResponse.FromString,
+                _registered_method=True)
         self.ListReplicas = channel.unary_unary(
                 '/rollmesh.v1.RouterService/ListReplicas',
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.ListReplicasRequest.SerializeToString,
@@ -97,6 +107,23 @@ class RouterServiceServicer(object):
         decided: a request may wait in the router while later ones are granted. The end of the stream
         releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
         unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PlaceSession(self, request, context):
+        """Names the gateway for a new session: the one with the fewest open sessions of those that take
+        new ones. The caller creates the session there.
+        Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListGateways(self, request, context):
+        """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
+        caller finds the gateway of any session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,6 +193,16 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.Dispatch,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.DispatchRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.DispatchResponse.SerializeToString,
+            ),
+            'PlaceSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlaceSession,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.PlaceSessionRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.PlaceSessionResponse.SerializeToString,
+            ),
+            'ListGateways': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGateways,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.ListGatewaysRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.ListGatewaysResponse.SerializeToString,
             ),
             'ListReplicas': grpc.unary_unary_rpc_method_handler(
                     servicer.ListReplicas,
@@ -253,6 +290,60 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/Dispatch',
             rollmesh_dot_v1_dot_router__pb2.DispatchRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.DispatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlaceSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/PlaceSession',
+            rollmesh_dot_v1_dot_router__pb2.PlaceSessionRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.PlaceSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGateways(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/ListGateways',
+            rollmesh_dot_v1_dot_router__pb2.ListGatewaysRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.ListGatewaysResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,15 @@ class RouterServiceStub:
     releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
     unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
     """
+    PlaceSession: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]
+    """Names the gateway for a new session: the one with the fewest open sessions of those that take
+    new ones. The caller creates the session there.
+    Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
+    """
+    ListGateways: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListGatewaysRequest, _router_pb2.ListGatewaysResponse]
+    """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
+    caller finds the gateway of any session.
+    """
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]
     """Lists the members, and the weights of their models."""
     PauseEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.PauseEnginesRequest, _router_pb2.PauseEnginesResponse]
@@ -88,6 +97,15 @@ class RouterServiceAsyncStub(RouterServiceStub):
     decided: a request may wait in the router while later ones are granted. The end of the stream
     releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
     unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+    """
+    PlaceSession: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]  # type: ignore[assignment]
+    """Names the gateway for a new session: the one with the fewest open sessions of those that take
+    new ones. The caller creates the session there.
+    Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
+    """
+    ListGateways: _aio.UnaryUnaryMultiCallable[_router_pb2.ListGatewaysRequest, _router_pb2.ListGatewaysResponse]  # type: ignore[assignment]
+    """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
+    caller finds the gateway of any session.
     """
     ListReplicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """Lists the members, and the weights of their models."""
@@ -140,6 +158,27 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         decided: a request may wait in the router while later ones are granted. The end of the stream
         releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
         unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+        """
+
+    @_abc_1.abstractmethod
+    def PlaceSession(
+        self,
+        request: _router_pb2.PlaceSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.PlaceSessionResponse, _abc.Awaitable[_router_pb2.PlaceSessionResponse]]:
+        """Names the gateway for a new session: the one with the fewest open sessions of those that take
+        new ones. The caller creates the session there.
+        Errors: UNAVAILABLE (NO_GATEWAY); INVALID_ARGUMENT names the model.
+        """
+
+    @_abc_1.abstractmethod
+    def ListGateways(
+        self,
+        request: _router_pb2.ListGatewaysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ListGatewaysResponse, _abc.Awaitable[_router_pb2.ListGatewaysResponse]]:
+        """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
+        caller finds the gateway of any session.
         """
 
     @_abc_1.abstractmethod

@@ -154,7 +154,7 @@ class GatewayService:
                     tasks.create_task(close_idle(gateway, config.session_idle_ms)),
                 ]
                 async with Membership(
-                    config.router, self._hello(address), lambda: self._load(gateway)
+                    config.router, self._hello(address, gateway), lambda: self._load(gateway)
                 ) as membership:
                     self._membership = membership
                     metrics.REGISTERED.set_function(lambda: membership.registered)
@@ -271,7 +271,7 @@ class GatewayService:
         stack.push_async_callback(parser.close)
         return parser
 
-    def _hello(self, address: str) -> router_pb2.ReplicaHello:
+    def _hello(self, address: str, gateway: Gateway) -> router_pb2.ReplicaHello:
         return router_pb2.ReplicaHello(
             replica_id=self._config.gateway_id,
             kind=router_pb2.REPLICA_KIND_GATEWAY,
@@ -279,6 +279,7 @@ class GatewayService:
             model=self._config.model,
             tokenizer_sha256=self._model_files.tokenizer_sha256,
             vocabulary_tokens=self._vocabulary_tokens,
+            journal_id=gateway.journal_id,
         )
 
     def _lease_client(self) -> LeaseClient:

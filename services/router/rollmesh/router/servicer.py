@@ -8,6 +8,7 @@ from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
 from rollmesh.router.dispatch import Dispatch, warn_of_misfits
 from rollmesh.router.engines import Engine
+from rollmesh.router.gateways import GatewayTable, RegisteredGateway
 from rollmesh.router.leases import LeaseTable
 from rollmesh.router.members import Members
 from rollmesh.router.weights.models import Models
@@ -35,6 +36,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._control = Control(models, config.control_timeout_ms / 1000)
         self._pushes = Pushes(models, config)
         self._dispatch = Dispatch(table)
+        self._gateways = GatewayTable()
         self._router_id = uuid.uuid4().hex
         self._repeats = Repeats()
 
@@ -54,18 +56,23 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         first = await anext(request_iterator, None)
         member = await self._members.join(_checked_hello(first))
         engine = self._add_engine(member.hello)
+        gateway = self._add_gateway(member.hello)
         try:
             yield router_pb2.RegisterResponse(router_id=self._router_id)
             async for message in request_iterator:
                 if not message.HasField("load"):
                     raise InvalidFieldError("load", "is missing; after the hello, send loads")
                 self._members.reported(member, message.load)
+                if gateway is not None:
+                    self._gateways.reported(gateway)
                 if engine is not None:
                     _take_load(engine, message.load)
                     self._table.fleet.changed(engine)
                     self._pushes.heed(engine)
         finally:
             self._members.leave(member)
+            if gateway is not None:
+                self._gateways.remove(gateway)
             if engine is not None:
                 self._pushes.gone(engine)
                 if self._table.engines.get(engine.engine_id) is engine:
@@ -80,6 +87,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         async with aclosing(self._dispatch.serve(first.hello, request_iterator)) as responses:
             async for response in responses:
                 yield response
+
+    async def PlaceSession(
+        self, request: router_pb2.PlaceSessionRequest, context: Context
+    ) -> router_pb2.PlaceSessionResponse:
+        return router_pb2.PlaceSessionResponse(gateway=self._gateways.place(request.model))
+
+    async def ListGateways(
+        self, request: router_pb2.ListGatewaysRequest, context: Context
+    ) -> router_pb2.ListGatewaysResponse:
+        return router_pb2.ListGatewaysResponse(gateways=self._gateways.gateways())
 
     async def ListReplicas(
         self, request: router_pb2.ListReplicasRequest, context: Context
@@ -153,6 +170,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             return router_pb2.InitWeightTransfersResponse(results=results)
 
         return await self._repeats.once(request, join)
+
+    def _add_gateway(self, hello: router_pb2.ReplicaHello) -> RegisteredGateway | None:
+        is_gateway = hello.kind == router_pb2.REPLICA_KIND_GATEWAY
+        return self._gateways.add(hello) if is_gateway else None
 
     def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
         if hello.kind != router_pb2.REPLICA_KIND_ENGINE:

@@ -1,4 +1,4 @@
-"""Clients of the router for the members of a mesh: registration, and leases of engines.
+"""Clients of the router: registration of members, leases of engines, and the gateways of sessions.
 
 May import `runtime`.
 """

@@ -252,6 +252,13 @@ class NoEngineError(RollmeshError):
     reason = "NO_ENGINE"
 
 
+class NoGatewayError(RollmeshError):
+    """No gateway serves the session, or takes a new one."""
+
+    code = "UNAVAILABLE"
+    reason = "NO_GATEWAY"
+
+
 class EnginesBusyError(RollmeshError):
     """All leases of every engine are taken."""
 

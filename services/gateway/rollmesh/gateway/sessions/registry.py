@@ -29,6 +29,7 @@ from rollmesh.gateway.storage.dead_letters import damaged_error
 from rollmesh.gateway.storage.journal import StoredSession
 from rollmesh.gateway.storage.outbox import Outbox, dead_letter
 from rollmesh.gateway.turns.turns import TurnRunner
+from rollmesh.mesh.gateways import JOURNAL_ID_CHARS
 from rollmesh.runtime import clock
 from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
@@ -86,6 +87,8 @@ class Gateway:
         self.replies = Replies(database, runner, tasks, self._begin, self.sent)
         self.keys: SessionKeys
         """Set by `restore`."""
+        self.journal_id = ""
+        """What ids of sessions begin with, so that everybody finds them. Set by `restore`."""
         self.forgotten: Callable[[str], None] = lambda _: None
         """Called with the id of each closed session, to drop its engine affinity."""
         outbox.forgotten = self._closed.difference_update
@@ -104,6 +107,8 @@ class Gateway:
         """Rebuilds the open sessions from the journal, and loads the secret of their keys."""
         fresh = secrets.token_bytes(SECRET_BYTES)
         self.keys = SessionKeys(await self._database.run(lambda db: journal.keep_secret(db, fresh)))
+        fresh_id = secrets.token_hex(JOURNAL_ID_CHARS // 2)
+        self.journal_id = await self._database.run(lambda db: journal.keep_id(db, fresh_id))
         sessions, damaged = await self._database.run(
             lambda db: journal.read_open(db, self._new_tree)
         )
@@ -191,7 +196,7 @@ class Gateway:
                 "too many closed sessions wait for the collector", retry_delay_ms=_RETRY_MS
             )
         self._groups.check(request.group_id, request.group_size or 1)
-        session_id = secrets.token_hex(12)
+        session_id = self.journal_id + secrets.token_hex(12)
         spec = SessionSpec(
             session_id=session_id,
             opened_unix_ms=clock.unix_ms(),

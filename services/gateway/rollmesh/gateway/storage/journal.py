@@ -19,10 +19,10 @@ from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, u
 from rollmesh.runtime.errors import SessionClosedError
 from rollmesh.v1 import sampling_pb2, trajectory_pb2
 
-SCHEMA_VERSION = 10  # incremented with every change of the schema and of the values in it
+SCHEMA_VERSION = 11  # incremented with every change of the schema and of the values in it
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS model (tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS identity (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
   session_id TEXT PRIMARY KEY, request_id TEXT UNIQUE, spec TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS contexts (
@@ -88,8 +88,17 @@ class StoredSession:
 
 def keep_secret(db: sqlite3.Connection, fresh: bytes) -> bytes:
     """Returns the secret of the session keys; stores `fresh` as the secret if there is none yet."""
-    db.execute("INSERT OR IGNORE INTO secrets VALUES ('session keys', ?)", (fresh,))
-    row = db.execute("SELECT value FROM secrets WHERE name = 'session keys'").fetchone()
+    return _kept(db, "session keys", fresh)
+
+
+def keep_id(db: sqlite3.Connection, fresh: str) -> str:
+    """Returns the journal's id; stores `fresh` as its id if it has none yet."""
+    return _kept(db, "journal id", fresh.encode()).decode()
+
+
+def _kept(db: sqlite3.Connection, name: str, fresh: bytes) -> bytes:
+    db.execute("INSERT OR IGNORE INTO identity VALUES (?, ?)", (name, fresh))
+    row = db.execute("SELECT value FROM identity WHERE name = ?", (name,)).fetchone()
     return bytes(row[0])
 
 

@@ -1,0 +1,151 @@
+"""Finds the gateway of a session.
+
+The id of a session begins with the id of the journal that holds it, and the router knows which
+gateway serves which journal. So every sidecar and client finds every session without state of its
+own, also if its gateway returns elsewhere or another gateway takes over the journal.
+"""
+
+import asyncio
+
+import grpc
+
+from rollmesh.runtime import clock
+from rollmesh.runtime.errors import NoGatewayError, RollmeshError
+from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.v1 import gateway_pb2_grpc, router_pb2, router_pb2_grpc
+
+JOURNAL_ID_CHARS = 8
+"""Characters of a journal's id."""
+_LIST_TIMEOUT_S = 5.0
+_LIST_AGE_MS = 250
+"""Age up to which a list is not asked for again, whoever asks for what it does not have."""
+_RETRY_MS = 1000
+
+
+def journal_of(session_id: str) -> str:
+    """Returns the id of the journal that holds a session."""
+    return session_id[:JOURNAL_ID_CHARS]
+
+
+class GatewayDirectory:
+    """The gateways of a mesh, as a sidecar or a client calls them."""
+
+    def __init__(self, router: str, gateway: str = "") -> None:
+        """Connects when first used.
+
+        Args:
+            router: `host:port` of the router.
+            gateway: `host:port` of the gateway, if there is only one; the router is then not asked.
+        """
+        self._router = router
+        self._only = gateway
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._addresses: dict[str, str] = {}  # by journal; kept when a gateway goes away
+        self._lost: set[str] = set()  # journals whose gateway did not answer
+        self._listing = asyncio.Lock()
+        self._listed_ms: int | None = None
+
+    async def of(self, session_id: str) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
+        """Returns the gateway that serves a session, as far as the router knows.
+
+        Raises:
+            NoGatewayError: No gateway has served its journal yet.
+            RollmeshError: The router did not answer, and the gateway was never known.
+        """
+        if self._only:
+            return self._stub(self._only)
+        journal_id = journal_of(session_id)
+        if journal_id not in self._addresses or journal_id in self._lost:
+            await self._look_for(journal_id)
+        return self._stub(self._addresses[journal_id])
+
+    def lost(self, session_id: str) -> None:
+        """Notes that the gateway of a session did not answer: it may have returned elsewhere."""
+        self._lost.add(journal_of(session_id))
+
+    async def _look_for(self, journal_id: str) -> None:
+        self._lost.discard(journal_id)
+        try:
+            await self._list()
+        except RollmeshError:
+            if journal_id not in self._addresses:
+                raise
+        if journal_id not in self._addresses:
+            raise NoGatewayError(
+                "session_id: no gateway serves the session's journal now; try again",
+                retry_delay_ms=_RETRY_MS,
+            )
+
+    async def place(self, model: str = "") -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
+        """Returns the gateway for a new session.
+
+        Raises:
+            NoGatewayError: No gateway takes new sessions.
+            InvalidFieldError: No gateway serves the model.
+            RollmeshError: The router did not answer.
+        """
+        if self._only:
+            return self._stub(self._only)
+        with typed_errors():
+            response = await self._router_stub().PlaceSession(
+                router_pb2.PlaceSessionRequest(model=model), timeout=_LIST_TIMEOUT_S
+            )
+        self._note(response.gateway)
+        return self._stub(response.gateway.address)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is only one gateway, at a known address."""
+        return bool(self._only)
+
+    async def any(self) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
+        """Returns one of the gateways.
+
+        Raises:
+            NoGatewayError: There is none.
+            RollmeshError: The router did not answer.
+        """
+        if self._only:
+            return self._stub(self._only)
+        with typed_errors():
+            response = await self._router_stub().ListGateways(
+                router_pb2.ListGatewaysRequest(), timeout=_LIST_TIMEOUT_S
+            )
+        if not response.gateways:
+            raise NoGatewayError("no gateway is registered; try again", retry_delay_ms=_RETRY_MS)
+        return self._stub(response.gateways[0].address)
+
+    async def aclose(self) -> None:
+        """Closes the channels."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    async def _list(self) -> None:
+        """Reads the gateways from the router, once for all that ask at the same time."""
+        async with self._listing:
+            now_ms = clock.monotonic_ms()
+            if self._listed_ms is not None and now_ms - self._listed_ms < _LIST_AGE_MS:
+                return
+            with typed_errors():
+                response = await self._router_stub().ListGateways(
+                    router_pb2.ListGatewaysRequest(), timeout=_LIST_TIMEOUT_S
+                )
+            self._listed_ms = clock.monotonic_ms()
+            for gateway in response.gateways:
+                self._note(gateway)
+
+    def _note(self, gateway: router_pb2.Gateway) -> None:
+        if gateway.journal_id:
+            self._addresses[gateway.journal_id] = gateway.address
+
+    def _router_stub(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
+        return router_pb2_grpc.RouterServiceStub(self._channel(self._router))
+
+    def _stub(self, address: str) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
+        return gateway_pb2_grpc.GatewayServiceStub(self._channel(address))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]
