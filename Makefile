@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-failover bench-async kills soak lock clean
+.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-failover bench-router bench-async kills soak lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -140,6 +140,9 @@ bench-delivery: .venv/.ready .venv-trainers/.ready ## Rows from the outbox to te
 
 bench-failover: .venv/.ready ## Engines killed under 96 generations: what agents notice
 	.venv/bin/python -m benchmarks.failover
+
+bench-router: .venv/.ready ## What a lease costs, and a simulated week under each policy
+	.venv/bin/python -m benchmarks.router
 
 bench-async: .venv/.ready ## GRPO step by step and without waiting: samples per second, final reward
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m benchmarks.async_grpo

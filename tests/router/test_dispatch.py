@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY
 
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.router import dispatch
@@ -204,6 +205,8 @@ async def test_an_engine_that_joins_ends_the_waits_of_all_gateways(tmp_path: Pat
 
 
 async def test_a_wait_that_is_over_says_why_and_when_to_come_back(tmp_path: Path) -> None:
+    refused = "rollmesh_router_queue_refusals_total", {"reason": "deadline"}
+    before = REGISTRY.get_sample_value(*refused)
     async with noting_router(tmp_path) as router, LeaseClient(router.address, "g") as leases:
         router.table.add_engine(Engine("a", "127.0.0.1:9", "policy", 1))
         async with leases.lease(session_id="s", deadline_ms=60_000):
@@ -214,6 +217,7 @@ async def test_a_wait_that_is_over_says_why_and_when_to_come_back(tmp_path: Path
             with pytest.raises(NoEngineError, match="none of 0 engines") as none:
                 async with leases.lease(session_id="t", deadline_ms=50):
                     pass
+            assert REGISTRY.get_sample_value(*refused) == (before or 0) + 2
         assert (busy.value.retry_delay_ms or 0) >= 1000
         assert (none.value.retry_delay_ms or 0) >= 1000
         assert router.table.waiting == 0

@@ -1,6 +1,6 @@
 """Any order of events at the lease table, compared with the dumbest thing that can be right."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -9,6 +9,7 @@ from rollmesh.router.circuit import CircuitLimits, CircuitState
 from rollmesh.router.engines import Engine, fits
 from rollmesh.router.leases import LeaseTable
 from rollmesh.router.policies import POLICIES, pick
+from rollmesh.router.pools import Choice
 from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
 from rollmesh.v1 import router_pb2 as pb
 from tests.router.candidates import Plain
@@ -35,7 +36,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = POLICIES["least_active_sticky"]
+        self.policy = replace(POLICIES["least_active_sticky"], imbalance_margin=1)
         self.table = LeaseTable(policy=self.policy, queue_limit=6, circuits=CircuitLimits(2, 50))
         self.open: set[str] = set()
         self.held: dict[tuple[str, str], tuple[Engine, str, str]] = {}
@@ -67,6 +68,11 @@ class LeaseMachine(RuleBasedStateMachine):
             setattr(engine, what, on)
             self.table.fleet.changed(engine)
             self._settle()
+
+    @rule(name=names)
+    def engine_is_away_for_a_moment(self, name: str) -> None:
+        for draining in (True, False):
+            self.engine_changes(name, "draining", on=draining)
 
     @rule(stream=streams)
     def stream_opens(self, stream: str) -> None:
@@ -177,6 +183,18 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.table.leases == len(self.held)
         assert self.table.sessions == len(self.placed)
         assert self.table.waiting == len(self.waiting)
+
+    @invariant()
+    def pools_count_what_looking_at_every_engine_counts(self) -> None:
+        for pool in self.table.fleet.pools:
+            assert pool.sessions == sum(len(engine.sessions) for engine in pool.engines)
+            for left_out in (frozenset[Engine](), frozenset(list(self.table.engines.values())[:2])):
+                choice = Choice(pool, left_out)
+                plain = Plain(pool.engines - left_out, self.policy.rank)
+                assert choice.first() is plain.first()
+                assert choice.fitting == len(plain.fitting)
+                if choice.fitting:
+                    assert choice.mean_sessions == plain.mean_sessions
 
     @invariant()
     def nobody_waits_beside_a_free_place_or_beyond_the_deadline(self) -> None:

@@ -22,10 +22,11 @@ from rollmesh.runtime.errors import (
     StaleVersionError,
 )
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import router_pb2, router_pb2_grpc
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2, router_pb2_grpc
 from tests.meshes import until_free
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine, reason_of
+from tests.waiting import until
 
 TENSORS = {"layer.weight": np.zeros((2, 2), np.float32)}
 
@@ -218,6 +219,46 @@ async def test_a_late_engine_gets_the_last_weights_before_it_is_leased(tmp_path:
         await stack.enter_async_context(running("engine", tmp_path, engine_id="late", **flags))
         async with leases.lease(session_id="t", excluded=["early"], deadline_ms=20_000) as grant:
             assert (grant.engine_id, grant.policy_version) == ("late", 3)
+
+
+async def test_engines_that_do_not_sample_are_avoided_or_waited_for(
+    tmp_path: Path, router: ServiceProcess
+) -> None:
+    flags = {"backend": "scripted", "router": router.address}
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(sdk(router))
+        leases = await stack.enter_async_context(LeaseClient(router.address, "g"))
+        stubs: dict[str, engine_pb2_grpc.EngineServiceAsyncStub] = {}
+        for name in ("a", "b"):
+            engine = await stack.enter_async_context(
+                running("engine", tmp_path, engine_id=name, **flags)
+            )
+            channel = await stack.enter_async_context(open_channel(engine.address))
+            stubs[name] = engine_pb2_grpc.EngineServiceStub(channel)
+
+        async def knows(name: str, what: str) -> bool:
+            replicas = {one.hello.replica_id: one for one in (await client.replicas()).replicas}
+            return bool(getattr(replicas[name].hello.load, what))
+
+        async def used(session_id: str) -> str:
+            async with leases.lease(session_id=session_id, deadline_ms=60_000) as grant:
+                return grant.engine_id
+
+        await stubs["a"].Pause(engine_pb2.PauseRequest(mode=engine_pb2.PAUSE_MODE_KEEP))
+        await until(lambda: knows("a", "paused"))
+        assert [await used(f"s{at}") for at in range(3)] == ["b"] * 3
+        await stubs["b"].Sleep(engine_pb2.SleepRequest())
+        await until(lambda: knows("b", "sleeping"))
+        assert [await used(f"s{at}") for at in range(3)] == ["a"] * 3  # it waits there
+        await stubs["a"].Sleep(engine_pb2.SleepRequest())
+        await until(lambda: knows("a", "sleeping"))
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(used("s0"))
+            with pytest.raises(NoEngineError, match="it sleeps"):
+                async with leases.lease(session_id="s0", deadline_ms=100):
+                    pass
+            await stubs["b"].WakeUp(engine_pb2.WakeUpRequest())
+        assert waiting.result() == "b"
 
 
 async def test_bad_pushes_change_nothing(tmp_path: Path, router: ServiceProcess) -> None:

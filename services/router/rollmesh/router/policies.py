@@ -1,15 +1,11 @@
 """How an engine is picked for a turn: pure functions over the engines that can be leased now."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from rollmesh.router.engines import Engine
-
-IMBALANCE_FACTOR = 1.5
-"""A session leaves an engine with more than this many times the mean number of sessions ..."""
-IMBALANCE_MARGIN = 8
-"""... and at least this many more than the mean."""
 
 Rank = tuple[int, ...]
 
@@ -29,12 +25,6 @@ class Candidates(Protocol):
     def first(self) -> Engine | None:
         """Returns the candidate with the lowest rank; None if there is none."""
         ...
-
-
-def is_overloaded(engine: Engine, mean_sessions: float) -> bool:
-    """Returns whether sessions should leave an engine to balance the load."""
-    held = len(engine.sessions)
-    return held > IMBALANCE_FACTOR * mean_sessions and held >= mean_sessions + IMBALANCE_MARGIN
 
 
 def least_active(engine: Engine) -> Rank:
@@ -58,13 +48,21 @@ class Policy:
     """Whether a session stays on its engine, where its KV cache is."""
     siblings_share: bool = True
     """Whether a new session joins the siblings of its group, whose prompt is in the KV cache."""
-    balanced: bool = True
-    """Whether sessions leave, and siblings avoid, an overloaded engine."""
+    imbalance_factor: float = 1.5
+    """Sessions leave an engine with more than this many times the mean number of sessions ..."""
+    imbalance_margin: float = 8
+    """... and at least this many more than the mean."""
+
+    def is_overloaded(self, engine: Engine, mean_sessions: float) -> bool:
+        """Returns whether sessions should leave an engine to balance the load."""
+        held = len(engine.sessions)
+        above = held - mean_sessions
+        return held > self.imbalance_factor * mean_sessions and above >= self.imbalance_margin
 
 
 POLICIES = {
     "least_active_sticky": Policy(least_active),
-    "group_affinity": Policy(least_active, balanced=False),
+    "group_affinity": Policy(least_active, imbalance_margin=math.inf),
     "round_robin": Policy(least_recent, sticky=False, siblings_share=False),
 }
 """The policies by name."""
@@ -89,6 +87,6 @@ def pick(
     for wanted in preferred:
         if wanted is None or wanted not in candidates:
             continue
-        if not policy.balanced or not is_overloaded(wanted, candidates.mean_sessions):
+        if not policy.is_overloaded(wanted, candidates.mean_sessions):
             return wanted
     return candidates.first()

@@ -98,15 +98,17 @@ class Pool:
         return self.ready(besides) or self._paused.first(besides)
 
     def _rank_again(self) -> None:
+        ready, paused = self._ready, self._paused
         for engine in self._changed:
-            chosen = None
-            if engine in self.engines and engine.has_slot:
-                chosen = self._paused if engine.paused else self._ready
-            for ranking in (self._ready, self._paused):
-                if ranking is chosen:
-                    ranking.set(engine, self._rank(engine))
-                else:
-                    ranking.discard(engine)
+            if engine not in self.engines or not engine.has_slot:
+                ready.discard(engine)
+                paused.discard(engine)
+            elif engine.paused:
+                ready.discard(engine)
+                paused.set(engine, self._rank(engine))
+            else:
+                paused.discard(engine)
+                ready.set(engine, self._rank(engine))
         self._changed.clear()
 
 

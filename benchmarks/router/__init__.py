@@ -1,0 +1,1 @@
+"""What leases cost and what the router's policies do to rollouts."""
