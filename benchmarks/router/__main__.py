@@ -6,11 +6,13 @@ The last line of the output is one JSON object.
 """
 
 import argparse
+import asyncio
 import json
 import time
 
 from benchmarks.router.costs import lease_costs, rss_mb
 from benchmarks.router.simulation import Week
+from benchmarks.router.wire import lease_us
 from rollmesh.router.policies import POLICIES
 
 
@@ -20,6 +22,7 @@ def main() -> None:
     parser.add_argument("--days", type=float, default=7, help="simulated days for each policy")
     options = parser.parse_args()
     result: dict[str, float] = lease_costs()
+    result["lease_grpc_cpu_us"] = asyncio.run(lease_us())
     result["rss_mb_100k_sessions"] = rss_mb()
     for policy in POLICIES:
         started = time.process_time()
