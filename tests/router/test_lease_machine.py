@@ -114,7 +114,7 @@ class LeaseMachine(RuleBasedStateMachine):
                 lease,
                 session,
                 group_id=group,
-                excluded=excluded,
+                excluded=sorted(excluded),
                 wait_ms=wait_ms,
                 now_ms=self.now_ms,
             )

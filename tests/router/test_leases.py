@@ -155,6 +155,13 @@ def test_an_acquire_with_a_wrong_id_is_refused_and_changes_nothing(
     assert (leases.engines["a"].leases, leases.engines["a"].sessions) == (1, {"s"})
 
 
+def test_a_request_excludes_a_bounded_number_of_engines() -> None:
+    leases = table("a")
+    granted(leases.acquire("g", "1", "s", excluded=["gone"] * 256))
+    with pytest.raises(InvalidLeaseError, match="excluded_engine_ids"):
+        leases.acquire("g", "2", "s", excluded=["gone"] * 257)
+
+
 def test_who_names_no_model_gets_the_only_one_or_learns_of_all() -> None:
     leases = table("a")
     granted(leases.acquire("g", "1", "s"))

@@ -395,8 +395,8 @@ class AcquireLease(_message.Message):
     """
     @_builtins.property
     def excluded_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of engines that have failed this turn. A request that waits gets one of them if no other
-        engine fits when it has waited 200 ms, or at its deadline.
+        """Ids of engines that have failed this turn, at most 256. A request that waits gets one of them if
+        no other engine fits when it has waited 200 ms, or at its deadline.
         """
 
     def __init__(

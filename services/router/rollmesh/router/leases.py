@@ -10,7 +10,7 @@ Invariants after every step:
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from rollmesh.v1 import router_pb2
 QUEUE_LIMIT = 16_384
 _NO_ENGINE_MS = 200
 _PATIENCE_MS = 200
-_MOST_SETTLED = 256
+_MOST_SETTLED, _MOST_EXCLUDED = 256, 256
 _NONE: frozenset[Engine] = frozenset()
 _CIRCUITS = CircuitLimits()
 
@@ -161,7 +161,7 @@ class LeaseTable:
         session_id: str,
         *,
         group_id: str = "",
-        excluded: Iterable[str] = (),
+        excluded: Sequence[str] = (),
         wait_ms: int = 0,
         now_ms: int = 0,
     ) -> router_pb2.LeaseGrant | None:
@@ -172,9 +172,10 @@ class LeaseTable:
             lease_id: Id of the lease, unique on the stream.
             session_id: Id of the session.
             group_id: Id of its group; may be empty.
-            excluded: Ids of engines that have failed this turn. A request that waits gets one of
-                them if no other engine fits when it has waited 200 ms, or at its deadline. By then
-                an engine that died is known to be gone, and one that was restarted is another.
+            excluded: Ids of engines that have failed this turn, at most 256. A request that waits
+                gets one of them if no other engine fits when it has waited 200 ms, or at its
+                deadline. By then an engine that died is known to be gone, and one that was
+                restarted is another.
             wait_ms: Longest wait for a slot; 0 refuses at once.
             now_ms: The time.
 
@@ -182,7 +183,8 @@ class LeaseTable:
             The grant; None if the request waits.
 
         Raises:
-            InvalidLeaseError: An id is missing or in use, or the gateway has to name its model.
+            InvalidLeaseError: An id is missing or in use, too many engines are excluded, or the
+                gateway has to name its model.
             NoEngineError: No engine can serve the turn, and the request does not wait.
             EnginesBusyError: Every engine that can serve it is full, and the request does not wait,
                 or the queue is full.
@@ -193,6 +195,10 @@ class LeaseTable:
             raise InvalidLeaseError(
                 "acquire",
                 "lease_id and session_id must be set, and no lease may have this lease_id",
+            )
+        if len(excluded) > _MOST_EXCLUDED:
+            raise InvalidLeaseError(
+                "acquire", f"excluded_engine_ids: give at most {_MOST_EXCLUDED}, those of this turn"
             )
         left_out = frozenset(self.engines[one] for one in excluded if one in self.engines)
         request = Request(
