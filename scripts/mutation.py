@@ -43,7 +43,11 @@ _PYTEST = ("-p", "no:cacheprovider", "-p", "no:unraisableexception", "--tb=no", 
 # Its environment is that of `make test-fast`, so it leaves out the same tests.
 _PYTEST += ("--hypothesis-profile=mutation", "-m", "not long and not vllm")
 _KILLED = frozenset({"killed", "timeout", "segfault"})
+# mutmut says "timeout" of tests that pytest could not even begin, which shows nothing.
+_NOT_RUN = 255
 _PATIENCE = 8
+_BESIDE = ("examples", "docs")
+"""Folders that tests read."""
 _MUTANT = re.compile(r"(?P<module>.+)\.x[_ǁ](?P<path>\w+)__mutmut_\d+")
 
 
@@ -84,11 +88,16 @@ class Core:
     def stage(self) -> None:
         """Copies the package, the tests and what they need; keeps what mutmut knows already."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in ("src", "tests", "examples", "mutants/tests"):
+        for stale in (
+            "src",
+            "tests",
+            *_BESIDE,
+            *(f"mutants/{name}" for name in ("tests", *_BESIDE)),
+        ):
             shutil.rmtree(self.folder / stale, ignore_errors=True)
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / self.package, self.folder / self.source, ignore=ignored)
-        for name in ("tests", "examples"):
+        for name in ("tests", *_BESIDE):
             shutil.copytree(ROOT / name, self.folder / name, ignore=ignored)
         shutil.copy2(ROOT / "pyproject.toml", self.folder)
         self._configure(self.settings["timeout_factor"])
@@ -99,7 +108,7 @@ class Core:
             "source_paths": "src",
             "only_mutate": _lines(map(str, self._paths())),
             "do_not_mutate_patterns": _lines(self.settings["do_not_mutate_patterns"]),
-            "also_copy": "examples",
+            "also_copy": _lines(_BESIDE),
             "pytest_add_cli_args": _lines(_PYTEST),
             "pytest_add_cli_args_test_selection": _lines(self.tests),
             "process_isolation": "forkserver",
@@ -128,7 +137,8 @@ class Core:
                 data = SourceFileMutationData(path=path)
                 data.load()
                 found |= {
-                    name: status_by_exit_code[code] for name, code in data.exit_code_by_key.items()
+                    name: "not run" if code == _NOT_RUN else status_by_exit_code[code]
+                    for name, code in data.exit_code_by_key.items()
                 }
         return found
 

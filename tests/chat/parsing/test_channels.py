@@ -1,5 +1,7 @@
 """Formats that write reasoning, text and calls in channels: Gemma 4 and Muse Glimmer."""
 
+import re
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -37,6 +39,7 @@ VECTORS: list[Vector] = [
     ("gemma4", "<|channel>thought\n<channel|>Yes.", "Yes.", [], "", False),
     ("gemma4", "<|channel>thought", "", [], "", False),
     ("gemma4", "<|channel>thought\ncut in the", "", [], "cut in the", False),
+    ("gemma4", "<|channel>thought\nHm. <chan", "", [], "Hm. <chan", False),
     ("gemma4", "I <|channel>thought\nHm.<channel|>do.", "I do.", [], "Hm.", False),
     ("gemma4", f"<|channel>thought\nHm.{gemma('g', '')}", "", [("g", "{}")], "Hm.", False),
     ("gemma4", gemma("f", f"n:1,s:{Q}a}},<tool_call|>{Q},b:true") + gemma("g", ""), "",
@@ -73,6 +76,9 @@ VECTORS: list[Vector] = [
     ("muse_glimmer", " to=self<|message|>cut in the mid", "", [], "cut in the mid", False),
     ("muse_glimmer", " to=se", "", [], "", False),
     ("muse_glimmer", "no channel at all", "no channel at all", [], "", True),
+    ("muse_glimmer", " to=user<|message|>Yes.<|message|> More.<|eot|>", "Yes. More.", [], "",
+     False),
+    ("muse_glimmer", " to=self<|message|>Hm.<|message|>Yes.<|eot|>", "Yes.", [], "Hm.", False),
     ("muse_glimmer", "<|message|>Yes.<|eot|>", "Yes.", [], "", False),
     ("muse_glimmer", "<|message|>Yes.<|eot|><|eot|>", "Yes.", [], "", False),
 ]  # fmt: skip
@@ -81,7 +87,8 @@ VECTORS: list[Vector] = [
 @pytest.mark.parametrize(
     ("name", "text", "content", "calls", "reasoning", "malformed"),
     VECTORS,
-    ids=lambda value: str(value)[:40],
+    # Plain: pytest escapes such an id anew each time that it collects, so no other could be named.
+    ids=lambda value: re.sub(r"[^ -~]|\\", " ", str(value)[:40]),
 )
 def test_channels_are_the_same_however_they_are_cut(
     *,

@@ -71,6 +71,8 @@ VECTORS: list[Any] = [
      "</tool_call>", ("", [("f", '{"n": 1}'), ("g", "{}")], True)),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1}} I did.',
      ("I did.", [("f", '{"n": 1}')], True)),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1 <tool',
+     ("<tool", [("f", '{"n": 1 ')], True)),
     ("hermes", '<tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>',
      ("<tool_call>", [("g", "{}")], True)),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1}}', ("", [("f", '{"n": 1}')], False)),

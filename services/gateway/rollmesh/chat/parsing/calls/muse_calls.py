@@ -93,7 +93,6 @@ class MuseParser(ChannelParser):
                 self.begin_call(invoke["name"], events)
                 self.emit_arguments(write_json(arguments), events)
         self._say(self._body[at:], events)
-        self._body = ""
 
     def _say(self, text: str, events: list[ParserEvent]) -> None:
         """Emits text beside the calls of a message; there should be none."""
