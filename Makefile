@@ -95,6 +95,12 @@ help: ## Lists the targets
 	.venv-peer/bin/python $(PIP) --require-hashes -r requirements/bench-peer.txt
 	@touch $@
 
+.venv-routers/.ready: requirements/bench-routers.txt
+	@echo "setup: .venv-routers from requirements/bench-routers.txt: what bench-failover compares with (0.3 GB)"
+	$(PYTHON) -m venv .venv-routers
+	.venv-routers/bin/python $(PIP) --require-hashes -r requirements/bench-routers.txt
+	@touch $@
+
 # --- the main job ----------------------------------------------------------------------------
 
 demo: .venv/.ready ## Trains a small policy through the mesh, on CPU, in minutes
@@ -138,7 +144,7 @@ bench-durability: .venv/.ready .venv-peer/.ready ## Answered turns that survive 
 bench-delivery: .venv/.ready .venv-trainers/.ready ## Rows from the outbox to tensors, and through TransferQueue
 	.venv/bin/python -m benchmarks.delivery
 
-bench-failover: .venv/.ready ## Engines killed under 96 generations: what agents notice
+bench-failover: .venv/.ready .venv-routers/.ready ## Engines killed under 96 generations: what agents notice
 	.venv/bin/python -m benchmarks.failover
 
 bench-router: .venv/.ready ## What a lease costs, and a simulated week under each policy
@@ -260,6 +266,7 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	$(LOCK) --group protos -o requirements/protos.txt
 	$(LOCK) pyproject.toml --extra remote-agents --group docs -o requirements/docs.txt
 	$(LOCK) --group peer -o requirements/bench-peer.txt
+	$(LOCK) --group routers -o requirements/bench-routers.txt
 	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) pyproject.toml --group trainers --override requirements/overrides-cpu.txt \
 	  --override requirements/overrides-trainers.txt --no-emit-package torch \
@@ -269,4 +276,4 @@ lock: .venv-check/.ready ## Makes the locks again from pyproject.toml
 	done
 
 clean: ## Removes the environments and everything that was made
-	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-agents .venv-trainers .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-fast .venv-mutation .venv-check .venv-protos .venv-peer .venv-routers .venv-agents .venv-trainers .venv-wheel .venv-gpu .venv-docs build dist var .mypy_cache .ruff_cache .pytest_cache

@@ -8,7 +8,11 @@ SIGKILL at a random moment and started again, 200 times. A turn that was cut is 
 MIGRATED; its extra time is what it took beyond the median of the turns without one in the same run.
 
 Afterwards the sessions are closed and a trainer receives them: every answered turn must be trained
-once. The last line of the output is one JSON object.
+once. The same load then goes through `vllm-router` 0.1.17 (`sticky_least_loaded`) and `smg` 1.13.0,
+each before three fake engines of the same speed that are killed in the same way; a turn fails if
+its answer is an error or ends early. They keep no sessions, so nothing else is counted there.
+
+The last line of the output is one JSON object.
 """
 
 import argparse
@@ -21,7 +25,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +35,9 @@ from benchmarks.load import Conversation, Load
 from benchmarks.measure import percentile
 from benchmarks.systems import make_model, read_line, run_process
 from benchmarks.workload import Shape, reply_text, user_text, vocabulary
-from rollmesh.cli.up.plan import ProcessSpec, plan_mesh, read_mesh
+from rollmesh.cli.up.plan import plan_mesh, read_mesh
 from rollmesh.cli.up.supervisor import free_ports
-from rollmesh.client import Client, MeshAddresses, Session
+from rollmesh.client import Client, MeshAddresses
 from rollmesh.v1 import gateway_pb2, trajectory_pb2
 
 _ENGINES, _SESSIONS, _TURNS = 3, 96, 8
@@ -42,6 +46,11 @@ _TEXT_BYTES = 200
 _PAUSE_S = 0.3
 """Mean time from the start of an engine to the next kill."""
 _DELIVERY_S = 120
+_ROUTERS = Path(__file__).resolve().parents[1] / ".venv-routers" / "bin"
+_PEERS: dict[str, tuple[str, ...]] = {
+    "vllm-router": ("--policy=sticky_least_loaded", "--host=127.0.0.1"),
+    "smg": ("launch", "--policy=least_load", "--host=127.0.0.1", "--backend=openai"),
+}
 _MIGRATED = trajectory_pb2.FIDELITY_REASON_MIGRATED
 
 
@@ -50,28 +59,28 @@ class Engines:
     """The engines, which die one after the other and return."""
 
     folder: Path
-    specs: list[ProcessSpec]
+    commands: dict[str, Sequence[str]]
+    """What starts each of them: arguments of Python, by name."""
     processes: dict[str, Process] = field(default_factory=dict)
     kills: int = 0
 
-    async def start(self, spec: ProcessSpec, stack: AsyncExitStack) -> None:
-        """Starts an engine and waits until it can be leased."""
-        command = ("-m", "rollmesh.engine", *spec.flags)
+    async def start(self, name: str, stack: AsyncExitStack) -> None:
+        """Starts an engine and waits until it is ready."""
         process = await stack.enter_async_context(
-            run_process(self.folder / f"{spec.name}.log", sys.executable, *command)
+            run_process(self.folder / f"{name}.log", sys.executable, *self.commands[name])
         )
         await read_line(process, "READY", self.folder)
-        self.processes[spec.name] = process
+        self.processes[name] = process
 
     async def kill(self, kills: int, dice: random.Random, stack: AsyncExitStack) -> None:
         """Kills random engines at random moments, one at a time, and starts each again."""
         while self.kills < kills:
             await asyncio.sleep(dice.uniform(0, 2 * _PAUSE_S))
-            spec = dice.choice(self.specs)
-            os.kill(self.processes[spec.name].pid, signal.SIGKILL)
-            await self.processes[spec.name].wait()
+            name = dice.choice(sorted(self.commands))
+            os.kill(self.processes[name].pid, signal.SIGKILL)
+            await self.processes[name].wait()
             self.kills += 1
-            await self.start(spec, stack)
+            await self.start(name, stack)
             if self.kills % 20 == 0:
                 print(f"{self.kills} kills", flush=True)
 
@@ -81,7 +90,8 @@ class Agents:
     """Sessions that take turns until the killing ends."""
 
     load: Load
-    client: Client
+    client: Client | None
+    """Opens and closes the sessions; None where there are none."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     taken_ms: dict[str, list[float]] = field(default_factory=dict)
     """The times of answered turns, by session."""
@@ -92,15 +102,18 @@ class Agents:
     async def run(self, *, stream: bool) -> None:
         """Takes turns in one session after the other."""
         while not self.stop.is_set():
+            if self.client is None:
+                await self._converse("/v1", "none", f"s-{len(self.taken_ms)}", stream=stream)
+                continue
             session = await self.client.open_session(gateway_pb2.CreateSessionRequest())
-            await self._converse(session, stream=stream)
+            path = f"/sessions/{session.session_id}/v1"
+            await self._converse(path, session.api_key, session.session_id, stream=stream)
             await self.client.close_session(session)
 
-    async def _converse(self, session: Session, *, stream: bool) -> None:
+    async def _converse(self, path: str, key: str, name: str, *, stream: bool) -> None:
         begin = b'{"model":"policy",%b"messages":[' % (b'"stream":true,' if stream else b"")
-        path = f"/sessions/{session.session_id}/v1"
-        conversation = Conversation(path, session.api_key, [], begin)
-        self.taken_ms[session.session_id] = conversation.latencies_ms
+        conversation = Conversation(path, key, [], begin, name=name)
+        self.taken_ms[name] = conversation.latencies_ms
         connection = await self.load.connect()
         try:
             for _ in range(_TURNS):
@@ -108,9 +121,21 @@ class Agents:
                 await connection.turn(conversation, text, stream=stream)
         except (ValueError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             self.failed += 1
-            print(f"a turn failed: {str(error)[:300]}", flush=True)
+            if self.client is not None:
+                print(f"a turn failed: {str(error)[:300]}", flush=True)
+            await asyncio.sleep(_PAUSE_S)
         finally:
             connection.writer.close()
+
+    async def beside(self, engines: Engines, kills: int, stack: AsyncExitStack) -> float:
+        """Takes turns in all sessions while engines are killed; returns the seconds it took."""
+        started = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for at in range(_SESSIONS):
+                group.create_task(self.run(stream=bool(at % 2)))
+            await engines.kill(kills, random.Random(1), stack)
+            self.stop.set()
+        return time.monotonic() - started
 
 
 @asynccontextmanager
@@ -121,11 +146,18 @@ async def mesh(folder: Path) -> AsyncIterator[tuple[Client, int, Engines, AsyncE
     tables["engine"] |= {"tokens_per_second": _TOKENS_PER_SECOND, "lease_capacity": _SESSIONS}
     with closing(free_ports()) as ports:
         specs = plan_mesh(tables, lambda: next(ports))
-    engines = Engines(folder, [spec for spec in specs if spec.service == "engine"])
+    engines = Engines(
+        folder,
+        {
+            spec.name: ("-m", "rollmesh.engine", *spec.flags)
+            for spec in specs
+            if spec.service == "engine"
+        },
+    )
     async with AsyncExitStack() as stack:
         for spec in specs:
             if spec.service == "engine":
-                await engines.start(spec, stack)
+                await engines.start(spec.name, stack)
                 continue
             command = ("-m", f"rollmesh.{spec.service}", *spec.flags)
             process = await stack.enter_async_context(
@@ -160,18 +192,73 @@ async def delivered(client: Client, sessions: int) -> dict[str, list[tuple[int, 
     return found
 
 
+@asynccontextmanager
+async def peer(
+    folder: Path, name: str, tokens: int
+) -> AsyncIterator[tuple[int, Engines, AsyncExitStack]]:
+    """Runs another router before engines that can be killed; yields its port."""
+    reply, speed = reply_text(vocabulary()), str(_TOKENS_PER_SECOND)
+    with closing(free_ports()) as ports:
+        port, *engine_ports = [next(ports) for _ in range(_ENGINES + 1)]
+    module = ("-m", "benchmarks.fake_stream_engine")
+    engines = Engines(
+        folder,
+        {
+            f"{name}-engine-{at}": (*module, str(at), reply, str(tokens), speed)
+            for at in engine_ports
+        },
+    )
+    urls = [f"http://127.0.0.1:{at}" for at in engine_ports]
+    async with AsyncExitStack() as stack:
+        for engine in engines.commands:
+            await engines.start(engine, stack)
+        command = [str(_ROUTERS / name), *_PEERS[name], f"--port={port}", "--worker-urls", *urls]
+        process = await stack.enter_async_context(run_process(folder / f"{name}.log", *command))
+        await until_answered(port, process, folder)
+        yield port, engines, stack
+
+
+async def until_answered(port: int, process: Process, folder: Path) -> None:
+    """Waits until a router answers a chat request."""
+    load = Load("127.0.0.1", port, Shape(), reply_text(vocabulary()))
+    async with asyncio.timeout(_DELIVERY_S):
+        while process.returncode is None:
+            try:
+                connection = await load.connect()
+                conversation = Conversation("/v1", "none", [], b'{"model":"policy","messages":[')
+                await connection.turn(conversation, "hello", stream=False)
+            except (ValueError, OSError, asyncio.IncompleteReadError):
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                return
+    raise RuntimeError(f"a router ended before it was ready; see {folder}")
+
+
+async def measure_peer(folder: Path, name: str, tokens: int, kills: int) -> dict[str, float]:
+    """Returns how many turns fail with another router."""
+    async with peer(folder, name, tokens) as (port, engines, stack):
+        agents = Agents(Load("127.0.0.1", port, Shape(), reply_text(vocabulary())), None)
+        await agents.beside(engines, kills, stack)
+    short = name.replace("-", "_")
+    answered = sum(map(len, agents.taken_ms.values()))
+    return {f"{short}_failed": agents.failed, f"{short}_answered": answered}
+
+
 async def measure(folder: Path, kills: int) -> dict[str, float]:
     """Runs the benchmark."""
-    make_model(folder)
+    model = make_model(folder)
+    found = await measure_mesh(folder, kills)
+    for name in _PEERS:
+        if (_ROUTERS / name).exists():
+            found |= await measure_peer(folder, name, model.reply_tokens, kills)
+    return found
+
+
+async def measure_mesh(folder: Path, kills: int) -> dict[str, float]:
+    """Returns what agents and the trainer of our mesh see."""
     async with mesh(folder) as (client, port, engines, stack):
         agents = Agents(Load("127.0.0.1", port, Shape(), reply_text(vocabulary())), client)
-        started = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for at in range(_SESSIONS):
-                group.create_task(agents.run(stream=bool(at % 2)))
-            await engines.kill(kills, random.Random(1), stack)
-            agents.stop.set()
-        seconds = time.monotonic() - started
+        seconds = await agents.beside(engines, kills, stack)
         found = await delivered(client, len(agents.taken_ms))
     cut_ms: list[float] = []
     whole_ms: list[float] = []

@@ -42,6 +42,8 @@ class Conversation:
     """When the first byte of each streamed answer arrived, monotonic clock."""
     tokens: int = 0
     """Prompt and answer tokens of the last turn."""
+    name: str = ""
+    """Names the session for systems that read it from `x-session-id`."""
 
     def request(self, text: str) -> bytes:
         """Returns the next request, headers and body."""
@@ -50,8 +52,9 @@ class Conversation:
         head = (
             f"POST {self.path}/chat/completions HTTP/1.1\r\nHost: bench\r\n"
             f"Authorization: Bearer {self.key}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"Content-Length: {len(body)}\r\n"
         )
+        head += f"X-Session-Id: {self.name}\r\n\r\n" if self.name else "\r\n"
         return head.encode() + body
 
 
