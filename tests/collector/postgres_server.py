@@ -56,8 +56,10 @@ class PostgresServer:
 
     def kill(self) -> None:
         """SIGKILL for all its processes."""
+        processes = self._processes()
         self.signal(signal.SIGKILL)
-        psutil.wait_procs(self._processes(), timeout=_START_S)
+        _, alive = psutil.wait_procs(processes, timeout=_START_S)
+        assert not alive
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to all its processes, the first one first."""

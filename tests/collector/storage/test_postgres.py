@@ -126,6 +126,29 @@ async def test_what_a_living_collector_holds_stays_its_own_until_it_leaves(
         assert await heir.ids() == ["b"]
 
 
+@pytest.mark.parametrize("call", ["fetch", "release"])
+async def test_what_a_collector_holds_unknowingly_is_fetched_again(
+    database: Database, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    async def lost(self: Any, work: Any) -> Any:
+        if call == "fetch":
+            await run(self, work)
+        raise StoreAwayError("the answer, or the call, is lost")
+
+    async with postgres_store(database.url) as store:
+        run = type(store.__dict__["_writer"]).run
+        await fill(store, [record("a"), record("b")])
+        reader = await Reader.open(store)
+        if call == "release":
+            assert await reader.ids() == ["a", "b"]
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{STORAGE}.lane.Lane.run", lost)
+            with pytest.raises(StoreAwayError):
+                await (reader.fetch() if call == "fetch" else reader.restart())
+        assert await reader.ids() == ["a", "b"]
+        assert await reader.ids() == []
+
+
 async def test_a_seek_at_one_collector_ends_the_streams_at_the_others_too(
     tmp_path: Path, database: Database
 ) -> None:

@@ -43,16 +43,28 @@ def leave(tx: Transaction, me: str) -> None:
     tx.run("DELETE FROM collectors WHERE id = ?1", me)
 
 
-def take_over(tx: Transaction, consumer: str, me: str, limit: int) -> list[Unit]:
-    """Holds the units that were released, or whose holder is no longer alive."""
+def take_over(
+    tx: Transaction, consumer: str, me: str, limit: int, *, forgotten: bool
+) -> list[Unit]:
+    """Holds the units that were released, or whose holder is no longer alive.
+
+    Args:
+        tx: The transaction.
+        consumer: The consumer.
+        me: The collector that takes them.
+        limit: Largest number of units to take.
+        forgotten: Whether the collector may hold units that it does not know of; those, too.
+    """
     rows = tx.rows(
         "SELECT u.seq, u.unit_id, u.members, u.partial FROM consumers c"
         " JOIN progress p ON p.consumer = c.name AND p.settled_ms IS NULL"
         " JOIN units u ON u.log = c.log AND u.unit_id = p.unit_id AND u.seq > c.start_seq"
         " WHERE c.name = ?1 AND NOT EXISTS (SELECT 1 FROM collectors h"
-        " WHERE h.id = p.holder AND h.alive_until > clock_timestamp()) ORDER BY u.seq LIMIT ?2",
+        " WHERE h.id = p.holder AND h.alive_until > clock_timestamp() AND h.id <> ?3)"
+        " ORDER BY u.seq LIMIT ?2",
         consumer,
         limit,
+        me if forgotten else _FREE,
     )
     units = [
         Unit(seq, unit_id, tuple(json.loads(members)), bool(partial))

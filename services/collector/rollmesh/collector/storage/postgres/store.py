@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
 from rollmesh.collector.delivery.loads import Judge, Loaded
@@ -38,6 +38,7 @@ _POLL_S = 0.1
 _POLLS = 20
 """Polls after which waiting streams check again, because a collector may have died."""
 _RETAIN_BATCHES = 20
+_ALL = 2**20
 _MOST_BYTES = 512 * 1024 * 1024
 _LOCK = 0x726F6C6C6D657368
 _WRITING = f"BEGIN; SELECT pg_advisory_xact_lock({_LOCK})"
@@ -55,6 +56,8 @@ class PostgresStore(SqlStore):
         self._me = uuid.uuid4().hex
         self._heard = News(-1, 0)
         self._retained_to = 0
+        self._doubtful: set[str] = set()
+        """Consumers for which it may hold units unknowingly: the answer to a call was lost."""
 
     async def write(self, work: Work[_Result]) -> _Result:
         """Runs work in a transaction while no other collector writes."""
@@ -162,19 +165,30 @@ class PostgresStore(SqlStore):
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:
         """Returns units nobody holds: first those of dead or stalled collectors, then new ones."""
+        forgotten = consumer in self._doubtful
 
         def fetch(tx: PostgresTransaction) -> Page:
-            taken = sharing.take_over(tx, consumer, self._me, limit)
-            page = sql_delivery.fetch(tx, consumer, after, limit - len(taken))
+            most = _ALL if forgotten else limit
+            taken = sharing.take_over(tx, consumer, self._me, most, forgotten=forgotten)
+            page = sql_delivery.fetch(tx, consumer, after, max(limit - len(taken), 0))
             sharing.hold(tx, consumer, self._me, page.units)
-            more = page.more or len(taken) == limit
+            more = page.more or len(taken) >= limit
             return Page(sorted([*taken, *page.units]), page.cursor, more)
 
-        return await self._writer.run(fetch)
+        with self._in_doubt(consumer):
+            return await self._writer.run(fetch)
 
     async def release(self, consumer: str) -> None:
         """Releases fetched units to the next collector that fetches."""
-        await self.write(lambda tx: sharing.release(tx, consumer, self._me))
+        with self._in_doubt(consumer):
+            await self.write(lambda tx: sharing.release(tx, consumer, self._me))
+
+    @contextmanager
+    def _in_doubt(self, consumer: str) -> Iterator[None]:
+        """Until a call returns, what this collector holds for a consumer is in doubt."""
+        self._doubtful.add(consumer)
+        yield
+        self._doubtful.discard(consumer)
 
     async def load(
         self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
