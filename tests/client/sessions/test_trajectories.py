@@ -28,6 +28,7 @@ def proto() -> trajectory_pb2.Trajectory:
 def test_the_segments_of_a_trajectory_are_no_objects_that_garbage_collection_looks_at() -> None:
     sent = proto()
     grown: list[int] = []
+    read = Trajectory.from_proto(sent)
     for _ in range(5):  # other threads of the test process make objects too, now and then
         gc.collect()
         before = len(gc.get_objects())

@@ -178,7 +178,8 @@ class Connection:
             connection.prepared_max = _PREPARED
             connection.adapters.register_dumper(int, Int8BinaryDumper)
             connection.adapters.register_dumper(str, StrDumper)
-            connection.execute(_SESSION.format(lock_ms=LOCK_MS, statement_ms=STATEMENT_MS))
+            session = _SESSION.format(lock_ms=LOCK_MS, statement_ms=STATEMENT_MS)
+            connection.execute(session.encode())  # psycopg takes a str only if it is a literal
         except BaseException:
             connection.close()
             raise
@@ -190,14 +191,14 @@ class Connection:
         return self._connection.cursor(binary=True)
 
     def _rows(self, sql: str, parameters: Sequence[Any]) -> list[Row]:
-        rows: list[Row] = self._cursor().execute(sql, parameters).fetchall()
+        rows: list[Row] = self._cursor().execute(sql.encode(), parameters).fetchall()
         return rows
 
     def _run(self, sql: str, parameters: Sequence[Any] | None) -> None:
-        self._cursor().execute(sql, parameters, binary=parameters is not None)
+        self._cursor().execute(sql.encode(), parameters, binary=parameters is not None)
 
     def _run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
-        self._cursor().executemany(sql, parameters)
+        self._cursor().executemany(sql.encode(), parameters)
 
     def _typed(self, error: psycopg.Error) -> RollmeshError:
         state = error.sqlstate or ""
