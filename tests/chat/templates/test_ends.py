@@ -14,6 +14,7 @@ from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.ends import TemplateRefusedError
 from rollmesh.chat.templates.jinja import ChatTemplate, TemplateRenderError
 from rollmesh.chat.templates.loading import load_model
+from rollmesh.chat.templates.profile import REWRITING
 from rollmesh.chat.tokenizer import ModelTokenizer, Tokenizer
 from rollmesh.gateway.conversation.nodes import Node, Sample
 from rollmesh.gateway.conversation.reasons import Finish
@@ -134,6 +135,33 @@ def test_an_answer_that_is_asked_for_right_after_another_is_compared_with_it(
     node = sampled(continuation, tokenizer, Message("assistant", "Hello."), text)
     opening = continuation.generation_prompt([one.messages for one in node.path()], TOOLS)
     assert continuation.compare(node.path(), [], TOOLS, [opening], list).at == at
+
+
+HEADED = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        pytest.param("Hello.<|im_start|>", None, id="as printed"),
+        pytest.param("Hello!<|im_start|>", 1, id="otherwise"),
+    ],
+)
+def test_an_answer_that_the_next_header_ends_is_compared_without_it(
+    tokenizer: Tokenizer, text: str, at: int | None
+) -> None:
+    continuation = Continuation(ChatTemplate(HEADED, {}), tokenizer)
+    assert not continuation.profile.findings & REWRITING
+    node = sampled(continuation, tokenizer, Message("assistant", "Hello."), text)
+    groups = group_messages((ASK, node.messages[0], ASK))
+    added = continuation.token_ids(groups, 2, TOOLS)
+    opening = continuation.generation_prompt(groups, TOOLS)
+    found = continuation.compare(node.path(), groups[2:], TOOLS, [*added, opening], list)
+    assert found.at == at
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
