@@ -150,6 +150,9 @@ bench-failover: .venv/.ready .venv-routers/.ready ## Engines killed under 96 gen
 bench-router: .venv/.ready ## What a lease costs, and a simulated week under each policy
 	.venv/bin/python -m benchmarks.router
 
+bench-streaming: .venv/.ready ## What it costs to take tokens as they are sampled, by 256 generations on vLLM
+	.venv/bin/python -m benchmarks.streaming
+
 bench-async: .venv/.ready ## GRPO step by step and without waiting: samples per second, final reward
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m benchmarks.async_grpo
 
