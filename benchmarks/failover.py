@@ -122,7 +122,7 @@ class Agents:
         except (ValueError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             self.failed += 1
             if self.client is not None:
-                print(f"a turn failed: {str(error)[:300]}", flush=True)
+                print(f"a turn failed: {str(error)[-300:]}", flush=True)
             await asyncio.sleep(_PAUSE_S)
         finally:
             connection.writer.close()

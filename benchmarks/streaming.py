@@ -3,7 +3,7 @@
     make bench-streaming
 
 256 generations of 256 tokens each run on vLLM on CPU at the same time, with a small random model:
-once by `Generate`, which returns each at its end, and once by `StreamGenerate` with messages of 64
+once by `Generate`, which returns each at its end, and once by `StreamGenerate` with messages of 16
 tokens, as the gateway asks for if nobody reads token by token. There are three interleaved rounds.
 
 `tokens_per_second_*` are medians, `ratio` is that of the streamed to the whole ones, and
@@ -31,7 +31,7 @@ from tests.models import make_model_dir
 _GENERATIONS, _TOKENS, _ROUNDS = 256, 256, 3
 _START_S = 600.0
 _TIMEOUT_S = 300.0
-_MIN_CHUNK, _MAX_CHUNK = 64, 128
+_MIN_CHUNK, _MAX_CHUNK = 16, 32
 
 
 class Generations:

@@ -204,6 +204,6 @@ async def test_what_cannot_be_continued_is_a_typed_error_once_a_part_was_sent(
 
 async def test_engines_that_bring_no_token_end_the_turn(mesh: LiveMesh) -> None:
     with pytest.raises(RollmeshError) as caught:
-        await ask(mesh, "plain", [Cut(0, "dies")] * 5, stream=False)
+        await ask(mesh, "plain", [Cut(0, "dies")] * 8, stream=False)
     assert caught.value.reason == "ENGINE_LOST"
     assert len(mesh.cuts) == 0

@@ -36,10 +36,10 @@ from rollmesh.runtime.process import faults
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 
 _STREAMED_TOKENS = 16
-_WHOLE_TOKENS = 64
+_WHOLE_TOKENS = 16
 """Tokens that an engine collects for a message if nobody waits for each; it may lose as many."""
 _INLINE_IDS = 128  # more ids than these are decoded off the event loop
-_ATTEMPTS = 5
+_ATTEMPTS = 8
 """Attempts in a row, none of which brings a token that is kept, before a turn fails."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
 _RETRY_MS = 1000
