@@ -6,6 +6,7 @@ own, also if its gateway returns elsewhere or another gateway takes over the jou
 """
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc
 
@@ -107,13 +108,10 @@ class GatewayDirectory:
         """
         if self._only:
             return self._stub(self._only)
-        with typed_errors():
-            response = await self._router_stub().ListGateways(
-                router_pb2.ListGatewaysRequest(), timeout=_LIST_TIMEOUT_S
-            )
-        if not response.gateways:
+        gateways = await self._read()
+        if not gateways:
             raise NoGatewayError("no gateway is registered; try again", retry_delay_ms=_RETRY_MS)
-        return self._stub(response.gateways[0].address)
+        return self._stub(gateways[0].address)
 
     async def aclose(self) -> None:
         """Closes the channels."""
@@ -127,13 +125,17 @@ class GatewayDirectory:
             now_ms = clock.monotonic_ms()
             if self._listed_ms is not None and now_ms - self._listed_ms < _LIST_AGE_MS:
                 return
-            with typed_errors():
-                response = await self._router_stub().ListGateways(
-                    router_pb2.ListGatewaysRequest(), timeout=_LIST_TIMEOUT_S
-                )
+            await self._read()
             self._listed_ms = clock.monotonic_ms()
-            for gateway in response.gateways:
-                self._note(gateway)
+
+    async def _read(self) -> Sequence[router_pb2.Gateway]:
+        with typed_errors():
+            response = await self._router_stub().ListGateways(
+                router_pb2.ListGatewaysRequest(), timeout=_LIST_TIMEOUT_S
+            )
+        for gateway in response.gateways:
+            self._note(gateway)
+        return response.gateways
 
     def _note(self, gateway: router_pb2.Gateway) -> None:
         if gateway.journal_id:

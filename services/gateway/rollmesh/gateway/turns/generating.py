@@ -36,7 +36,7 @@ from rollmesh.runtime.process import faults
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 
 _STREAMED_TOKENS = 16
-_WHOLE_TOKENS = 16
+_COLLECTED_TOKENS = 16
 """Tokens that an engine collects for a message if nobody waits for each; it may lose as many."""
 _INLINE_IDS = 128  # more ids than these are decoded off the event loop
 _ATTEMPTS = 8
@@ -103,20 +103,18 @@ class Generator:
             EngineLostError: The engines were lost, and the answer cannot go on.
             GenerationAbortedError: An operator aborted it, and the answer cannot go on.
         """
-        wanted = Wanted(
-            session,
-            turn,
-            request,
-            prepared,
-            engine_pb2.GenerateRequest(
-                session_id=session.spec.session_id,
-                token_ids_u32le=prepared.packed,
-                sampling=sampling,
-                constraint=prepared.constraint,
-                top_logprobs=request.returns.top_logprobs,
-                model=self._model,
-            ),
+        complete = engine_pb2.GenerateRequest(
+            session_id=session.spec.session_id,
+            token_ids_u32le=prepared.packed,
+            sampling=sampling,
+            constraint=prepared.constraint,
+            top_logprobs=request.returns.top_logprobs,
+            model=self._model,
         )
+        return await self._through(Wanted(session, turn, request, prepared, complete))
+
+    async def _through(self, wanted: Wanted) -> Generation:
+        """Tries one engine after the other until the generation is complete."""
         generation = self._begin(wanted)
         lost: list[str] = []
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
@@ -130,7 +128,7 @@ class Generator:
                     "the generation was aborted; nothing was committed, try again"
                 )
             except InvalidConstraintError as refusal:
-                raise request.wanted.refused(refusal) from refusal
+                raise wanted.request.wanted.refused(refusal) from refusal
             except (OverloadedError, StartingError) as refusal:  # backpressure is not a failure
                 await asyncio.sleep((refusal.retry_delay_ms or _RETRY_MS) / 1000)
                 continue
@@ -215,8 +213,8 @@ class Generator:
             grant.address,
             engine_pb2.StreamGenerateRequest(
                 generate=request,
-                max_chunk_tokens=_STREAMED_TOKENS if early else 2 * _WHOLE_TOKENS,
-                min_chunk_tokens=0 if early else _WHOLE_TOKENS,
+                max_chunk_tokens=_STREAMED_TOKENS if early else 2 * _COLLECTED_TOKENS,
+                min_chunk_tokens=0 if early else _COLLECTED_TOKENS,
             ),
             self._turn_timeout_ms,
         )
