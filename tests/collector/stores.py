@@ -38,10 +38,13 @@ async def redis_store(url: str, retention: Retention = KEEP) -> AsyncIterator[St
 
 
 @asynccontextmanager
-async def postgres_store(url: str, retention: Retention = KEEP) -> AsyncIterator[Store]:
+async def postgres_store(
+    url: str, retention: Retention = KEEP, **limits: int
+) -> AsyncIterator[Store]:
     from rollmesh.collector.storage.postgres.store import open_store as open_  # noqa: PLC0415
+    from rollmesh.runtime.postgres.connection import Limits  # noqa: PLC0415
 
-    async with open_(url, retention) as store:
+    async with open_(url, retention, Limits(**limits)) as store:
         yield store
 
 

@@ -142,7 +142,7 @@ async def test_what_a_collector_holds_unknowingly_is_fetched_again(
         if call == "release":
             assert await reader.ids() == ["a", "b"]
         with monkeypatch.context() as patch:
-            patch.setattr(f"{STORAGE}.lane.Lane.run", lost)
+            patch.setattr("rollmesh.runtime.postgres.lane.Lane.run", lost)
             with pytest.raises(StoreAwayError):
                 await (reader.fetch() if call == "fetch" else reader.restart())
         assert await reader.ids() == ["a", "b"]
@@ -309,10 +309,9 @@ async def test_a_server_killed_while_sessions_are_stored_keeps_what_was_acknowle
 
 
 async def test_a_server_that_does_not_answer_is_away_until_it_does(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database,
 ) -> None:
-    monkeypatch.setattr(f"{STORAGE}.lane.PATIENCE_S", 0.5)
-    async with postgres_store(database.url) as store:
+    async with postgres_store(database.url, silence_ms=500) as store:
         await fill(store, [record("a")])
         assert await store.session("a", arrays=True) == record("a")
         database.server.signal(signal.SIGSTOP)
@@ -328,11 +327,13 @@ async def test_a_server_that_does_not_answer_is_away_until_it_does(
 
 
 async def test_a_collector_that_stops_while_it_writes_gives_way(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database,
 ) -> None:
-    monkeypatch.setattr(f"{STORAGE}.connection.LOCK_MS", 300)
     go_on = threading.Event()
-    async with postgres_store(database.url) as stopped, postgres_store(database.url) as other:
+    async with (
+        postgres_store(database.url, lock_ms=300) as stopped,
+        postgres_store(database.url, lock_ms=300) as other,
+    ):
         await fill(other, [record("a")])
         in_it = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()

@@ -316,6 +316,18 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Retry. If it stays so, look at ListGateways and start the gateway on its journal.
     """
+    ERROR_REASON_JOURNAL_MOVED: _ErrorReason.ValueType  # 53
+    """UNAVAILABLE. Another gateway serves the journal that the session's id names, or takes it over
+    now. Nothing of the request was kept.
+
+    Retry: sidecars and the SDK ask the router which gateway has the journal.
+    """
+    ERROR_REASON_STORE_IN_DOUBT: _ErrorReason.ValueType  # 54
+    """UNAVAILABLE. The server of a shared store was lost while it committed: the request may have been
+    stored.
+
+    Repeat the request unchanged. If it was stored, the repeat gets the first one's answer.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below what to do.
@@ -608,6 +620,18 @@ ERROR_REASON_NO_GATEWAY: ErrorReason.ValueType  # 52
 sessions. The gateway may be starting.
 
 Retry. If it stays so, look at ListGateways and start the gateway on its journal.
+"""
+ERROR_REASON_JOURNAL_MOVED: ErrorReason.ValueType  # 53
+"""UNAVAILABLE. Another gateway serves the journal that the session's id names, or takes it over
+now. Nothing of the request was kept.
+
+Retry: sidecars and the SDK ask the router which gateway has the journal.
+"""
+ERROR_REASON_STORE_IN_DOUBT: ErrorReason.ValueType  # 54
+"""UNAVAILABLE. The server of a shared store was lost while it committed: the request may have been
+stored.
+
+Repeat the request unchanged. If it was stored, the repeat gets the first one's answer.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

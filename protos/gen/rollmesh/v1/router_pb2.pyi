@@ -190,7 +190,9 @@ class ReplicaHello(_message.Message):
     vocabulary_tokens: _builtins.int
     """Size of the model's vocabulary; must be equal too if both have a tokenizer. 0 fits any."""
     journal_id: _builtins.str
-    """Id of its journal, with which the ids of its sessions begin. Gateways only."""
+    """Id of the journal in which it opens sessions; their ids begin with it. Gateways only; `journals`
+    of its load has all that it serves.
+    """
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """Its load."""
@@ -218,6 +220,34 @@ class ReplicaHello(_message.Message):
 Global___ReplicaHello: _TypeAlias = ReplicaHello  # noqa: Y015
 
 @_typing.final
+class ServedJournal(_message.Message):
+    """A journal that a gateway serves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOURNAL_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    journal_id: _builtins.str
+    """Id of the journal, with which the ids of its sessions begin."""
+    epoch: _builtins.int
+    """Number of times that a gateway has taken the journal. If two gateways name one journal, the one
+    with the larger epoch serves it.
+    """
+    def __init__(
+        self,
+        *,
+        journal_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "journal_id", b"journal_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedJournal: _TypeAlias = ServedJournal  # noqa: Y015
+
+@_typing.final
 class ReplicaLoad(_message.Message):
     """Load of a member."""
 
@@ -231,6 +261,7 @@ class ReplicaLoad(_message.Message):
     PUSH_ID_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     SLEEPING_FIELD_NUMBER: _builtins.int
+    JOURNALS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights in use. Engines only."""
     running: _builtins.int
@@ -251,6 +282,10 @@ class ReplicaLoad(_message.Message):
     """
     sleeping: _builtins.bool
     """Whether it sleeps: its memory is given away. It is not leased until it wakes up. Engines only."""
+    @_builtins.property
+    def journals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedJournal]:
+        """The journals that it serves. If none is given, only the one in its hello. Gateways only."""
+
     def __init__(
         self,
         *,
@@ -262,10 +297,11 @@ class ReplicaLoad(_message.Message):
         push_id: _builtins.str = ...,
         paused: _builtins.bool = ...,
         sleeping: _builtins.bool = ...,
+        journals: _abc.Iterable[Global___ServedJournal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "live_sessions", b"live_sessions", "paused", b"paused", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "journals", b"journals", "live_sessions", b"live_sessions", "paused", b"paused", "policy_version", b"policy_version", "push_id", b"push_id", "running", b"running", "sleeping", b"sleeping", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -638,6 +674,7 @@ class Gateway(_message.Message):
     JOURNAL_ID_FIELD_NUMBER: _builtins.int
     LIVE_SESSIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    JOURNALS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway."""
     address: _builtins.str
@@ -650,6 +687,10 @@ class Gateway(_message.Message):
     """Number of its open sessions, with those that were placed since its last report."""
     draining: _builtins.bool
     """Whether it takes no new sessions because it is about to leave."""
+    @_builtins.property
+    def journals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedJournal]:
+        """The journals that it serves. Empty: only `journal_id`."""
+
     def __init__(
         self,
         *,
@@ -659,10 +700,11 @@ class Gateway(_message.Message):
         journal_id: _builtins.str = ...,
         live_sessions: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        journals: _abc.Iterable[Global___ServedJournal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "gateway_id", b"gateway_id", "journal_id", b"journal_id", "live_sessions", b"live_sessions", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "gateway_id", b"gateway_id", "journal_id", b"journal_id", "journals", b"journals", "live_sessions", b"live_sessions", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -123,7 +123,8 @@ class RouterServiceServicer(object):
 
     def ListGateways(self, request, context):
         """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
-        caller finds the gateway of any session.
+        caller finds the gateway of any session. If two gateways name one journal, the one with the larger
+        epoch serves it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,7 +53,8 @@ class RouterServiceStub:
     """
     ListGateways: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListGatewaysRequest, _router_pb2.ListGatewaysResponse]
     """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
-    caller finds the gateway of any session.
+    caller finds the gateway of any session. If two gateways name one journal, the one with the larger
+    epoch serves it.
     """
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]
     """Lists the members, and the weights of their models."""
@@ -105,7 +106,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """
     ListGateways: _aio.UnaryUnaryMultiCallable[_router_pb2.ListGatewaysRequest, _router_pb2.ListGatewaysResponse]  # type: ignore[assignment]
     """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
-    caller finds the gateway of any session.
+    caller finds the gateway of any session. If two gateways name one journal, the one with the larger
+    epoch serves it.
     """
     ListReplicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """Lists the members, and the weights of their models."""
@@ -178,7 +180,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListGatewaysResponse, _abc.Awaitable[_router_pb2.ListGatewaysResponse]]:
         """Lists the gateways. The id of a session begins with the id of the journal that holds it, so a
-        caller finds the gateway of any session.
+        caller finds the gateway of any session. If two gateways name one journal, the one with the larger
+        epoch serves it.
         """
 
     @_abc_1.abstractmethod

@@ -8,33 +8,28 @@ file: it holds a lock file, which the kernel releases when the process ends.
 import asyncio
 import fcntl
 import logging
-import queue
 import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, closing, suppress
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeAlias, TypeVar
 
 from rollmesh.runtime.errors import (
     RollmeshError,
-    ShuttingDownError,
     StoreError,
     StoreFullError,
     StoreInUseError,
     StoreLostError,
 )
+from rollmesh.runtime.jobs import RETRY_MS, Job, Jobs
 
 _Result = TypeVar("_Result")
 Work: TypeAlias = Callable[[sqlite3.Connection], _Result]
 _log = logging.getLogger(__name__)
-_Item: TypeAlias = "tuple[Work[Any], Future[Any]] | None"
-
-_MAX_PENDING = 4096
 _MAX_BATCH = 256
-_RETRY_MS = 1000
 _LOOK_S = 1.0
 _PAGE_BYTES = 4096
 
@@ -58,9 +53,8 @@ class Database(AbstractAsyncContextManager["Database"]):
         self._schema = schema
         self._version = version
         self._page_bytes = page_bytes
-        self._queue: queue.Queue[_Item] = queue.Queue(_MAX_PENDING)
+        self._jobs = Jobs[sqlite3.Connection](_MAX_BATCH)
         self._thread = threading.Thread(target=self._serve, name=f"sqlite-{path.stem}")
-        self._closing = False
         self._died = False
         self._opened: Future[None] = Future()
         self._lost: Future[str] = Future()
@@ -85,8 +79,8 @@ class Database(AbstractAsyncContextManager["Database"]):
         traceback: TracebackType | None,
     ) -> None:
         """Runs the waiting jobs and closes the file."""
-        self._closing = True
-        await asyncio.to_thread(self._queue.put, None)
+        self._jobs.refuse()
+        await asyncio.to_thread(self._jobs.end)
         await asyncio.to_thread(self._thread.join)
 
     async def lost(self) -> str:
@@ -101,21 +95,11 @@ class Database(AbstractAsyncContextManager["Database"]):
             StoreFullError: The disk or the queue is full.
             StoreError: The store failed for another reason.
         """
-        if self._closing:
-            raise ShuttingDownError(
-                "the store is closed because the service is stopping; try again"
-            )
         if self._died:
             raise _dead()
-        future: Future[_Result] = Future()
-        try:
-            self._queue.put_nowait((work, future))
-        except queue.Full:
-            raise StoreFullError(
-                "the store has too many pending writes; try again later", retry_delay_ms=_RETRY_MS
-            ) from None
+        future = self._jobs.add(work)
         if self._died:  # while the job was queued
-            self._fail_waiting()
+            _fail(self._jobs.left())
         return await asyncio.wrap_future(future)
 
     def _serve(self) -> None:
@@ -124,14 +108,15 @@ class Database(AbstractAsyncContextManager["Database"]):
                 found = {path: _identity(path) for path in self._paths()}
                 self._files = {path: one for path, one in found.items() if any(one)}
                 self._opened.set_result(None)
-                while (batch := self._next_batch()) is not None:
+                while (batch := self._jobs.next_batch(_LOOK_S)) is not None:
                     try:
+                        if not batch:
+                            self._check_files()
                         _run_batch(connection, batch, self._check_files)
                     except BaseException:  # noqa: BLE001 - the edge of the thread: no caller may hang
                         _log.critical("the store's thread dies", exc_info=True)
                         self._died = True
-                        _fail(batch)
-                        self._fail_waiting()
+                        _fail([*batch, *self._jobs.left()])
                         return
         except (sqlite3.Error, OSError, StoreError) as error:
             if self._opened.done():
@@ -139,12 +124,6 @@ class Database(AbstractAsyncContextManager["Database"]):
             # Reported after the lock is released, so that a retry can succeed at once.
             typed = error if isinstance(error, StoreError) else StoreError(f"{self.path}: {error}")
             self._opened.set_exception(typed)
-
-    def _fail_waiting(self) -> None:
-        """Fails all waiting jobs: the thread is gone."""
-        with suppress(queue.Empty):
-            while True:
-                _fail([item] if (item := self._queue.get_nowait()) else [])
 
     def _paths(self) -> list[Path]:
         return [self.path.with_name(f"{self.path.name}{end}") for end in ("", "-wal", ".lock")]
@@ -205,26 +184,6 @@ class Database(AbstractAsyncContextManager["Database"]):
         connection.execute("PRAGMA foreign_keys = ON")
         connection.executescript(self._schema)
 
-    def _next_batch(self) -> list[tuple[Work[Any], Future[Any]]] | None:
-        """Waits for jobs and returns all that wait; None when the database closes.
-
-        Checks the files once a second while idle.
-        """
-        batch: list[tuple[Work[Any], Future[Any]]] = []
-        try:
-            item = self._queue.get(timeout=_LOOK_S)
-        except queue.Empty:
-            self._check_files()
-            return batch
-        while item is not None:
-            batch.append(item)
-            if len(batch) == _MAX_BATCH or self._queue.empty():
-                return batch
-            item = self._queue.get()
-        if batch:
-            self._queue.put(None)
-        return batch or None
-
 
 def _identity(path: Path) -> tuple[int, int]:
     """Returns device and inode of a file; zeros if it does not exist."""
@@ -237,7 +196,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 def _run_batch(
     connection: sqlite3.Connection,
-    batch: list[tuple[Work[Any], Future[Any]]],
+    batch: list[Job[sqlite3.Connection]],
     check_files: Callable[[], StoreLostError | None],
 ) -> None:
     if not batch:
@@ -278,7 +237,7 @@ def _run_work(connection: sqlite3.Connection, work: Work[Any]) -> tuple[Any, Exc
     return result, None
 
 
-def _fail(batch: list[tuple[Work[Any], Future[Any]]]) -> None:
+def _fail(batch: list[Job[sqlite3.Connection]]) -> None:
     for _, future in batch:
         if not future.done() and future.set_running_or_notify_cancel():
             future.set_exception(_dead())
@@ -290,5 +249,5 @@ def _dead() -> StoreError:
 
 def _typed(error: sqlite3.Error) -> RollmeshError:
     if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
-        return StoreFullError(f"the disk is full: {error}", retry_delay_ms=_RETRY_MS)
+        return StoreFullError(f"the disk is full: {error}", retry_delay_ms=RETRY_MS)
     return StoreError(f"the store failed: {error}")

@@ -320,6 +320,19 @@ class StoreAwayError(RollmeshError):
     reason = "STORE_AWAY"
 
 
+class StoreInDoubtError(StoreAwayError):
+    """The store's server was lost in a commit; whether the request was stored is unknown."""
+
+    reason = "STORE_IN_DOUBT"
+
+
+class JournalMovedError(RollmeshError):
+    """Another gateway serves the session's journal; nothing of the request was stored."""
+
+    code = "UNAVAILABLE"
+    reason = "JOURNAL_MOVED"
+
+
 class ScorerFailedError(RollmeshError):
     """The scorer's function raised or took too long, or its process died."""
 

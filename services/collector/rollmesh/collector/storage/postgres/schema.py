@@ -21,6 +21,5 @@ SCHEMA = (
 ALTER TABLE sessions ALTER COLUMN arrays SET STORAGE EXTERNAL;
 CREATE INDEX IF NOT EXISTS progress_open ON progress (consumer) WHERE settled_ms IS NULL;
 CREATE TABLE IF NOT EXISTS collectors (id TEXT PRIMARY KEY, alive_until TIMESTAMPTZ NOT NULL);
-CREATE TABLE IF NOT EXISTS version (version BIGINT NOT NULL);
 """
 )

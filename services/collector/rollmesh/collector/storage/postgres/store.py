@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
@@ -12,8 +12,6 @@ from rollmesh.collector.delivery.records import split
 from rollmesh.collector.delivery.retention import Retention
 from rollmesh.collector.delivery.units import Arrival, Page, Unit
 from rollmesh.collector.storage.postgres import sharing
-from rollmesh.collector.storage.postgres.connection import Address, read_address
-from rollmesh.collector.storage.postgres.lane import Lane
 from rollmesh.collector.storage.postgres.schema import SCHEMA, VERSION
 from rollmesh.collector.storage.postgres.sharing import News
 from rollmesh.collector.storage.postgres.transaction import PostgresTransaction
@@ -26,14 +24,18 @@ from rollmesh.collector.storage.sql import (
 from rollmesh.collector.storage.sql.ingest import Packed
 from rollmesh.collector.storage.sql.store import SqlStore, Work
 from rollmesh.collector.storage.store import Sought, Updated
-from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError, StoreError
+from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.postgres.connection import Limits, read_address
+from rollmesh.runtime.postgres.lane import Lane
+from rollmesh.runtime.postgres.tables import prepare_tables
+from rollmesh.runtime.statements import Statements
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _ALIVE_MS = 10_000
+_LIMITS = Limits()
 _POLL_S = 0.1
 _POLLS = 20
 """Polls after which waiting streams check again, because a collector may have died."""
@@ -61,11 +63,11 @@ class PostgresStore(SqlStore):
 
     async def write(self, work: Work[_Result]) -> _Result:
         """Runs work in a transaction while no other collector writes."""
-        return await self._writer.run(work)
+        return await _run(self._writer, work)
 
     async def read(self, work: Work[_Result]) -> _Result:
         """Runs work on a snapshot of the database."""
-        return await self._reader.run(work)
+        return await _run(self._reader, work)
 
     async def enter(self) -> None:
         """Marks this collector as alive; from here on it hears what others change."""
@@ -74,7 +76,7 @@ class PostgresStore(SqlStore):
             sharing.stay_alive(tx, self._me, _ALIVE_MS)
             return sharing.hear(tx, self._heard, self._me)[0]
 
-        self._heard = (await self._writer.run(enter))._replace(last_seq=-1)
+        self._heard = (await _run(self._writer, enter))._replace(last_seq=-1)
 
     async def leave(self) -> None:
         """Leaves what this collector holds to the others, if the server can be reached."""
@@ -118,7 +120,7 @@ class PostgresStore(SqlStore):
             sql_consumers.create_consumer(tx, consumer, start, now_ms)
             sharing.tell_changed(tx)
 
-        await self._writer.run(create)
+        await _run(self._writer, create)
 
     async def update_consumer(self, changes: pb.Consumer, now_ms: int) -> Updated:
         """Changes the settings of a consumer."""
@@ -131,7 +133,7 @@ class PostgresStore(SqlStore):
                 sharing.tell_changed(tx)
             return done
 
-        return await self._writer.run(update)
+        return await _run(self._writer, update)
 
     async def delete_consumer(self, consumer: str) -> bool:
         """Deletes a consumer."""
@@ -140,7 +142,7 @@ class PostgresStore(SqlStore):
             sharing.tell_changed(tx)
             return sql_consumers.delete_consumer(tx, consumer)
 
-        return await self._writer.run(delete)
+        return await _run(self._writer, delete)
 
     async def expire_consumers(self, before_ms: int) -> list[str]:
         """Deletes the consumers that have had no stream since."""
@@ -151,7 +153,7 @@ class PostgresStore(SqlStore):
                 sharing.tell_changed(tx)
             return names
 
-        return await self._writer.run(expire)
+        return await _run(self._writer, expire)
 
     async def seek(self, consumer: str, position: pb.Position) -> Sought:
         """Moves a consumer; units it had settled at or after the position are redelivered."""
@@ -161,7 +163,7 @@ class PostgresStore(SqlStore):
             sharing.tell_moved(tx, consumer, self._me)
             return sought
 
-        return await self._writer.run(seek)
+        return await _run(self._writer, seek)
 
     async def fetch(self, consumer: str, after: int, limit: int) -> Page:
         """Returns units nobody holds: first those of dead or stalled collectors, then new ones."""
@@ -176,7 +178,7 @@ class PostgresStore(SqlStore):
             return Page(sorted([*taken, *page.units]), page.cursor, more)
 
         with self._in_doubt(consumer):
-            return await self._writer.run(fetch)
+            return await _run(self._writer, fetch)
 
     async def release(self, consumer: str) -> None:
         """Releases fetched units to the next collector that fetches."""
@@ -215,17 +217,29 @@ class PostgresStore(SqlStore):
 
         removed = await self.write(lambda tx: sql_retention.remove(tx, [], now_ms))
         for _ in range(_RETAIN_BATCHES):
-            over = await self._reader.run(examine)
+            over = await _run(self._reader, examine)
             if over.keys:
-                removed += await self._writer.run(remove)
+                removed += await _run(self._writer, remove)
             cursor = self._retained_to = over.cursor
             if not cursor:
                 break
         return removed
 
 
+async def _run(lane: Lane, work: Callable[[PostgresTransaction], _Result]) -> _Result:
+    def run(db: Statements) -> _Result:
+        tx = PostgresTransaction(db)
+        result = work(tx)
+        tx.finish()
+        return result
+
+    return await lane.run(run)
+
+
 @asynccontextmanager
-async def open_store(url: str, retention: Retention) -> AsyncIterator[PostgresStore]:
+async def open_store(
+    url: str, retention: Retention, limits: Limits = _LIMITS
+) -> AsyncIterator[PostgresStore]:
     """Opens the store in a database; one without a store gets the tables of this release.
 
     Raises:
@@ -233,12 +247,14 @@ async def open_store(url: str, retention: Retention) -> AsyncIterator[PostgresSt
         StoreAwayError: The server cannot be reached.
         StoreError: The store was written by another version; nothing in it has changed.
     """
-    address = read_address(url)
+    address = read_address(
+        url, setting="store", program="rollmesh-collector", schema="rollmesh", limits=limits
+    )
     async with (
         Lane(address, _WRITING, "writer") as writer,
         Lane(address, _READING, "reader") as reader,
     ):
-        await writer.run(lambda tx: _prepare(tx, address))
+        await writer.run(lambda db: prepare_tables(db, address, SCHEMA, VERSION))
         store = PostgresStore(writer, reader, retention)
         await store.enter()
         _log.info("the store is open", extra=fields(database=address.name))
@@ -246,31 +262,6 @@ async def open_store(url: str, retention: Retention) -> AsyncIterator[PostgresSt
             yield store
         finally:
             await store.leave()
-
-
-def _prepare(tx: PostgresTransaction, address: Address) -> None:
-    """Checks the server's settings and the version of the tables, which are created if missing."""
-    wanted = {"fsync": "on", "server_encoding": "UTF8", "transaction_read_only": "off"}
-    for name, value in wanted.items():
-        found = tx.value("SELECT current_setting(?1)", name)
-        if found != value:
-            raise ConfigError(
-                f"store: the PostgreSQL database at {address.name} has {name} {found}; "
-                f"give one with {name} {value}"
-            )
-    if tx.value("SELECT to_regclass('rollmesh.version') IS NULL"):
-        if tx.value("SELECT to_regnamespace('rollmesh') IS NULL"):
-            tx.run("CREATE SCHEMA rollmesh")
-        for statement in filter(str.strip, SCHEMA.split(";")):
-            tx.run(statement)
-        tx.run("INSERT INTO version VALUES (?1)", VERSION)
-    version = tx.value("SELECT version FROM version")
-    if version != VERSION:
-        raise StoreError(
-            f"the PostgreSQL database at {address.name} holds a store of version {version}, this "
-            f"release needs {VERSION}; drain it with the release that wrote it, or give another "
-            "database"
-        )
 
 
 def _pack(arrivals: Sequence[Arrival]) -> list[Packed]:

@@ -17,7 +17,7 @@ from rollmesh.collector.storage.sql.groups import (
     find_groups,
 )
 from rollmesh.collector.storage.sql.lists import add_filtered
-from rollmesh.collector.storage.sql.transaction import Row, Transaction
+from rollmesh.collector.storage.sql.transaction import Transaction
 from rollmesh.collector.storage.store import (
     RETRY_MS,
     other_size,
@@ -25,6 +25,7 @@ from rollmesh.collector.storage.store import (
     store_full,
 )
 from rollmesh.runtime.codec.session_rewards import apply_rewards
+from rollmesh.runtime.statements import Row
 from rollmesh.v1 import session_pb2
 
 _DUE_BATCH = 200

@@ -1,18 +1,15 @@
-"""A transaction of a SQL store: its statements, and the totals that it changes.
-
-Statements number their parameters (`?1`), which SQLite and, after a translation, PostgreSQL take.
-"""
+"""A transaction of a SQL store: its statements, and the totals that it changes."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 from rollmesh.collector.delivery.units import GROUP_LOG, SESSION_LOG, GroupLog, group_logs
 from rollmesh.collector.storage.store import read_consumer
 from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.runtime.statements import Row, Statements
 
-Row: TypeAlias = tuple[Any, ...]
 LAST_SEQ = "last_seq"
 """Name of the total that is the last position in any log."""
 _ADD = (
@@ -27,31 +24,40 @@ class Transaction(ABC):
     held: ClassVar[str]
     """SQL for whether the progress `p` of a unit means that a collector fetched it: 0 or 1."""
 
-    def __init__(self) -> None:
-        """Starts without changes."""
+    def __init__(self, statements: Statements) -> None:
+        """Starts without changes; the connection is in a transaction already."""
+        self._statements = statements
         self._totals: dict[str, int] = {}
         self._added: Counter[str] = Counter()
         self._logs: list[GroupLog] | None = None
 
-    @abstractmethod
     def rows(self, sql: str, *parameters: Any) -> list[Row]:
         """Runs a statement and returns its rows."""
+        return self._statements.rows(sql, *parameters)
 
-    @abstractmethod
+    def row(self, sql: str, *parameters: Any) -> Row | None:
+        """Runs a statement and returns its only row; None if it has none."""
+        return self._statements.row(sql, *parameters)
+
+    def value(self, sql: str, *parameters: Any) -> Any:
+        """Runs a statement and returns the value of its only row."""
+        return self._statements.value(sql, *parameters)
+
     def run(self, sql: str, *parameters: Any) -> None:
         """Runs a statement without rows."""
+        self._statements.run(sql, *parameters)
 
-    @abstractmethod
     def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
         """Runs a statement without rows for each of the parameters."""
+        self._statements.run_many(sql, parameters)
 
-    @abstractmethod
     def within(self, number: int) -> str:
         """Returns SQL for "is one of": the parameter with this number is from `listed`."""
+        return self._statements.within(number)
 
-    @abstractmethod
     def listed(self, values: Iterable[str]) -> Any:
         """Returns values as one parameter."""
+        return self._statements.listed(values)
 
     @abstractmethod
     def stored_bytes(self) -> int:
@@ -72,16 +78,6 @@ class Transaction(ABC):
     @abstractmethod
     def removing(self, group_keys: Sequence[str]) -> None:
         """Prepares the removal of the sessions of groups."""
-
-    def row(self, sql: str, *parameters: Any) -> Row | None:
-        """Runs a statement and returns its only row; None if it has none."""
-        rows = self.rows(sql, *parameters)
-        return rows[0] if rows else None
-
-    def value(self, sql: str, *parameters: Any) -> Any:
-        """Runs a statement and returns the value of its only row."""
-        ((found,),) = self.rows(sql, *parameters)
-        return found
 
     @property
     def logs(self) -> list[GroupLog]:

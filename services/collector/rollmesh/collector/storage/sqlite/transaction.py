@@ -1,14 +1,13 @@
 """Transactions in SQLite, and the array files that they add and no longer need."""
 
-import json
 import sqlite3
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rollmesh.collector.delivery.records import damaged
-from rollmesh.collector.storage.sql.transaction import Row, Transaction
+from rollmesh.collector.storage.sql.transaction import Transaction
 from rollmesh.collector.storage.sqlite.array_files import ArrayFiles, ArraysLostError, Place
 from rollmesh.runtime.errors import SessionDamagedError
+from rollmesh.runtime.statements import SqliteStatements
 
 _FILE_BYTES = "file_bytes"
 
@@ -20,30 +19,9 @@ class SqliteTransaction(Transaction):
 
     def __init__(self, db: sqlite3.Connection, files: ArrayFiles) -> None:
         """Begins; the connection is in a transaction already."""
-        super().__init__()
-        self._db = db
+        super().__init__(SqliteStatements(db))
         self._files = files
         self._left: set[int] = set()
-
-    def rows(self, sql: str, *parameters: Any) -> list[Row]:
-        """Runs a statement and returns its rows."""
-        return self._db.execute(sql, parameters).fetchall()
-
-    def run(self, sql: str, *parameters: Any) -> None:
-        """Runs a statement without rows."""
-        self._db.execute(sql, parameters)
-
-    def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
-        """Runs a statement without rows for each of the parameters."""
-        self._db.executemany(sql, parameters)
-
-    def within(self, number: int) -> str:
-        """Returns SQL for "is one of"."""
-        return f"IN (SELECT value FROM json_each(?{number}))"  # noqa: S608
-
-    def listed(self, values: Iterable[str]) -> str:
-        """Returns values as one parameter."""
-        return json.dumps(list(values))
 
     def stored_bytes(self) -> int:
         """Returns the bytes in use. Free pages of the database are reused and do not count.

@@ -7,10 +7,12 @@ no work for the event loop.
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import psycopg
@@ -19,9 +21,6 @@ from psycopg.rows import tuple_row
 from psycopg.types.numeric import Int8BinaryDumper
 from psycopg.types.string import StrDumper
 
-from rollmesh.collector.storage.postgres.transaction import Statements
-from rollmesh.collector.storage.sql.transaction import Row
-from rollmesh.collector.storage.store import RETRY_MS
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.errors import (
     InvalidFieldError,
@@ -29,14 +28,13 @@ from rollmesh.runtime.errors import (
     StoreAwayError,
     StoreError,
     StoreFullError,
+    StoreInDoubtError,
 )
+from rollmesh.runtime.jobs import RETRY_MS
+from rollmesh.runtime.statements import Row, Statements
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10
-LOCK_MS = 10_000
-"""Longest wait for the lock, and longest stop of a collector that has it."""
-STATEMENT_MS = 20_000
-"""Longest time of a statement; a server that does not even end it is left after some more."""
 _PREPARED = 200
 _DEFAULTS = {
     "connect_timeout": _CONNECT_S,
@@ -44,10 +42,9 @@ _DEFAULTS = {
     "keepalives_interval": 5,
     "keepalives_count": 2,
     "tcp_user_timeout": 20_000,
-    "application_name": "rollmesh-collector",
 }
 _SESSION = """
-SET search_path TO rollmesh;
+SET search_path TO {schema};
 SET enable_seqscan TO off;
 SET jit TO off;
 SET lock_timeout TO {lock_ms};
@@ -56,11 +53,25 @@ SET idle_in_transaction_session_timeout TO {lock_ms};
 SELECT CASE WHEN current_setting('synchronous_commit') = 'off'
   THEN set_config('synchronous_commit', 'on', false) END
 """
-"""Every statement finds its rows by an index, so plans made for empty tables must do so too. A
-collector that stops within a transaction loses it, and its lock, after `LOCK_MS`."""
+"""Every statement finds its rows by an index, so plans made for empty tables must do so too."""
 _FULL = ("53100", "53200", "53400")
 _AWAY = ("08", "40", "53", "57", "25P03", "25006", "55P03")
 _TOO_LONG = "54000"
+
+
+class Limits(NamedTuple):
+    """How long the server waits before it ends something."""
+
+    lock_ms: int = 10_000
+    """Longest wait for a lock, and longest stop of a process within a transaction, which then loses
+    the transaction and its locks."""
+    statement_ms: int = 20_000
+    """Longest time of a statement."""
+    silence_ms: int = 25_000
+    """Time after which a server that has not even ended a statement is given up."""
+
+
+_LIMITS = Limits()
 
 
 class Address(NamedTuple):
@@ -70,10 +81,29 @@ class Address(NamedTuple):
     """Its host, port and name, without credentials."""
     parameters: dict[str, Any]
     """Parameters of libpq."""
+    schema: str
+    """Schema of the tables."""
+    setting: str
+    """Name of the setting that gives its URL."""
+    limits: Limits
 
 
-def read_address(url: str) -> Address:
+def is_postgres(url: str) -> bool:
+    """Returns whether a setting is the URL of a PostgreSQL database."""
+    return url.partition(":")[0] in ("postgresql", "postgres")
+
+
+def read_address(
+    url: str, *, setting: str, program: str, schema: str, limits: Limits = _LIMITS
+) -> Address:
     """Parses the URL of a database.
+
+    Args:
+        url: The URL.
+        setting: Name of the setting that gives it.
+        program: Name under which the server lists the connections.
+        schema: Schema of the tables.
+        limits: What bounds the statements.
 
     Raises:
         ConfigError: It is no such URL; the error does not repeat it, as it may hold a password.
@@ -82,11 +112,46 @@ def read_address(url: str) -> Address:
         parameters = conninfo_to_dict(url)
     except psycopg.Error:
         raise ConfigError(
-            "store: the PostgreSQL URL is not valid; give postgresql://user@host:port/database"
+            f"{setting}: the PostgreSQL URL is not valid; give postgresql://user@host:port/database"
         ) from None
     host, port = parameters.get("host", "localhost"), parameters.get("port", "5432")
     name = f"{host}:{port}/{parameters.get('dbname', '')}"
-    return Address(name, _DEFAULTS | parameters)
+    defaults = _DEFAULTS | {"application_name": program}
+    return Address(name, defaults | parameters, schema, setting, limits)
+
+
+class PostgresStatements(Statements):
+    """Statements on a connection to PostgreSQL."""
+
+    failures = (psycopg.Error,)
+
+    def __init__(self, connection: "Connection") -> None:
+        """Takes the connection, which is in a transaction when a statement runs."""
+        self._connection = connection
+
+    def rows(self, sql: str, *parameters: Any) -> list[Row]:
+        """Runs a statement and returns its rows."""
+        rows: list[Row] = self._connection.cursor().execute(_numbered(sql), parameters).fetchall()
+        return rows
+
+    def run(self, sql: str, *parameters: Any) -> int:
+        """Runs a statement without rows; returns the number of rows that it changed."""
+        changed: int = self._connection.cursor().execute(_numbered(sql), parameters).rowcount
+        return changed
+
+    def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
+        """Runs a statement without rows for each of the parameters, in one round trip."""
+        rows = list(parameters)
+        if rows:
+            self._connection.cursor().executemany(_numbered(sql), rows)
+
+    def within(self, number: int) -> str:
+        """Returns SQL for "is one of"."""
+        return f"= ANY(?{number})"
+
+    def listed(self, values: Iterable[str]) -> Any:
+        """Returns values as one parameter."""
+        return list(values)
 
 
 class Connection:
@@ -94,7 +159,6 @@ class Connection:
 
     def __init__(self, address: Address, begin: str) -> None:
         """Takes the database and the statements that begin a transaction."""
-        self.statements = Statements(self._rows, self._run, self._run_many)
         self._address = address
         self._begin = begin
         self._connection: psycopg.Connection[Row] | None = None
@@ -102,24 +166,30 @@ class Connection:
         self._aborted = False
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Begins a transaction; commits it, or rolls it back after an error.
+    def transaction(self) -> Iterator[Statements]:
+        """Begins a transaction and yields its statements; commits it, or rolls it back on errors.
 
         Raises:
-            StoreAwayError: The server cannot be reached, or is not ready. If it was lost in the
-                commit, the transaction may or may not be durable.
+            StoreInDoubtError: The server was lost in the commit: the transaction may or may not be
+                durable.
+            StoreAwayError: The server cannot be reached, or is not ready; nothing was stored.
             StoreFullError: The server has no room.
             InvalidFieldError: A name is one that PostgreSQL cannot store.
             StoreError: The server failed for another reason.
         """
+        committing = False
         try:
             self._start()
-            yield
-            self._run("COMMIT", ())
+            yield PostgresStatements(self)
+            committing = True
+            self._execute("COMMIT")
         except BaseException as error:
             self._end()
             if isinstance(error, psycopg.Error):
-                raise self._typed(error) from error
+                typed = self._typed(error)
+                if committing and isinstance(typed, StoreAwayError):
+                    typed = StoreInDoubtError(typed.message, retry_delay_ms=RETRY_MS)
+                raise typed from error
             raise
         finally:
             self._busy_since = None
@@ -146,7 +216,7 @@ class Connection:
     def _start(self) -> None:
         if self._connection is not None:
             try:
-                self._run(self._begin, None)
+                self._execute(self._begin)
             except psycopg.OperationalError:
                 if self._aborted or not self._connection.closed:
                     raise
@@ -155,7 +225,7 @@ class Connection:
                 return
         self._aborted = False
         self._connection = self._connect()
-        self._run(self._begin, None)
+        self._execute(self._begin)
 
     def _end(self) -> None:
         """Rolls back; a connection that cannot is closed."""
@@ -178,27 +248,26 @@ class Connection:
             connection.prepared_max = _PREPARED
             connection.adapters.register_dumper(int, Int8BinaryDumper)
             connection.adapters.register_dumper(str, StrDumper)
-            session = _SESSION.format(lock_ms=LOCK_MS, statement_ms=STATEMENT_MS)
+            limits = self._address.limits
+            session = _SESSION.format(
+                schema=self._address.schema,
+                lock_ms=limits.lock_ms,
+                statement_ms=limits.statement_ms,
+            )
             connection.execute(session.encode())  # psycopg takes a str only if it is a literal
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _cursor(self) -> "psycopg.Cursor[Row]":
+    def cursor(self) -> "psycopg.Cursor[Row]":
+        """Returns a cursor for one statement; the time of the statement begins."""
         assert self._connection is not None
         self._busy_since = time.monotonic()
         return self._connection.cursor(binary=True)
 
-    def _rows(self, sql: str, parameters: Sequence[Any]) -> list[Row]:
-        rows: list[Row] = self._cursor().execute(sql.encode(), parameters).fetchall()
-        return rows
-
-    def _run(self, sql: str, parameters: Sequence[Any] | None) -> None:
-        self._cursor().execute(sql.encode(), parameters, binary=parameters is not None)
-
-    def _run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
-        self._cursor().executemany(sql.encode(), parameters)
+    def _execute(self, sql: str) -> None:
+        self.cursor().execute(sql.encode(), binary=False)
 
     def _typed(self, error: psycopg.Error) -> RollmeshError:
         state = error.sqlstate or ""
@@ -217,3 +286,8 @@ class Connection:
         if state == _TOO_LONG:
             return InvalidFieldError("a name", f"is too long: {error}")
         return StoreError(f"the PostgreSQL server failed: {error}")
+
+
+@cache
+def _numbered(sql: str) -> bytes:
+    return re.sub(r"\?(\d+)", r"$\1", sql).encode()
