@@ -2,10 +2,10 @@
 
     make bench-delivery
 
-A process running the gateway's outbox hands closed sessions to a real collector, on SQLite, on a
-Redis that fsyncs every write, and on PostgreSQL. A trainer process turns them into torch tensors
-and acknowledges. TransferQueue 0.1.11 puts and gets the same tensors. Rounds are interleaved, and
-every figure is the median of the rounds. benchmarks/README.md explains each figure.
+A process running the gateway's outbox hands closed sessions to a real collector, on SQLite and on
+PostgreSQL. A trainer process turns them into torch tensors and acknowledges. TransferQueue 0.1.11
+puts and gets the same tensors. Rounds are interleaved, and every figure is the median of the
+rounds. benchmarks/README.md explains each figure.
 
 The last line of the output is one JSON object.
 """
@@ -30,14 +30,13 @@ from benchmarks.measure import percentile
 from benchmarks.memory import peak_mb, rss_bytes
 from benchmarks.systems import logs, read_line, run_process
 from tests.collector.postgres_server import postgres_database
-from tests.collector.redis_server import redis_server
 
 _ROOT = Path(__file__).resolve().parents[1]
 _QUEUE = _ROOT / ".venv-trainers" / "bin" / "python"
 _SOURCES = ("protos/gen", "services/runtime", "clients", ".")
 _SHAPES = {"1k": Shape(2048, 1000), "9k": Shape(640, 9000), "64k": Shape(256, 64_000)}
 _QUEUE_SHAPES = {"9k": ("trainer", "verl"), "1k": ("trainer",), "64k": ("trainer",)}
-_STORES = ("sqlite", "redis", "postgres")
+_STORES = ("sqlite", "postgres")
 _SLOW = Shape(60, 9000, group=1)
 _SLOW_EVERY_S = 0.05
 _HELD = Shape(256, 64_000)
@@ -186,10 +185,7 @@ async def running_line(name: str, folder: Path) -> AsyncIterator[Line]:
     async with AsyncExitStack() as stack:
         pids: dict[str, int] = {}
         store = "sqlite"
-        if name == "redis":
-            redis = await stack.enter_async_context(redis_server(folder / "redis"))
-            pids["redis"], store = redis.pid, redis.url
-        elif name == "postgres":
+        if name == "postgres":
             database = await stack.enter_async_context(postgres_database())
             pids["postgres"], store = database.server.pid, database.url
         flags = ("--port=0", f"--data-dir={folder}", f"--store={store}")

@@ -21,7 +21,6 @@ _LOADED = (
     "google.protobuf.json_format",
     "grpc_reflection.v1alpha.reflection",
     "psycopg",
-    "redis.asyncio",
     "rollmesh.chat.constraints.structural_tag",
     "rollmesh.chat.parsing.formats",
     "rollmesh.chat.templates.loading",

@@ -6,9 +6,8 @@ import pytest
 
 from rollmesh.collector.storage.store import Store
 from tests.collector.collectors import stub_at
-from tests.collector.postgres_server import postgres_database
-from tests.collector.redis_server import redis_server
-from tests.collector.stores import postgres_store, redis_store, sqlite_store
+from tests.collector.postgres_server import Database, postgres_database
+from tests.collector.stores import postgres_store, sqlite_store
 
 
 @pytest.fixture
@@ -18,14 +17,18 @@ async def stub(tmp_path: Path) -> AsyncIterator[Any]:
         yield stub
 
 
-@pytest.fixture(params=["sqlite", "redis", "postgres"])
+@pytest.fixture
+async def database() -> AsyncIterator[Database]:
+    """A PostgreSQL database without a store."""
+    async with postgres_database() as database:
+        yield database
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     """Of each kind, empty."""
     if request.param == "sqlite":
         async with sqlite_store(tmp_path) as store:
-            yield store
-    elif request.param == "redis":
-        async with redis_server(tmp_path) as server, redis_store(server.url) as store:
             yield store
     else:
         async with postgres_database() as database, postgres_store(database.url) as store:

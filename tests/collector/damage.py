@@ -7,9 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rollmesh.collector.storage.redis.client import connected
 from tests.collector.postgres_server import postgres_database
-from tests.collector.redis_server import redis_server
 
 Damage: TypeAlias = Callable[[str, bytes], Awaitable[None]]
 """Overwrites a field of session `b`, or the settings of consumer `b`."""
@@ -34,21 +32,10 @@ async def damaged_store(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str
 
         yield {}, in_sqlite
         return
-    if kind == "postgres":
-        async with postgres_database() as database:
+    async with postgres_database() as database:
 
-            async def in_postgres(field: str, data: bytes) -> None:
-                statement = IN_SQL[field].replace("?", f"'\\x{data.hex()}'")
-                await asyncio.to_thread(database.sql, statement)
+        async def in_postgres(field: str, data: bytes) -> None:
+            statement = IN_SQL[field].replace("?", f"'\\x{data.hex()}'")
+            await asyncio.to_thread(database.sql, statement)
 
-            yield {"store": database.url}, in_postgres
-        return
-    async with redis_server(folder / "redis") as server, connected(server.url) as client:
-
-        async def in_redis(field: str, data: bytes) -> None:
-            if field == "settings":
-                await client.run("HSET", client.key("consumers"), "b", data)
-            else:
-                await client.run("HSET", client.key("session", "b"), field, data)
-
-        yield {"store": server.url}, in_redis
+        yield {"store": database.url}, in_postgres

@@ -11,8 +11,6 @@ from rollmesh.collector.delivery.loads import Loaded
 from rollmesh.collector.delivery.retention import Retention
 from rollmesh.collector.delivery.settings import created
 from rollmesh.collector.delivery.units import Arrival, Settlement, Unit
-from rollmesh.collector.storage.redis.client import connected
-from rollmesh.collector.storage.redis.store import open_store as open_redis
 from rollmesh.collector.storage.sqlite.store import open_store
 from rollmesh.collector.storage.store import Store
 from rollmesh.runtime.errors import ConsumerExistsError
@@ -27,14 +25,6 @@ MAIN_ONLY = pb.DeliveryFilter(lineages=[trajectory_pb2.LINEAGE_MAIN])
 async def sqlite_store(folder: Path, retention: Retention = KEEP) -> AsyncIterator[Store]:
     async with open_store(folder, retention) as store:
         yield store
-
-
-@asynccontextmanager
-async def redis_store(url: str, retention: Retention = KEEP) -> AsyncIterator[Store]:
-    async with connected(url) as client:
-        await client.run("FLUSHALL")
-    async with connected(url) as client:  # which marks the empty Redis with its format
-        yield await open_redis(client, retention)
 
 
 @asynccontextmanager

@@ -58,7 +58,7 @@ async def test_a_page_token_that_is_none_is_refused(stub: Any, token: str) -> No
         assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "page_token")
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 async def test_another_size_of_a_group_is_a_reason_of_its_own(tmp_path: Path, kind: str) -> None:
     async with (
         damaged_store(kind, tmp_path) as (settings, _),

@@ -31,8 +31,8 @@ from tests.collector.collectors import (
     stub_at,
     subscribing,
 )
+from tests.collector.postgres_server import postgres_database
 from tests.collector.records import record
-from tests.collector.redis_server import redis_server
 from tests.collector.stores import MAIN_ONLY, auxiliary, group
 from tests.waiting import until
 
@@ -346,9 +346,9 @@ async def test_an_update_and_a_deletion_reach_the_streams_at_other_collectors(
     tmp_path: Path,
 ) -> None:
     async with (
-        redis_server(tmp_path) as server,
-        collector_at(tmp_path, store=server.url) as one,
-        collector_at(tmp_path, store=server.url) as other,
+        postgres_database() as database,
+        collector_at(tmp_path, store=database.url) as one,
+        collector_at(tmp_path, store=database.url) as other,
         open_channel(one) as channel_one,
         open_channel(other) as channel_other,
     ):

@@ -35,7 +35,7 @@ async def test_a_consumer_that_comes_back_in_time_is_seen_anew(store: Store) -> 
     assert await store.expire_consumers(500) == []
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 async def test_a_collector_forgets_who_left_and_keeps_who_waits(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

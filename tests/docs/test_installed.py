@@ -153,5 +153,5 @@ def test_the_lock_holds_what_the_extra_asks_for() -> None:
         "print(json.dumps([d.metadata['Name'].lower() for d in m.distributions()]))"
     )
     installed = json.loads(call(python, "-c", code, folder=ROOT).stdout)
-    for name in ("grpcio", "uvloop", "tokenizers", "redis", "starlette", "safetensors"):
+    for name in ("grpcio", "uvloop", "tokenizers", "psycopg", "starlette", "safetensors"):
         assert name in installed

@@ -15,8 +15,7 @@ from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import GROUP, SESSION, TIMEOUT_S, Stream, stub_at, subscribing
 from tests.collector.postgres_server import postgres_database
 from tests.collector.records import record
-from tests.collector.redis_server import redis_server
-from tests.collector.stores import Reader, fill, postgres_store, redis_store, sqlite_store
+from tests.collector.stores import Reader, fill, postgres_store, sqlite_store
 from tests.waiting import until
 
 Jump: TypeAlias = Callable[[int], None]
@@ -39,18 +38,14 @@ def jump(monkeypatch: pytest.MonkeyPatch) -> Jump:
     return set_
 
 
-@pytest.fixture(params=["sqlite", "redis", "postgres"])
-async def settings(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[dict[str, Any]]:
+@pytest.fixture(params=["sqlite", "postgres"])
+async def settings(request: pytest.FixtureRequest) -> AsyncIterator[dict[str, Any]]:
     """Of collectors on a store of each kind."""
     if request.param == "sqlite":
         yield {}
         return
-    if request.param == "postgres":
-        async with postgres_database() as database:
-            yield {"store": database.url}
-        return
-    async with redis_server(tmp_path / "redis") as server:
-        yield {"store": server.url}
+    async with postgres_database() as database:
+        yield {"store": database.url}
 
 
 @pytest.fixture
@@ -208,11 +203,8 @@ async def test_a_jump_ahead_removes_nothing_before_its_time(
     settings: dict[str, Any], tmp_path: Path, jump: Jump
 ) -> None:
     async with AsyncExitStack() as stack:
-        url = settings.get("store", "")
-        if url.startswith("postgresql:"):
+        if url := settings.get("store", ""):
             store = await stack.enter_async_context(postgres_store(url))
-        elif url:
-            store = await stack.enter_async_context(redis_store(url))
         else:
             store = await stack.enter_async_context(sqlite_store(tmp_path))
         await settled_long_ago(store)

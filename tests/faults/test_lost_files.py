@@ -8,8 +8,8 @@ import pytest
 
 from rollmesh.runtime.rpc.channels import open_channel
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
+from tests.collector.postgres_server import postgres_database
 from tests.collector.records import record
-from tests.collector.redis_server import redis_server
 from tests.processes import running
 
 
@@ -38,12 +38,12 @@ async def test_a_service_whose_folder_is_removed_exits_with_one_sentence(
     assert not [line for line in written if "Traceback" in line]
 
 
-async def test_a_collector_over_redis_keeps_nothing_in_its_folder(tmp_path: Path) -> None:
+async def test_a_collector_over_postgresql_keeps_nothing_in_its_folder(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     async with (
-        redis_server(tmp_path / "redis") as server,
-        running("collector", tmp_path, data_dir=data, store=server.url) as process,
+        postgres_database() as database,
+        running("collector", tmp_path, data_dir=data, store=database.url) as process,
         open_channel(process.address) as channel,
     ):
         data.rmdir()  # it is empty

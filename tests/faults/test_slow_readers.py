@@ -10,8 +10,8 @@ import pytest
 from rollmesh.collector.streams import stream as streams_stream
 from rollmesh.v1 import collector_pb2, session_pb2
 from tests.collector.collectors import TIMEOUT_S, Stream, stub_at, subscribing
+from tests.collector.postgres_server import postgres_database
 from tests.collector.records import record, trajectory
-from tests.collector.redis_server import redis_server
 from tests.waiting import until
 
 UNIT_BYTES = 1024 * 1024
@@ -123,9 +123,9 @@ async def reads_on(stream: Stream, until: str) -> set[str]:
 
 async def test_what_is_not_read_at_one_collector_is_delivered_by_another(tmp_path: Path) -> None:
     async with (
-        redis_server(tmp_path / "redis") as server,
-        stub_at(tmp_path, store=server.url) as stub,
-        stub_at(tmp_path, store=server.url) as far,
+        postgres_database() as database,
+        stub_at(tmp_path, store=database.url) as stub,
+        stub_at(tmp_path, store=database.url) as far,
         subscribing(stub, lease_ms=SOON_MS) as slow,
     ):
         await slow.opened()

@@ -1,7 +1,6 @@
 """A full store pushes back through the gateway to whoever opens sessions; nothing is lost."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from rollmesh.client import Client
 from rollmesh.runtime.errors import StoreFullError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.collector.redis_server import redis_server
+from tests.collector.postgres_server import postgres_database
 from tests.meshes import Mesh
 
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
@@ -50,12 +49,12 @@ async def test_a_full_collector_stops_new_sessions_until_there_is_room(mesh: Mes
         assert sorted(await delivered(client, 2)) == sorted([first, second])
 
 
-async def test_rollouts_go_on_when_redis_comes_back(mesh: Mesh, tmp_path: Path) -> None:
-    async with redis_server(tmp_path / "redis") as server:
-        await mesh.restart("collector", store=server.url)
+async def test_rollouts_go_on_when_postgresql_comes_back(mesh: Mesh) -> None:
+    async with postgres_database() as database:
+        await mesh.restart("collector", store=database.url)
         async with mesh.client() as client:
             first = await rollout(mesh, client)
-            await server.kill()
+            await database.kill()
             second = await rollout(mesh, client)  # its session waits at the gateway
-            await server.start()
+            await database.start()
             assert sorted(await delivered(client, 2)) == sorted([first, second])

@@ -36,7 +36,7 @@ _GATEWAY = (*_SERVER, "tokenizers", "jinja2")
 _COMMANDS = {
     ("router",): _Command("rollmesh.router", "router", _SERVER),
     ("engine",): _Command("rollmesh.engine", "engine", (*_SERVER, "safetensors")),
-    ("collector",): _Command("rollmesh.collector", "collector", (*_SERVER, "redis")),
+    ("collector",): _Command("rollmesh.collector", "collector", (*_SERVER, "psycopg")),
     ("gateway",): _Command("rollmesh.gateway", "gateway", _GATEWAY),
     ("sidecar",): _Command("rollmesh.sidecar", "sidecar", (*_SERVER, "starlette", "orjson")),
     ("scorer",): _Command("rollmesh.scorer", "scorer", _SERVER),
@@ -44,7 +44,7 @@ _COMMANDS = {
     ("up",): _Command(
         "rollmesh.cli.up",
         "mesh",
-        (*_GATEWAY, "safetensors", "redis", "starlette", "orjson"),
+        (*_GATEWAY, "safetensors", "psycopg", "starlette", "orjson"),
     ),
 }
 """Each command runs as `python -m` of its module."""

@@ -19,7 +19,7 @@ def damaged(caplog: pytest.LogCaptureFixture) -> set[str]:
     return {getattr(entry, "fields", {}).get("session_id", "") for entry in found}
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 @pytest.mark.parametrize(
     ("field", "data"),
     [
@@ -52,7 +52,7 @@ async def test_a_damaged_session_is_set_aside_and_the_others_are_delivered(
         assert damaged(caplog) == {"b"}
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 async def test_a_group_with_a_damaged_session_is_set_aside_whole(tmp_path: Path, kind: str) -> None:
     async with (
         damaged_store(kind, tmp_path) as (settings, damage),
@@ -69,7 +69,7 @@ async def test_a_group_with_a_damaged_session_is_set_aside_whole(tmp_path: Path,
         assert [part.session_id for part in entry.removed] == ["b"]
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 async def test_reading_all_sessions_names_the_damaged_one(tmp_path: Path, kind: str) -> None:
     async with (
         damaged_store(kind, tmp_path) as (settings, damage),
@@ -107,7 +107,7 @@ async def test_a_session_whose_file_is_damaged_is_set_aside(
             assert await stream.delivered(2) == ["c", "d"]
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 async def test_a_consumer_whose_settings_are_damaged_holds_up_nobody(
     tmp_path: Path, kind: str
 ) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import random
 import signal
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from tests.collector.collectors import (
     stub_at,
     subscribing,
 )
-from tests.collector.postgres_server import Database, postgres_database
+from tests.collector.postgres_server import Database
 from tests.collector.records import record
 from tests.collector.stores import Reader, fill, group, ingest, postgres_store
 from tests.processes import running
@@ -40,12 +39,6 @@ from tests.waiting import until
 
 STORAGE = "rollmesh.collector.storage.postgres"
 EARLIEST = pb.Position(end=pb.LOG_END_EARLIEST)
-
-
-@pytest.fixture
-async def database() -> AsyncIterator[Database]:
-    async with postgres_database() as database:
-        yield database
 
 
 async def test_collectors_share_one_name_and_see_each_others_sessions(
@@ -108,6 +101,26 @@ async def test_what_a_dead_collector_held_goes_to_another(
                 await held.settle("a")
                 reader = Reader(heir, held.settings)
                 assert await until(reader.take) == [("b", 2, ["b"])]
+
+
+async def test_what_a_stopped_collector_lost_to_another_is_not_delivered_by_it(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with postgres_store(database.url) as heir:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{STORAGE}.store._ALIVE_MS", 1)
+            async with postgres_store(database.url) as stopped:
+                await fill(stopped, [record("a"), record("b"), record("c")])
+                late = await Reader.open(stopped)
+                held = await late.fetch()
+                reader = Reader(heir, late.settings)
+                taken = await until(reader.take)
+                assert [unit_id for unit_id, _, _ in taken] == ["a", "b", "c"]
+                assert await reader.settle("a") == ["a"]
+                await reader.restart()  # releases "b" and "c"
+                assert await late.ids(1) == ["b"]
+                loaded = [await late.load(unit) for unit in held]
+                assert [one and one.unit.unit_id for one in loaded] == [None, "b", None]
 
 
 async def test_what_a_living_collector_holds_stays_its_own_until_it_leaves(

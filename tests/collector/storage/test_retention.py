@@ -17,13 +17,11 @@ from rollmesh.runtime.errors import SessionUnknownError, StoreFullError
 from rollmesh.v1 import collector_pb2 as pb, session_pb2
 from tests.collector.postgres_server import postgres_database
 from tests.collector.records import record, trajectory
-from tests.collector.redis_server import redis_server
 from tests.collector.stores import (
     Reader,
     fill,
     ingest,
     postgres_store,
-    redis_store,
     sqlite_store,
 )
 
@@ -32,18 +30,12 @@ HOUR = Retention(settled_ms=3_600_000, max_bytes=2**30)
 Opener: TypeAlias = Callable[[Retention], AbstractAsyncContextManager[Store]]
 
 
-@pytest.fixture(params=["sqlite", "redis", "postgres"])
+@pytest.fixture(params=["sqlite", "postgres"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     @asynccontextmanager
     async def open_(retention: Retention) -> AsyncIterator[Store]:
         if request.param == "sqlite":
             async with sqlite_store(tmp_path, retention) as store:
-                yield store
-        elif request.param == "redis":
-            async with (
-                redis_server(tmp_path) as server,
-                redis_store(server.url, retention) as store,
-            ):
                 yield store
         else:
             async with (

@@ -6,6 +6,6 @@ Layers; each imports only the ones below it:
     service | commands    a process; command-line tools
     servicer | export     RPCs; files of stored sessions
     streams | scoring     subscriptions and maintenance; scoring before delivery
-    storage               SQLite or Redis, behind one Protocol
+    storage               SQLite or PostgreSQL, behind one Protocol
     delivery              pure decisions, no I/O
 """

@@ -9,6 +9,7 @@ from rollmesh.runtime.config import Bounds, ConfigError
 from rollmesh.runtime.rpc.listening import Port, RequestBytes, ServerConfig
 
 _SCORER = re.compile(r"(?:[^/]+:\d+)?")
+_STORE = re.compile(r"sqlite|postgres(?:ql)?://.*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,8 @@ class CollectorConfig(ServerConfig):
     max_request_bytes: RequestBytes = 2**31 - 1
     """Largest accepted message, bytes; a session takes 9 per token of each trajectory."""
     store: str = "sqlite"
-    """Session store: sqlite (files in data_dir), or redis://host:port/db or
-    postgresql://user@host:port/database, which several collectors can share."""
+    """Session store: sqlite (files in data_dir), or postgresql://user@host:port/database, which
+    several collectors can share."""
     data_dir: Path = Path("var/collector")
     """Directory of the SQLite store."""
     max_stored_bytes: Annotated[int, Bounds(1)] = 64 * 1024**3
@@ -55,6 +56,8 @@ class CollectorConfig(ServerConfig):
             ConfigError: A setting would leave sessions without rewards or work undone; names it.
         """
         super().__post_init__()
+        if not _STORE.fullmatch(self.store):  # not repeated, as it may hold a password
+            raise ConfigError("store: give sqlite, or postgresql://user@host:port/database")
         if not _SCORER.fullmatch(self.scorer):
             raise ConfigError(
                 f"scorer: {self.scorer!r}: give the host:port of a scorer; "

@@ -90,29 +90,12 @@ class CollectorService:
     async def _open_store(self) -> AsyncIterator[Store]:
         config = self._config
         retention = Retention(config.retain_settled_ms, config.max_stored_bytes)
-        scheme = config.store.partition(":")[0]
         if config.store == "sqlite":
             async with open_store(config.data_dir, retention) as store:
                 yield store
-        elif scheme in ("postgresql", "postgres"):
+        else:
             async with _postgres_store(config.store, retention) as shared:
                 yield shared
-        else:
-            async with _redis_store(config.store, retention) as shared:
-                yield shared
-
-
-@asynccontextmanager
-async def _redis_store(url: str, retention: Retention) -> AsyncIterator[Store]:
-    try:  # not needed by the SQLite store
-        from rollmesh.collector.storage.redis.client import connected  # noqa: PLC0415
-        from rollmesh.collector.storage.redis.store import open_store as open_redis  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            "store: a Redis store needs the redis package: pip install 'rollmesh[collector]'"
-        ) from error
-    async with connected(url) as client:
-        yield await open_redis(client, retention)
 
 
 @asynccontextmanager

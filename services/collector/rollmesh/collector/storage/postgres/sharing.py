@@ -84,6 +84,18 @@ def hold(tx: Transaction, consumer: str, me: str, units: Sequence[Unit]) -> None
         )
 
 
+def held(tx: Transaction, consumer: str, me: str, unit_ids: Sequence[str]) -> set[str]:
+    """Returns which of the units a collector still holds."""
+    rows = tx.rows(
+        "SELECT unit_id FROM progress WHERE consumer = ?1 AND settled_ms IS NULL"  # noqa: S608
+        f" AND holder = ?2 AND unit_id {tx.within(3)}",
+        consumer,
+        me,
+        tx.listed(unit_ids),
+    )
+    return {unit_id for (unit_id,) in rows}
+
+
 def release(tx: Transaction, consumer: str, me: str) -> None:
     """Releases the units that a collector holds for a consumer."""
     tx.run(

@@ -195,11 +195,19 @@ class PostgresStore(SqlStore):
     async def load(
         self, consumer: str, units: Sequence[Unit], judge: Judge, now_ms: int
     ) -> list[Loaded | None]:
-        """Loads units, and counts attempts for those the filter does not drop."""
+        """Loads units, and counts attempts for those the filter does not drop.
+
+        A collector that was stopped for a while may have lost units to others; they are None.
+        """
         loaded = await self.read(lambda tx: sql_delivery.load(tx, units, judge))
-        if any(one and one.verdict.delivers for one in loaded):
-            await self.write(lambda tx: sql_delivery.count_attempts(tx, consumer, loaded, now_ms))
-        return loaded
+
+        def deliver(tx: PostgresTransaction) -> list[Loaded | None]:
+            ids = [one.unit.unit_id for one in loaded if one]
+            held = sharing.held(tx, consumer, self._me, ids)
+            kept = [one if one and one.unit.unit_id in held else None for one in loaded]
+            return sql_delivery.count_attempts(tx, consumer, kept, now_ms)
+
+        return await _run(self._writer, deliver)
 
     async def retain(self, now_ms: int) -> int:
         """Removes sessions that every consumer has settled, and expired records, in parts.

@@ -1,7 +1,7 @@
 """Units on their way to a consumer: fetched, loaded and settled, over a transaction."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rollmesh.collector.delivery.loads import Judge, Loaded, damage, judge_unit
 from rollmesh.collector.delivery.records import arrays_size
@@ -9,7 +9,7 @@ from rollmesh.collector.delivery.units import Page, Settlement, Unit, own_log
 from rollmesh.collector.storage.sql.consumers import known
 from rollmesh.collector.storage.sql.lists import add_filtered
 from rollmesh.collector.storage.sql.transaction import Transaction
-from rollmesh.collector.storage.store import LOAD_BYTES, consumer_unknown
+from rollmesh.collector.storage.store import LOAD_BYTES
 from rollmesh.runtime.errors import SessionDamagedError
 
 _SCAN = 2000
@@ -82,60 +82,63 @@ def _with_arrays(loaded: Loaded, arrays: Mapping[str, bytes | SessionDamagedErro
 
 
 def count_attempts(
-    tx: Transaction, name: str, loaded: Iterable[Loaded | None], now_ms: int
-) -> None:
+    tx: Transaction, name: str, loaded: Sequence[Loaded | None], now_ms: int
+) -> list[Loaded | None]:
     """Counts attempts for the units that are delivered, and lists what is removed from them.
+
+    Returns:
+        The units; None in place of one that left the consumer's log.
 
     Raises:
         ConsumerUnknownError: The consumer was deleted.
     """
-    for one in loaded:
-        if one is None or not one.verdict.delivers:
-            continue
-        row = tx.row(
-            "INSERT INTO progress (consumer, unit_id, attempts)"
-            " SELECT name, ?2, 1 FROM consumers WHERE name = ?1"
-            " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = progress.attempts + 1"
-            " RETURNING attempts",
-            name,
-            one.unit.unit_id,
-        )
-        if row is None:
-            raise consumer_unknown(name)
-        (one.attempt,) = row
-        if entry := one.removed(now_ms):
-            add_filtered(tx, own_log(name), entry)
+    found = {one.unit.unit_id: one for one in loaded if one and one.verdict.delivers}
+    rows = tx.rows(
+        "INSERT INTO progress (consumer, unit_id, attempts)"  # noqa: S608
+        " SELECT c.name, u.unit_id, 1 FROM consumers c JOIN units u ON u.log = c.log"
+        f" WHERE c.name = ?1 AND u.unit_id {tx.within(2)}"
+        " ON CONFLICT (consumer, unit_id) DO UPDATE SET attempts = progress.attempts + 1"
+        " RETURNING unit_id, attempts",
+        name,
+        tx.listed(found),
+    )
+    if not rows and found:
+        known(tx, name)
+    for unit_id, attempts in rows:
+        found[unit_id].attempt = attempts
+    removed = [one.removed(now_ms) for one in found.values()]
+    add_filtered(tx, own_log(name), [entry for entry in removed if entry])
+    return [one if one and (one.attempt or not one.verdict.delivers) else None for one in loaded]
 
 
 def settle(tx: Transaction, name: str, settlements: Sequence[Settlement], now_ms: int) -> list[str]:
     """Settles units; returns the ids of those that were open."""
     log = known(tx, name).log
-    acknowledged = [one.unit_id for one in settlements if not one.reason]
     rows = tx.rows(
         "UPDATE progress SET settled_ms = ?2 WHERE consumer = ?1 AND settled_ms IS NULL"  # noqa: S608
         f" AND attempts > 0 AND unit_id {tx.within(3)} RETURNING unit_id",
         name,
         now_ms,
-        tx.listed(acknowledged),
+        tx.listed(one.unit_id for one in settlements if not one.reason),
     )
     done = {unit_id for (unit_id,) in rows}
     count = len(done)
-    for one in settlements:
-        if not one.reason:
-            continue
-        changed = tx.rows(
-            "INSERT INTO progress (consumer, unit_id, attempts, settled_ms)"
-            " SELECT ?1, unit_id, 0, ?2 FROM units WHERE log = ?3 AND unit_id = ?4"
+    filtered = {one.unit_id: one for one in settlements if one.reason}
+    if filtered:
+        rows = tx.rows(
+            "INSERT INTO progress (consumer, unit_id, attempts, settled_ms)"  # noqa: S608
+            f" SELECT ?1, unit_id, 0, ?2 FROM units WHERE log = ?3 AND unit_id {tx.within(4)}"
             " ON CONFLICT (consumer, unit_id) DO UPDATE SET settled_ms = excluded.settled_ms"
             " WHERE progress.settled_ms IS NULL RETURNING unit_id",
             name,
             now_ms,
             log,
-            one.unit_id,
+            tx.listed(filtered),
         )
-        if changed:
-            done.add(one.unit_id)
-            add_filtered(tx, own_log(name), one.entry(now_ms))
+        changed = {unit_id for (unit_id,) in rows}
+        entries = [one.entry(now_ms) for id_, one in filtered.items() if id_ in changed]
+        add_filtered(tx, own_log(name), entries)
+        done |= changed
     if done:
         tx.run(
             "UPDATE consumers SET settled = settled + ?1, acknowledged = acknowledged + ?2"

@@ -90,9 +90,7 @@ def decide(
         tx.listed(units),
         log.name,
     )
-    for unit in units.values():
-        for entry in unit.entries:
-            list_once(tx, log.name, entry)
+    list_once(tx, log.name, [entry for unit in units.values() for entry in unit.entries])
     return list(units)
 
 

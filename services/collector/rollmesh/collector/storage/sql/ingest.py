@@ -231,9 +231,8 @@ def _add_to_logs(
             log.name,
         )
         late = gone | {key for (key,) in rows}
-        for session_id, key in sessions:
-            if key in late:
-                add_filtered(tx, log.name, surplus(key, session_id, now_ms))
+        entries = [surplus(key, session_id, now_ms) for session_id, key in sessions if key in late]
+        add_filtered(tx, log.name, entries)
         waiting = [groups[key] for key in keys if key in groups and key not in late]
         decide(tx, log, [(group, None) for group in waiting], now_ms)
 

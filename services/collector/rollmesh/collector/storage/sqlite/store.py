@@ -105,8 +105,7 @@ class SqliteStore(SqlStore):
 
         def load(tx: SqliteTransaction) -> list[Loaded | None]:
             loaded = sql_delivery.load(tx, units, judge)
-            sql_delivery.count_attempts(tx, consumer, loaded, now_ms)
-            return loaded
+            return sql_delivery.count_attempts(tx, consumer, loaded, now_ms)
 
         return await self._run(load)
 
