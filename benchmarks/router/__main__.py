@@ -13,7 +13,7 @@ import time
 from benchmarks.router.costs import lease_costs, rss_mb
 from benchmarks.router.simulation import Week
 from benchmarks.router.wire import lease_us
-from rollmesh.router.policies import POLICIES
+from rollmesh.router.leasing.policies import POLICIES
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ import time
 from statistics import median
 
 from benchmarks.memory import rss_bytes
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.leases import LeaseTable
 from rollmesh.v1 import router_pb2
 
 _SESSIONS = 100_000

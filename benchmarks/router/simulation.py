@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.measure import percentile
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import LeaseTable
-from rollmesh.router.policies import POLICIES
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.leasing.policies import POLICIES
 from rollmesh.v1 import router_pb2
 
 _ENGINES, _SLOTS = 4, 8

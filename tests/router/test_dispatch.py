@@ -11,11 +11,11 @@ from prometheus_client import REGISTRY
 
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.router import dispatch
-from rollmesh.router.circuit import CircuitState
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.engines import Engine
-from rollmesh.router.leases import LeaseTable
-from rollmesh.router.members import Members
+from rollmesh.router.leasing.circuit import CircuitState
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.membership.members import Members
 from rollmesh.router.servicer import RouterServicer
 from rollmesh.router.weights.models import Models
 from rollmesh.runtime.errors import (

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.fleet import Fleet
-from rollmesh.router.members import Members
-from rollmesh.router.policies import least_active
+from rollmesh.router.leasing.fleet import Fleet
+from rollmesh.router.leasing.policies import least_active
+from rollmesh.router.membership.members import Members
 from rollmesh.router.weights.kept import KeptWeights
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes

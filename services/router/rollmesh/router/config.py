@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rollmesh.router.policies import POLICIES
+from rollmesh.router.leasing.policies import POLICIES
 from rollmesh.runtime.config import Bounds, OneOf
 from rollmesh.runtime.rpc.listening import Port, ServerConfig
 

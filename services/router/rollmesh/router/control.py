@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from rollmesh.router.engine_calls import call_engine
-from rollmesh.router.engines import Engine
+from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.weights.models import Models
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollmesh.router import metrics
-from rollmesh.router.engines import Engine
-from rollmesh.router.fleet import Fleet
-from rollmesh.router.leases import LeaseTable, Settled
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.fleet import Fleet
+from rollmesh.router.leasing.leases import LeaseTable, Settled
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     EnginesBusyError,

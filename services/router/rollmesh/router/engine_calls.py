@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
-from rollmesh.router.engines import Engine
+from rollmesh.router.leasing.engines import Engine
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.runtime.rpc.statuses import to_status

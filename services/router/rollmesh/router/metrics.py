@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router.leasing.leases import LeaseTable
 
 LEASE_REQUESTS = Counter(
     "rollmesh_router_lease_requests_total",

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import grpc
 
 from rollmesh.router import metrics
-from rollmesh.router.circuit import CircuitLimits
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.leases import LeaseTable
-from rollmesh.router.members import Members
-from rollmesh.router.policies import POLICIES
+from rollmesh.router.leasing.circuit import CircuitLimits
+from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.leasing.policies import POLICIES
+from rollmesh.router.membership.members import Members
 from rollmesh.router.servicer import RouterServicer
 from rollmesh.router.weights.models import Models
 from rollmesh.v1 import router_pb2_grpc, server_pb2

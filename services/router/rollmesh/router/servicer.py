@@ -7,10 +7,10 @@ from contextlib import aclosing, asynccontextmanager
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
 from rollmesh.router.dispatch import Dispatch, warn_of_misfits
-from rollmesh.router.engines import Engine
-from rollmesh.router.gateways import GatewayTable, RegisteredGateway
-from rollmesh.router.leases import LeaseTable
-from rollmesh.router.members import Members
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.membership.gateways import GatewayTable, RegisteredGateway
+from rollmesh.router.membership.members import Members
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes
 from rollmesh.runtime.errors import InvalidFieldError

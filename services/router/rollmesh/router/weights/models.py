@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 from rollmesh.router import metrics
-from rollmesh.router.engines import Engine, Target
-from rollmesh.router.fleet import Fleet
-from rollmesh.router.members import Members
+from rollmesh.router.leasing.engines import Engine, Target
+from rollmesh.router.leasing.fleet import Fleet
+from rollmesh.router.membership.members import Members
 from rollmesh.router.weights.kept import KeptWeights, check_folder, kept_models
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import engine_pb2, router_pb2

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollmesh.router.config import RouterConfig
-from rollmesh.router.engines import Engine
+from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.weights.kept import KeptWeights, sync, typed_errors
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.updates import Updates

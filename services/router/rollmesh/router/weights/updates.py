@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.router.engine_calls import call_engine, failed
-from rollmesh.router.engines import Engine
+from rollmesh.router.leasing.engines import Engine
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     EngineFaultError,

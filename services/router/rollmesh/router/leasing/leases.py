@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollmesh.router.circuit import CircuitLimits
-from rollmesh.router.engines import Engine, Lease
-from rollmesh.router.fleet import Fleet
-from rollmesh.router.placements import Placements
-from rollmesh.router.policies import POLICIES, Policy, pick
-from rollmesh.router.pools import Choice, Pool
-from rollmesh.router.queue import Line, Queue, Waiting
+from rollmesh.router.leasing.circuit import CircuitLimits
+from rollmesh.router.leasing.engines import Engine, Lease
+from rollmesh.router.leasing.fleet import Fleet
+from rollmesh.router.leasing.placements import Placements
+from rollmesh.router.leasing.policies import POLICIES, Policy, pick
+from rollmesh.router.leasing.pools import Choice, Pool
+from rollmesh.router.leasing.queue import Line, Queue, Waiting
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidLeaseError,

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from rollmesh.router.ranking import Ranking
+from rollmesh.router.leasing.ranking import Ranking
 
 Position = tuple[int, int, int]
 """A position in the order: round, deadline, number of the request."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from rollmesh.router.engines import Engine
-from rollmesh.router.policies import Rank
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.policies import Rank
 
 
 @dataclass

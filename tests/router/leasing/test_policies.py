@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollmesh.router.engines import Engine, Lease
-from rollmesh.router.policies import POLICIES, pick
-from tests.router.candidates import Plain
+from rollmesh.router.leasing.engines import Engine, Lease
+from rollmesh.router.leasing.policies import POLICIES, pick
+from tests.router.leasing.candidates import Plain
 
 
 @dataclass

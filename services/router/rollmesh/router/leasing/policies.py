@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollmesh.router.engines import Engine
+from rollmesh.router.leasing.engines import Engine
 
 Rank = tuple[int, ...]
 

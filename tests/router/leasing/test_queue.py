@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.router.queue import Queue, Rounds, Waiting
+from rollmesh.router.leasing.queue import Queue, Rounds, Waiting
 
 
 @dataclass(eq=False)

@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Callable, Collection
 
-from rollmesh.router.circuit import CircuitState
-from rollmesh.router.engines import Engine, Target, is_fenced, misfit, why_unfit
-from rollmesh.router.policies import Rank
-from rollmesh.router.pools import Kind, Pool, kind_of
-from rollmesh.router.ranking import Ranking
+from rollmesh.router.leasing.circuit import CircuitState
+from rollmesh.router.leasing.engines import Engine, Target, is_fenced, misfit, why_unfit
+from rollmesh.router.leasing.policies import Rank
+from rollmesh.router.leasing.pools import Kind, Pool, kind_of
+from rollmesh.router.leasing.ranking import Ranking
 from rollmesh.v1 import router_pb2
 
 _MOST_WHYS = 3

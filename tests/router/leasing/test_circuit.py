@@ -1,6 +1,6 @@
 import pytest
 
-from rollmesh.router.circuit import Circuit, CircuitLimits, CircuitState
+from rollmesh.router.leasing.circuit import Circuit, CircuitLimits, CircuitState
 from rollmesh.v1 import router_pb2 as pb
 
 LIMITS = CircuitLimits(losses=3, first_ms=100, longest_ms=350)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollmesh.router.circuit import Circuit, CircuitState
+from rollmesh.router.leasing.circuit import Circuit, CircuitState
 from rollmesh.v1 import router_pb2
 
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollmesh.router.circuit import CircuitLimits, CircuitState
-from rollmesh.router.engines import Engine, fits
-from rollmesh.router.leases import LeaseTable
-from rollmesh.router.policies import POLICIES, pick
-from rollmesh.router.pools import Choice
+from rollmesh.router.leasing.circuit import CircuitLimits, CircuitState
+from rollmesh.router.leasing.engines import Engine, fits
+from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.leasing.policies import POLICIES, pick
+from rollmesh.router.leasing.pools import Choice
 from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
 from rollmesh.v1 import router_pb2 as pb
-from tests.router.candidates import Plain
+from tests.router.leasing.candidates import Plain
 
 MODELS = {"g1": pb.DispatchHello(), "g2": pb.DispatchHello(model="m", tokenizer_sha256="t")}
 

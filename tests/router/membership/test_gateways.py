@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from rollmesh.router.gateways import GatewayTable, RegisteredGateway
+from rollmesh.router.membership.gateways import GatewayTable, RegisteredGateway
 from rollmesh.runtime.errors import InvalidFieldError, NoGatewayError
 from rollmesh.v1 import router_pb2
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rollmesh.router.engines import Engine, fits
-from rollmesh.router.policies import Rank
-from rollmesh.router.ranking import Ranking
+from rollmesh.router.leasing.engines import Engine, fits
+from rollmesh.router.leasing.policies import Rank
+from rollmesh.router.leasing.ranking import Ranking
 from rollmesh.v1 import router_pb2
 
 _FREED = 64  # releases that an estimate looks back on

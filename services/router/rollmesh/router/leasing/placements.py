@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollmesh.router.engines import Engine
+from rollmesh.router.leasing.engines import Engine
 
 
 @dataclass(slots=True, eq=False)

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.router.engines import Engine, Target
-from rollmesh.router.leases import LeaseTable
+from rollmesh.router.leasing.engines import Engine, Target
+from rollmesh.router.leasing.leases import LeaseTable
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidLeaseError,

@@ -1,0 +1,1 @@
+"""Which engine serves which turn: the lease table and its cores, plain state without I/O."""
