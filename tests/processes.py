@@ -76,6 +76,14 @@ class ServiceProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         await self.exit_code()
 
+    def freeze(self) -> None:
+        """Stops the process and its children where they are; their connections stay open."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Lets a frozen process go on."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     async def terminate(self) -> int:
         """SIGTERM; returns the exit code."""
         with suppress(ProcessLookupError):

@@ -93,7 +93,7 @@ def hello(name: str) -> router_pb2.ReplicaHello:
 
 @asynccontextmanager
 async def a_router(folder: Path) -> AsyncIterator[ServiceProcess]:
-    flags = {"port": 0, "data_dir": folder / "router", "replica_silence_ms": 2000}
+    flags = {"port": 0, "data_dir": folder / "router", "missed_reports": 2}
     async with running("router", folder, **flags) as process:
         yield process
 

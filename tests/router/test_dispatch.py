@@ -38,7 +38,7 @@ class NotingRouter(RouterServicer):
 
     def __init__(self, data_dir: Path) -> None:
         self.table = LeaseTable()
-        members = Members(10_000)
+        members = Members(5)
         models = Models(self.table.fleet, members, data_dir)
         super().__init__(self.table, members, models, RouterConfig(data_dir=data_dir))
         self.messages: list[router_pb2.DispatchRequest] = []

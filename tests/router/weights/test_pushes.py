@@ -18,7 +18,7 @@ from rollmesh.v1 import engine_pb2, router_pb2
 
 async def models_in(folder: Path) -> Models:
     """Returns the models of a mesh with one gateway."""
-    members = Members(silence_ms=10_000)
+    members = Members(missed_reports=5)
     await members.join(router_pb2.ReplicaHello(replica_id="g", model="policy"))
     return Models(Fleet(least_active), members, folder)
 

@@ -169,6 +169,7 @@ class ReplicaHello(_message.Message):
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     VOCABULARY_TOKENS_FIELD_NUMBER: _builtins.int
     JOURNAL_ID_FIELD_NUMBER: _builtins.int
+    REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
@@ -193,6 +194,8 @@ class ReplicaHello(_message.Message):
     """Id of the journal in which it opens sessions; their ids begin with it. Gateways only; `journals`
     of its load has all that it serves.
     """
+    report_interval_ms: _builtins.int
+    """Longest time between two of its reports, milliseconds, at most 60,000. 0 means 5,000."""
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """Its load."""
@@ -210,10 +213,11 @@ class ReplicaHello(_message.Message):
         tokenizer_sha256: _builtins.str = ...,
         vocabulary_tokens: _builtins.int = ...,
         journal_id: _builtins.str = ...,
+        report_interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id", "report_interval_ms", b"report_interval_ms", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -508,15 +512,18 @@ Global___ForgetSession: _TypeAlias = ForgetSession  # noqa: Y015
 
 @_typing.final
 class DispatchResponse(_message.Message):
-    """The result of one `acquire`. A wait that the gateway cancelled has none."""
+    """The result of one `acquire`, or news about an engine. A wait that the gateway cancelled has no
+    result.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    SILENT_ENGINE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """Id of the lease."""
+    """Id of the lease. Empty in news."""
     @_builtins.property
     def grant(self) -> Global___LeaseGrant:
         """The lease was granted."""
@@ -528,22 +535,55 @@ class DispatchResponse(_message.Message):
         INVALID_LEASE.
         """
 
+    @_builtins.property
+    def silent_engine(self) -> Global___SilentEngine:
+        """An engine was removed on which the stream had leases; they have ended."""
+
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         grant: Global___LeaseGrant | None = ...,
         refusal: _status_pb2.Status | None = ...,
+        silent_engine: Global___SilentEngine | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "refusal", b"refusal", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "lease_id", b"lease_id", "refusal", b"refusal", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "lease_id", b"lease_id", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["grant", "refusal"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["grant", "refusal", "silent_engine"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___DispatchResponse: _TypeAlias = DispatchResponse  # noqa: Y015
+
+@_typing.final
+class SilentEngine(_message.Message):
+    """An engine that does not report to the router any more. Its generations may stand still: the gateway
+    asks the engine, and continues them elsewhere unless it answers.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """Id of the engine."""
+    address: _builtins.str
+    """Address of the engine, host:port."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_id", b"engine_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SilentEngine: _TypeAlias = SilentEngine  # noqa: Y015
 
 @_typing.final
 class LeaseGrant(_message.Message):

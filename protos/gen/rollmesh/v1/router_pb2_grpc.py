@@ -92,10 +92,11 @@ class RouterServiceServicer(object):
     """
 
     def Register(self, request_iterator, context):
-        """Makes the caller a member while the stream is open. The first message identifies it; later ones
-        report its load, at least every 5 s. If another process is a member under the same id, the
-        router waits for its next report and refuses the caller, or gives the id to the caller if no
-        report comes.
+        """Makes the caller a member while the stream is open. The first message identifies it and promises
+        how often it reports; later ones report its load. A member that misses several reports is
+        removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
+        process is a member under the same id, the router waits for its next report and refuses the
+        caller, or gives the id to the caller if the member is removed.
         Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,10 +34,11 @@ class RouterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     Register: _grpc.StreamStreamMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]
-    """Makes the caller a member while the stream is open. The first message identifies it; later ones
-    report its load, at least every 5 s. If another process is a member under the same id, the
-    router waits for its next report and refuses the caller, or gives the id to the caller if no
-    report comes.
+    """Makes the caller a member while the stream is open. The first message identifies it and promises
+    how often it reports; later ones report its load. A member that misses several reports is
+    removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
+    process is a member under the same id, the router waits for its next report and refuses the
+    caller, or gives the id to the caller if the member is removed.
     Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _grpc.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]
@@ -87,10 +88,11 @@ class RouterServiceAsyncStub(RouterServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_router_pb2.RegisterRequest, _router_pb2.RegisterResponse]  # type: ignore[assignment]
-    """Makes the caller a member while the stream is open. The first message identifies it; later ones
-    report its load, at least every 5 s. If another process is a member under the same id, the
-    router waits for its next report and refuses the caller, or gives the id to the caller if no
-    report comes.
+    """Makes the caller a member while the stream is open. The first message identifies it and promises
+    how often it reports; later ones report its load. A member that misses several reports is
+    removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
+    process is a member under the same id, the router waits for its next report and refuses the
+    caller, or gives the id to the caller if the member is removed.
     Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _aio.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]  # type: ignore[assignment]
@@ -143,10 +145,11 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_router_pb2.RegisterRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.RegisterResponse], _abc.AsyncIterator[_router_pb2.RegisterResponse]]:
-        """Makes the caller a member while the stream is open. The first message identifies it; later ones
-        report its load, at least every 5 s. If another process is a member under the same id, the
-        router waits for its next report and refuses the caller, or gives the id to the caller if no
-        report comes.
+        """Makes the caller a member while the stream is open. The first message identifies it and promises
+        how often it reports; later ones report its load. A member that misses several reports is
+        removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
+        process is a member under the same id, the router waits for its next report and refuses the
+        caller, or gives the id to the caller if the member is removed.
         Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
         """
 

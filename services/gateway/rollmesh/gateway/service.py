@@ -171,6 +171,7 @@ class GatewayService:
             for name in ("tokenise", "tokenise-long")
         )
         engines = EngineClients(config.stall_timeout_ms)
+        leases.on_silent = engines.suspect
         stack.push_async_callback(engines.close)
         return TurnRunner(
             vllm_parser=self._vllm_parser(stack),

@@ -21,8 +21,9 @@ class RouterConfig(ServerConfig):
     """Timeout of a control call to one engine, milliseconds."""
     push_silence_ms: Annotated[int, Bounds(1)] = 30_000
     """Longest wait for the next chunk of a push, milliseconds."""
-    replica_silence_ms: Annotated[int, Bounds(2_000)] = 10_000
-    """Time without a report after which another process may take a member's id, milliseconds."""
+    missed_reports: Annotated[int, Bounds(2)] = 5
+    """Number of reports that a member may miss before it is removed. Engines and gateways report
+    every second."""
     max_version_step: Annotated[int, Bounds(1)] = 1_000_000
     """Largest step of the policy version from one push to the next. A larger step is refused as a
     mistake, because no lower version could be pushed after it."""

@@ -13,6 +13,7 @@ from rollmesh.router.leasing.fleet import Fleet
 from rollmesh.router.leasing.leases import LeaseTable, Settled
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
+    DeadlineError,
     EnginesBusyError,
     InvalidFieldError,
     OverloadedError,
@@ -125,6 +126,18 @@ class Dispatch:
             reader.cancel()
             self._close(stream_id)
 
+    def warn_of_silence(self, engine: Engine) -> None:
+        """Tells the gateways with leases on an engine that it does not report any more."""
+        news = router_pb2.SilentEngine(engine_id=engine.engine_id, address=engine.address)
+        for stream_id in {lease.stream_id for lease in engine.held}:
+            self._send(stream_id, router_pb2.DispatchResponse(silent_engine=news))
+
+    def end_streams(self, gateway_id: str) -> None:
+        """Ends the streams of a gateway that does not report any more; its leases are free."""
+        error = DeadlineError("the gateway does not report to the router; connect again")
+        for stream_id in self._table.streams_of(gateway_id):
+            self._end(stream_id, error)
+
     async def _read(
         self, stream_id: str, outbox: Outbox, requests: AsyncIterator[router_pb2.DispatchRequest]
     ) -> None:
@@ -219,14 +232,16 @@ class Dispatch:
             return
         if outbox.is_full:
             _log.warning("a gateway does not read its leases", extra=fields(stream=stream_id))
-            self._close(stream_id)
-            outbox.discard(
-                OverloadedError(
-                    f"{_MAX_UNREAD} responses are unread; read them", retry_delay_ms=_RETRY_MS
-                )
-            )
+            unread = f"{_MAX_UNREAD} responses are unread; read them"
+            self._end(stream_id, OverloadedError(unread, retry_delay_ms=_RETRY_MS))
         else:
             outbox.send(response)
+
+    def _end(self, stream_id: str, error: RollmeshError) -> None:
+        """Ends a stream with an error."""
+        outbox = self._outboxes[stream_id]
+        self._close(stream_id)
+        outbox.discard(error)
 
     def _close(self, stream_id: str) -> None:
         """Frees what a stream holds."""

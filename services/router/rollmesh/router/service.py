@@ -32,7 +32,7 @@ class RouterService:
             ),
         )
         metrics.watch(self.table)
-        members = Members(config.replica_silence_ms)
+        members = Members(config.missed_reports)
         models = Models(self.table.fleet, members, config.data_dir)
         self._servicer = RouterServicer(self.table, members, models, config)
 

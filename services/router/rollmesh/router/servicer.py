@@ -1,5 +1,6 @@
 """RouterService: checks requests, applies them to the router's state and answers."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -13,7 +14,7 @@ from rollmesh.router.membership.gateways import GatewayTable, RegisteredGateway
 from rollmesh.router.membership.members import Members
 from rollmesh.router.weights.models import Models
 from rollmesh.router.weights.pushes import Pushes
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import DeadlineError, InvalidFieldError
 from rollmesh.runtime.rpc.channels import drained_on_refusal
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
@@ -21,6 +22,7 @@ from rollmesh.runtime.rpc.uploads import check_pause_mode, chunks_of
 from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
 _MAX_ID_CHARS = 128
+_MAX_INTERVAL_MS = 60_000
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -47,8 +49,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         Raises:
             StoreError: The folder of weights cannot be read or written.
         """
-        async with self._pushes.running(), self._dispatch.running():
-            yield
+        async with self._pushes.running(), self._dispatch.running(), asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._members.watch())
+            try:
+                yield
+            finally:
+                watch.cancel()
 
     async def Register(
         self, request_iterator: AsyncIterator[router_pb2.RegisterRequest], context: Context
@@ -59,24 +65,29 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         gateway = self._add_gateway(member.hello)
         try:
             yield router_pb2.RegisterResponse(router_id=self._router_id)
-            async for message in request_iterator:
-                if not message.HasField("load"):
-                    raise InvalidFieldError("load", "is missing; after the hello, send loads")
-                self._members.reported(member, message.load)
-                if gateway is not None:
-                    self._gateways.reported(gateway)
-                if engine is not None:
-                    _take_load(engine, message.load)
-                    self._table.fleet.changed(engine)
-                    self._pushes.heed(engine)
+            async with self._members.reporting(member):
+                async for message in request_iterator:
+                    if not message.HasField("load"):
+                        raise InvalidFieldError("load", "is missing; after the hello, send loads")
+                    self._members.reported(member, message.load)
+                    if gateway is not None:
+                        self._gateways.reported(gateway)
+                    if engine is not None:
+                        _take_load(engine, message.load)
+                        self._table.fleet.changed(engine)
+                        self._pushes.heed(engine)
+        except DeadlineError:  # it fell silent
+            if engine is not None:
+                self._dispatch.warn_of_silence(engine)
+            if gateway is not None:
+                self._dispatch.end_streams(gateway.hello.replica_id)
+            raise
         finally:
             self._members.leave(member)
             if gateway is not None:
                 self._gateways.remove(gateway)
             if engine is not None:
-                self._pushes.gone(engine)
-                if self._table.engines.get(engine.engine_id) is engine:
-                    self._table.remove_engine(engine.engine_id)
+                self._remove_engine(engine)
 
     async def Dispatch(
         self, request_iterator: AsyncIterator[router_pb2.DispatchRequest], context: Context
@@ -175,6 +186,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         is_gateway = hello.kind == router_pb2.REPLICA_KIND_GATEWAY
         return self._gateways.add(hello) if is_gateway else None
 
+    def _remove_engine(self, engine: Engine) -> None:
+        self._pushes.gone(engine)
+        if self._table.engines.get(engine.engine_id) is engine:
+            self._table.remove_engine(engine.engine_id)
+
     def _add_engine(self, hello: router_pb2.ReplicaHello) -> Engine | None:
         if hello.kind != router_pb2.REPLICA_KIND_ENGINE:
             return None
@@ -229,4 +245,8 @@ def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.Repli
         raise InvalidFieldError("address", "is empty; give host:port")
     if hello.kind == router_pb2.REPLICA_KIND_ENGINE and hello.lease_capacity < 1:
         raise InvalidFieldError("lease_capacity", "is 0; give at least 1")
+    if hello.report_interval_ms > _MAX_INTERVAL_MS:
+        raise InvalidFieldError(
+            "report_interval_ms", f"is {hello.report_interval_ms}; give at most {_MAX_INTERVAL_MS}"
+        )
     return hello

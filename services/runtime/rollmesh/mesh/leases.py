@@ -8,7 +8,7 @@ it leaves the queue, or frees the slot that it was granted meanwhile.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 
 from rollmesh.runtime import clock
@@ -126,6 +126,8 @@ class LeaseClient(Background):
         self._waiting: dict[str, asyncio.Future[router_pb2.DispatchResponse]] = {}
         self._line: _Line | None = None
         self._connected = asyncio.Event()
+        self.on_silent: Callable[[str], None] = _ignore
+        """Called with the address of an engine that is leased and does not report any more."""
 
     @asynccontextmanager
     async def lease(
@@ -238,14 +240,19 @@ class LeaseClient(Background):
                     backoff.reset()
                     async with aclosing(read_stream(call)) as responses:
                         async for response in responses:
-                            answer = self._waiting.get(response.lease_id)
-                            if answer is not None and not answer.done():
-                                answer.set_result(response)
+                            self._take(response)
                 except (RollmeshError, ConnectionError) as error:
                     _log.info("router unreachable", extra=fields(error=str(error)))
                 finally:
                     self._disconnected()
                 await asyncio.sleep(backoff.next_s())
+
+    def _take(self, response: router_pb2.DispatchResponse) -> None:
+        if response.HasField("silent_engine"):
+            self.on_silent(response.silent_engine.address)
+        answer = self._waiting.get(response.lease_id)
+        if answer is not None and not answer.done():
+            answer.set_result(response)
 
     def _disconnected(self) -> None:
         """Makes pending requests retry: the router has freed the leases of this stream."""
@@ -266,6 +273,10 @@ def _refusal(answer: router_pb2.DispatchResponse) -> RollmeshError:
             retry_delay_ms=max(refusal.retry_delay_ms or 0, _BUSY_MS),
         )
     return refusal
+
+
+def _ignore(_: str) -> None:
+    """Listens to nothing."""
 
 
 async def _requests(

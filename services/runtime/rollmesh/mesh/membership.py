@@ -1,7 +1,8 @@
 """Registration with the router.
 
-A replica waits for the router at its start. If the router goes away later, the replica keeps
-serving and registers again. A refusal by the router is final.
+A replica waits for the router at its start. If the router goes away later, or removes a replica
+that was silent for too long, the replica keeps serving and registers again. A refusal by the router
+is final.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 _log = logging.getLogger(__name__)
-_REPORT_S = 1.0
+_REPORT_MS = 1_000
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
 _LOG_MS = 30_000  # between two warnings that the router is away
 _FINAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS}
@@ -46,6 +47,7 @@ class Membership(Background):
         self._hello = router_pb2.ReplicaHello()
         self._hello.CopyFrom(hello)
         self._hello.instance_id = uuid.uuid4().hex
+        self._hello.report_interval_ms = _REPORT_MS
         self._load = load
         self._changed = asyncio.Event()
         self._registered = asyncio.Event()
@@ -134,7 +136,7 @@ class Membership(Background):
         yield router_pb2.RegisterRequest(hello=hello)
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_REPORT_S):
+                async with asyncio.timeout(_REPORT_MS / 1000):
                     await self._changed.wait()
             if ended.is_set():
                 return

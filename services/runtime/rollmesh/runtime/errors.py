@@ -236,6 +236,13 @@ class EngineFaultError(RollmeshError):
 
     code = "INTERNAL"
     reason = "ENGINE_FAULT"
+    spoils_tokens = True
+    """Whether the tokens that it sampled before cannot be trusted either."""
+
+    def __init__(self, message: str, *, spoils_tokens: bool = True) -> None:
+        """Makes an error; an engine that is only stuck does not spoil its tokens."""
+        super().__init__(message)
+        self.spoils_tokens = spoils_tokens
 
 
 class GenerationAbortedError(RollmeshError):

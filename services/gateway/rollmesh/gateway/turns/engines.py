@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 
 import grpc
 
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
+    EngineDeadError,
     EngineFaultError,
     EngineMismatchError,
     ModelMismatchError,
@@ -25,6 +26,7 @@ from rollmesh.v1 import engine_pb2, engine_pb2_grpc
 
 _ABORT_TIMEOUT_S = 10.0
 _ASK_TIMEOUT_S = 10.0
+_ASK_SUSPECT_S = 2.0
 _UNUSED_MS = 300_000
 _MISMATCHES = (PromptTooLongError, TokenOutOfVocabularyError, ModelMismatchError)
 
@@ -54,15 +56,17 @@ class EngineClients:
         Raises:
             EngineMismatchError: The engine rejected the prompt because it serves another model.
             EngineFaultError: The engine is silent without a known reason.
+            EngineDeadError: The engine is silent and does not answer.
         """
         engine = await self._engine(address)
-        watch = _Watch(self._stall_timeout_ms, lambda: engine.info(request.generate.request_id))
+        request_id = request.generate.request_id
+        watch = _Watch(self._stall_timeout_ms, lambda within_s: engine.info(request_id, within_s))
         with engine.used():
             try:
                 stream = engine.stub.StreamGenerate(
                     request, timeout=timeout_ms / 1000, metadata=request_metadata()
                 )
-                with watch.over(stream):
+                with engine.watched(watch), watch.over(stream):
                     async with aclosing(read_stream(stream)) as responses:
                         async for response in responses:
                             watch.heard()
@@ -73,6 +77,12 @@ class EngineClients:
                     f"engine {address} refused the prompt: {error.message}; "
                     "start it and the gateway from the same model_path"
                 ) from error
+
+    def suspect(self, address: str) -> None:
+        """Has an engine asked at once about the generations on it: it may stand still."""
+        engine = self._engines.get(address)
+        for watch in () if engine is None else engine.watches:
+            watch.suspect()
 
     async def abort(self, address: str, request_id: str) -> None:
         """Asks an engine to finish a request with the tokens sampled so far."""
@@ -113,6 +123,8 @@ class _Engine:
         """Number of running calls."""
         self.used_ms = clock.monotonic_ms()
         """Time at which the last call ended, on the monotonic clock."""
+        self.watches: set[_Watch] = set()
+        """Those of its running generations."""
         self.stub: engine_pb2_grpc.EngineServiceAsyncStub
         self.stub = engine_pb2_grpc.EngineServiceStub(channel)
 
@@ -126,11 +138,20 @@ class _Engine:
             self.calls -= 1
             self.used_ms = clock.monotonic_ms()
 
-    async def info(self, request_id: str) -> engine_pb2.GetInfoResponse:
+    @contextmanager
+    def watched(self, watch: "_Watch") -> Iterator[None]:
+        """Keeps the watch of a generation while the block runs."""
+        self.watches.add(watch)
+        try:
+            yield
+        finally:
+            self.watches.remove(watch)
+
+    async def info(self, request_id: str, within_s: float) -> engine_pb2.GetInfoResponse:
         """Returns the state of the engine, and whether it holds a generation."""
         with typed_errors():
             return await self.stub.GetInfo(
-                engine_pb2.GetInfoRequest(request_id=request_id), timeout=_ASK_TIMEOUT_S
+                engine_pb2.GetInfoRequest(request_id=request_id), timeout=within_s
             )
 
 
@@ -152,15 +173,24 @@ def why_faulty(info: engine_pb2.GetInfoResponse, stall_ms: int) -> str:
 
 
 class _Watch:
-    """Ends a call whose engine has been silent for too long."""
+    """Ends a call whose engine has been silent for too long.
+
+    It asks the engine, which may have a reason to be silent: after `stall_ms`, or at once if the
+    router does not hear from the engine either.
+    """
 
     def __init__(
-        self, stall_ms: int, ask: Callable[[], Awaitable[engine_pb2.GetInfoResponse]]
+        self, stall_ms: int, ask: Callable[[float], Awaitable[engine_pb2.GetInfoResponse]]
     ) -> None:
         self._stall_ms = stall_ms
         self._ask = ask
         self._heard_ms = clock.monotonic_ms()
-        self._fault = ""
+        self._suspected = asyncio.Event()
+        self._error: RollmeshError | None = None
+
+    def suspect(self) -> None:
+        """Has the engine asked at once."""
+        self._suspected.set()
 
     def heard(self) -> None:
         """Resets the timer: a message was received, or its consumer has processed it."""
@@ -171,34 +201,42 @@ class _Watch:
         """Watches a call while the block runs.
 
         Raises:
-            EngineFaultError: The watch cancelled the call.
+            EngineFaultError: The watch cancelled the call: the engine is out of order.
+            EngineDeadError: The watch cancelled the call: the engine does not answer.
         """
         watching = asyncio.get_running_loop().create_task(self._run(call))
         try:
             yield
         except asyncio.CancelledError:  # raised by a call that the watch cancels
             task = asyncio.current_task()
-            if not self._fault or (task is not None and task.cancelling()):
+            if self._error is None or (task is not None and task.cancelling()):
                 raise
-            raise EngineFaultError(self._fault) from None
+            raise self._error from None
         finally:
             watching.cancel()
 
     async def _run(self, call: "grpc.aio.Call") -> None:
-        while not self._fault:
+        while self._error is None:
             silent_ms = clock.monotonic_ms() - self._heard_ms
-            if silent_ms < self._stall_ms:
-                await asyncio.sleep((self._stall_ms - silent_ms) / 1000)
+            if silent_ms < self._stall_ms and not self._suspected.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout((self._stall_ms - silent_ms) / 1000):
+                        await self._suspected.wait()
                 continue
             heard_ms = self._heard_ms
-            fault = await self._why_silent()
+            suspected = self._suspected.is_set()
+            self._suspected.clear()
+            error = await self._why_silent(suspected=suspected)
             if self._heard_ms == heard_ms:  # else it spoke meanwhile
-                self._fault = fault
+                self._error = error
                 self.heard()
         call.cancel()
 
-    async def _why_silent(self) -> str:
+    async def _why_silent(self, *, suspected: bool) -> RollmeshError | None:
+        """Returns what is wrong with an engine that says nothing; None if it may be silent."""
         try:
-            return why_faulty(await self._ask(), self._stall_ms)
+            info = await self._ask(_ASK_SUSPECT_S if suspected else _ASK_TIMEOUT_S)
         except RollmeshError as error:
-            return f"the engine says nothing, and cannot be asked: {error.message}"
+            return EngineDeadError(f"the engine says nothing, and cannot be asked: {error.message}")
+        fault = "" if suspected else why_faulty(info, self._stall_ms)
+        return EngineFaultError(fault, spoils_tokens=False) if fault else None

@@ -163,8 +163,9 @@ class Generator:
         self, wanted: Wanted, generation: Generation, error: RollmeshError
     ) -> Generation | None:
         """Returns what goes on after an engine was lost; None if nothing can."""
-        is_faulty = isinstance(error.__cause__, EngineFaultError) and generation.fresh > 0
-        if not is_faulty and generation.is_known:
+        cause = error.__cause__
+        spoilt = isinstance(cause, EngineFaultError) and cause.spoils_tokens and generation.fresh
+        if not spoilt and generation.is_known:
             reason = ended(wanted.generate, generation.token_ids())
             if generation.answer.stopped_at is not None:
                 reason = sampling_pb2.FINISH_REASON_STOP

@@ -154,6 +154,11 @@ class LeaseTable:
         self._placements.forget_stream(stream_id)
         self.fleet.leave(stream.pool)
 
+    def streams_of(self, gateway_id: str) -> list[str]:
+        """Returns the ids of a gateway's streams."""
+        streams = self._streams.items()
+        return [id_ for id_, stream in streams if stream.hello.gateway_id == gateway_id]
+
     def acquire(
         self,
         stream_id: str,

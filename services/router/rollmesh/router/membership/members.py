@@ -1,14 +1,18 @@
-"""The registered replicas: one member per id."""
+"""The registered replicas: one member per id, for as long as it reports."""
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rollmesh.runtime.errors import ReplicaIdInUseError
+from rollmesh.runtime.errors import DeadlineError, ReplicaIdInUseError
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2
 
 _log = logging.getLogger(__name__)
+_TICK_MS = 250
+_INTERVAL_MS = 5_000  # of replicas that promise none
 
 
 @dataclass(slots=True, eq=False)
@@ -19,18 +23,27 @@ class Member:
     """Its identity and its last reported load."""
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the replica reports and when its stream ends."""
+    silent_ms: int = 0
+    """Time since its last report, milliseconds."""
+    stream: asyncio.Timeout | None = None
+    """Ends its stream when it falls silent."""
+
+    @property
+    def interval_ms(self) -> int:
+        """Longest time between two of its reports, as promised, milliseconds."""
+        return self.hello.report_interval_ms or _INTERVAL_MS
 
 
 class Members:
     """The replicas that are registered."""
 
-    def __init__(self, silence_ms: int) -> None:
+    def __init__(self, missed_reports: int) -> None:
         """Starts without members.
 
         Args:
-            silence_ms: Time without a report after which an id may be taken over, milliseconds.
+            missed_reports: Number of reports that a member may miss before it is removed.
         """
-        self._silence_ms = silence_ms
+        self._missed_reports = missed_reports
         self._members: dict[str, Member] = {}
 
     def hellos(self) -> list[router_pb2.ReplicaHello]:
@@ -44,8 +57,8 @@ class Members:
     async def join(self, hello: router_pb2.ReplicaHello) -> Member:
         """Makes a replica a member.
 
-        The same process may reconnect at any time. Another process takes over an id only from a
-        silent member, whose host is gone though its stream has not ended yet.
+        The same process may reconnect at any time. Another process takes over an id only when its
+        member has left or was removed.
 
         Raises:
             ReplicaIdInUseError: Another live process has the id.
@@ -54,16 +67,7 @@ class Members:
             if hello.instance_id and hello.instance_id == former.hello.instance_id:
                 break
             former.heard.clear()
-            try:
-                async with asyncio.timeout(self._silence_ms / 1000):
-                    await former.heard.wait()
-            except TimeoutError:
-                if self.has(former):
-                    _log.warning(
-                        "took over the id of a silent member",
-                        extra=fields(replica=hello.replica_id, former=former.hello.address),
-                    )
-                    break
+            await former.heard.wait()
             if self.has(former):
                 raise ReplicaIdInUseError(
                     f"replica_id: {hello.replica_id!r} is registered from "
@@ -75,6 +79,25 @@ class Members:
     def has(self, member: Member) -> bool:
         """Returns whether a member still owns its id."""
         return self._members.get(member.hello.replica_id) is member
+
+    @asynccontextmanager
+    async def reporting(self, member: Member) -> AsyncIterator[None]:
+        """Ends the block when a member falls silent.
+
+        Raises:
+            DeadlineError: The member missed too many reports.
+        """
+        member.stream = stream = asyncio.timeout(None)
+        try:
+            async with stream:
+                yield
+        except TimeoutError:
+            if not stream.expired():
+                raise
+            raise DeadlineError(
+                f"no report came for {member.silent_ms} ms, and one is due every "
+                f"{member.interval_ms} ms; register again"
+            ) from None
 
     def reported(self, member: Member, load: router_pb2.ReplicaLoad) -> None:
         """Records a report.
@@ -88,6 +111,7 @@ class Members:
                 "silent; restart it"
             )
         member.hello.load.CopyFrom(load)
+        member.silent_ms = 0
         member.heard.set()
 
     def leave(self, member: Member) -> None:
@@ -95,3 +119,33 @@ class Members:
         if self.has(member):
             del self._members[member.hello.replica_id]
         member.heard.set()
+
+    async def watch(self) -> None:
+        """Removes members that fall silent, until it is cancelled.
+
+        Silence is counted in ticks of this process, because a router that stood still did not read
+        the reports that came meanwhile.
+        """
+        while True:
+            await asyncio.sleep(_TICK_MS / 1000)
+            for member in self.silent(_TICK_MS):
+                if member.stream is not None and member.stream.when() is None:
+                    _log.warning(
+                        "member fell silent",
+                        extra=fields(replica=member.hello.replica_id, silent_ms=member.silent_ms),
+                    )
+                    member.stream.reschedule(0)
+
+    def silent(self, passed_ms: int) -> list[Member]:
+        """Returns the members that have missed too many reports after some more time.
+
+        Args:
+            passed_ms: Time since the last call, milliseconds.
+        """
+        for member in self._members.values():
+            member.silent_ms += passed_ms
+        return [
+            member
+            for member in self._members.values()
+            if member.silent_ms > self._missed_reports * member.interval_ms
+        ]

@@ -1,0 +1,121 @@
+"""Engines and gateways that stand still or cannot be reached, though their connections are open."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rollmesh.client import Client, MeshAddresses
+from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.membership import Membership
+from rollmesh.v1 import router_pb2
+from tests.faults.proxy import proxy_to
+from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.processes import ServiceProcess, running
+from tests.router.engines import noting_engine
+from tests.waiting import until
+
+RULES = [("plain", "The answer is 42, and there is more to say about it than one may think.")]
+(SAID, REPLY) = RULES[0]
+ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
+
+
+async def members(mesh: Mesh) -> set[str]:
+    async with mesh.client() as client:
+        return {one.hello.replica_id for one in (await client.replicas()).replicas}
+
+
+async def test_a_generation_on_an_engine_that_stands_still_moves_on(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=2) as mesh:
+        await mesh.restart("router", missed_reports=2)
+        frozen = mesh.processes["engine"]
+        async with mesh.client() as client:
+            async with client.session() as session:
+                agent = mesh.openai(session, timeout=120)
+                stream = await agent.chat.completions.create(**ASK, stream=True)
+                pieces = aiter(stream)
+                text = ""
+                while not text:
+                    text += (await anext(pieces)).choices[0].delta.content or ""
+                frozen.freeze()
+                await mesh.start("engine", port=0, engine_id="spare", tokens_per_second=0)
+                text += "".join([one.choices[0].delta.content or "" async for one in pieces])
+                assert text == REPLY
+            result = await delivered(client, session)
+        assert result.trajectories[0].reasons == ("MIGRATED",)
+        assert "engine-0" not in await members(mesh)
+        frozen.thaw()
+
+        async def it_is_back() -> bool:
+            return "engine-0" in await members(mesh)
+
+        await until(it_is_back)
+
+
+@asynccontextmanager
+async def a_router(folder: Path) -> AsyncIterator[tuple[ServiceProcess, Client]]:
+    flags = {"port": 0, "data_dir": folder / "router", "missed_reports": 2}
+    async with running("router", folder, **flags) as router:
+        addresses = MeshAddresses(router=router.address, gateway="", collector="", sidecar="")
+        async with Client(addresses) as client:
+            yield router, client
+
+
+async def test_the_gateways_of_an_engine_that_cannot_be_heard_are_told(tmp_path: Path) -> None:
+    async with (
+        asyncio.timeout(60),
+        a_router(tmp_path) as (router, client),
+        proxy_to(router.address) as proxy,
+        noting_engine(proxy.address, "far") as far,
+        LeaseClient(router.address, "g") as leases,
+        LeaseClient(router.address, "h") as other,
+    ):
+        told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        leases.on_silent = told.set_result
+        other.on_silent = told.set_exception  # type: ignore[assignment]  # it has no lease there
+        async with leases.lease(session_id="s", deadline_ms=30_000):
+            proxy.silence()
+            assert await told == far.address
+            assert not (await client.replicas()).replicas
+            async with noting_engine(router.address, "near"):
+                async with other.lease(session_id="t", deadline_ms=30_000) as grant:
+                    assert grant.engine_id == "near"
+
+
+async def test_the_leases_of_a_gateway_that_cannot_be_heard_are_free(tmp_path: Path) -> None:
+    hello = router_pb2.ReplicaHello(
+        replica_id="g",
+        kind=router_pb2.REPLICA_KIND_GATEWAY,
+        address="127.0.0.1:9",
+        model="policy",
+    )
+    async with (
+        asyncio.timeout(60),
+        a_router(tmp_path) as (router, client),
+        proxy_to(router.address) as proxy,
+        noting_engine(router.address, "engine"),
+        Membership(proxy.address, hello, router_pb2.ReplicaLoad) as member,
+        LeaseClient(proxy.address, "g") as leases,
+    ):
+        await member.wait_registered()
+
+        async def used() -> int:
+            engines = [
+                one for one in (await client.replicas()).replicas if one.hello.lease_capacity
+            ]
+            return sum(one.leases for one in engines)
+
+        async with leases.lease(session_id="s", deadline_ms=30_000):
+            assert await used() == 1
+            proxy.silence()
+
+            async def free() -> bool:
+                return not await used()
+
+            await until(free)
+            assert [one.hello.replica_id for one in (await client.replicas()).replicas] == [
+                "engine"
+            ]

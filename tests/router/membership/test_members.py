@@ -1,0 +1,73 @@
+"""Members that fall silent: how long a router waits for the next report."""
+
+import asyncio
+
+import pytest
+
+from rollmesh.router.membership.members import Member, Members
+from rollmesh.runtime.errors import DeadlineError, ReplicaIdInUseError
+from rollmesh.v1 import router_pb2
+
+
+def hello(name: str, interval_ms: int, instance_id: str = "") -> router_pb2.ReplicaHello:
+    return router_pb2.ReplicaHello(
+        replica_id=name, report_interval_ms=interval_ms, instance_id=instance_id
+    )
+
+
+def names(members: list[Member]) -> list[str]:
+    return [member.hello.replica_id for member in members]
+
+
+@pytest.mark.parametrize(
+    ("interval_ms", "patience_ms"),
+    [
+        pytest.param(1_000, 3_000, id="as promised"),
+        pytest.param(0, 15_000, id="nothing promised"),
+    ],
+)
+async def test_a_member_may_miss_as_many_reports_as_the_router_allows(
+    interval_ms: int, patience_ms: int
+) -> None:
+    members = Members(missed_reports=3)
+    member = await members.join(hello("e", interval_ms))
+    assert names(members.silent(patience_ms)) == []
+    assert names(members.silent(1)) == ["e"]
+    members.reported(member, router_pb2.ReplicaLoad())
+    assert names(members.silent(patience_ms)) == []
+
+
+async def test_each_member_is_held_to_its_own_promise() -> None:
+    members = Members(missed_reports=2)
+    await members.join(hello("quick", 100))
+    await members.join(hello("slow", 10_000))
+    assert names(members.silent(201)) == ["quick"]
+
+
+async def test_the_stream_of_a_silent_member_ends_and_its_id_is_free() -> None:
+    members = Members(missed_reports=2)
+    member = await members.join(hello("e", 1))
+
+    async def stream() -> None:
+        with pytest.raises(DeadlineError, match="register again"):
+            async with members.reporting(member):
+                await asyncio.Event().wait()
+        members.leave(member)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(members.watch())
+        tasks.create_task(stream())
+        successor = await members.join(hello("e", 1000, "another"))
+        assert members.hellos() == [successor.hello]
+        watching.cancel()
+
+
+async def test_an_id_is_refused_while_its_member_reports() -> None:
+    members = Members(missed_reports=2)
+    member = await members.join(hello("e", 1000))
+    joining = asyncio.ensure_future(members.join(hello("e", 1000, "another")))
+    while not joining.done():
+        await asyncio.sleep(0)
+        members.reported(member, router_pb2.ReplicaLoad())
+    with pytest.raises(ReplicaIdInUseError):
+        await joining
