@@ -32,7 +32,7 @@ def ports(first: int = 9000) -> Callable[[], int]:
     return lambda: next(numbers)
 
 
-def plan(**tables: dict[str, Any]) -> dict[str, ProcessSpec]:
+def plan(**tables: Any) -> dict[str, ProcessSpec]:
     return {spec.name: spec for spec in plan_mesh(tables, ports())}
 
 
@@ -69,6 +69,13 @@ def test_no_file_is_a_mesh_of_defaults() -> None:
         pytest.param("[engines]", "engines", id="unknown-table"),
         pytest.param("engine = 2", "engine", id="no-table"),
         pytest.param("[mesh]\nengine = 2", "mesh.engine", id="unknown-key"),
+        pytest.param("[model]\nname = 'a'", "model", id="one-model-table"),
+        pytest.param("[[model]]\nengines = 2", "model.name", id="model-without-a-name"),
+        pytest.param("[[model]]\nname = 'a'\n" * 2, "model.name", id="model-named-twice"),
+        pytest.param("[[model]]\nname = 'a'\nengines = 0", "model.engines", id="no-engines"),
+        pytest.param("[[model]]\nname = 'a'\nsize = 1", "model.size", id="unknown-of-a-model"),
+        pytest.param("[[model]]\nname = 'a'\nengine = 1", "model.engine", id="no-flags"),
+        pytest.param("[mesh]\nmodel = 'a'\n[[model]]\nname = 'b'", "mesh.model", id="model-twice"),
     ],
 )
 def test_a_bad_mesh_file_is_named(tmp_path: Path, text: str | bytes, named: str) -> None:
@@ -128,6 +135,56 @@ def test_gateways_and_sidecars_are_as_many_as_the_file_says() -> None:
     assert [one.port for one in gateways] == [7200, 7201, 7202]
     assert [one.data_dir.name for one in gateways] == ["gateway", "gateway-1", "gateway-2"]
     assert {found[name].router for name in ("sidecar", "sidecar-1")} == {specs["router"].address}
+
+
+def test_each_model_of_a_mesh_has_its_own_engines_and_gateways() -> None:
+    specs = plan(
+        mesh={"model_path": "base", "gpus_per_engine": 1},
+        engine={"backend": "vllm", "dtype": "float32", "vllm": {"a": 1, "b": 1}},
+        model=[
+            {"name": "policy", "engines": 2, "gateways": 2},
+            {
+                "name": "org/judge",
+                "model_path": "judge",
+                "gpus_per_engine": 2,
+                "engine": {"dtype": "bfloat16", "vllm": {"b": 2}},
+            },
+        ],
+    )
+    assert list(specs) == [
+        "router",
+        *("engine-policy-0", "engine-policy-1", "engine-org_judge-0", "collector"),
+        *("gateway-policy-0", "gateway-policy-1", "gateway-org_judge-0", "sidecar"),
+    ]
+    first, judge = (config_of(specs[f"engine-{name}-0"]) for name in ("policy", "org_judge"))
+    assert (first.model, first.model_path, first.dtype) == ("policy", Path("base"), "float32")
+    assert (judge.model, judge.model_path, judge.dtype) == ("org/judge", Path("judge"), "bfloat16")
+    assert (first.vllm, judge.vllm) == ({"a": 1, "b": 1}, {"a": 1, "b": 2})
+    assert [specs[f"engine-{name}"].gpus for name in ("policy-0", "policy-1", "org_judge-0")] == [
+        (0,),
+        (1,),
+        (2, 3),
+    ]
+    gateways = [config_of(one) for one in specs.values() if one.service == "gateway"]
+    assert [(one.model, one.gateway_id) for one in gateways] == [
+        ("policy", "gateway-policy-0"),
+        ("policy", "gateway-policy-1"),
+        ("org/judge", "gateway-org_judge-0"),
+    ]
+    assert len({one.data_dir for one in gateways}) == 3
+
+
+def test_engines_of_all_models_count_up_from_one_port_and_a_model_may_have_its_own() -> None:
+    models: list[dict[str, Any]] = [{"name": "a", "engines": 2}, {"name": "b", "engines": 2}]
+    specs = plan(engine={"port": 7400}, model=models)
+    assert [one.address for one in specs.values() if one.service == "engine"] == [
+        f"127.0.0.1:{port}" for port in (7400, 7401, 7402, 7403)
+    ]
+    models[1]["engine"] = {"port": 7500}
+    specs = plan(engine={"port": 7400}, model=models)
+    assert [one.address for one in specs.values() if one.service == "engine"] == [
+        f"127.0.0.1:{port}" for port in (7400, 7401, 7500, 7501)
+    ]
 
 
 def test_a_mesh_file_with_a_scorer_runs_it_for_its_collector() -> None:

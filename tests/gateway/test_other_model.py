@@ -13,6 +13,7 @@ import pytest
 from rollmesh.client import Session
 from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.storage import closed, journal
+from rollmesh.runtime.errors import ModelMismatchError
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import gateway_pb2
 from tests.meshes import Mesh, scripted_mesh
@@ -50,6 +51,23 @@ def copy_of(model: Path, folder: Path, change: Callable[[Path], None]) -> Path:
     copy = Path(shutil.copytree(model, folder / change.__name__))
     change(copy)
     return copy
+
+
+async def test_open_sessions_stay_with_the_name_of_their_model(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    """Two models may have one tokenizer, as a policy and a judge made from one base model have."""
+    async with scripted_mesh(tmp_path, tokenizer_dir) as mesh, mesh.client() as client:
+        with pytest.raises(ModelMismatchError, match="'judge'; this gateway serves 'policy'"):
+            await client.open_session(client.session_request(model="judge"))
+        session = await client.open_session(client.session_request(model="policy"))
+        await mesh.processes["gateway"].kill()
+        flags = {"data_dir": tmp_path / "gateway", "model_path": tokenizer_dir}
+        code, errors = await run_refused("gateway", model="judge", **flags)
+        assert code == 1
+        assert "1 open sessions of model 'policy', and this gateway serves 'judge'" in errors
+        await mesh.start("gateway")
+        await client.close_session(session)
 
 
 async def say(mesh: Mesh, session: Session, messages: list[Any]) -> Any:

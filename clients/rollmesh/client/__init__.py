@@ -3,6 +3,7 @@
 from rollmesh.client.client import Client
 from rollmesh.client.connections import MeshAddresses
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
+from rollmesh.client.engines import EngineControlError
 from rollmesh.client.rollouts.groups import Group, GroupOutcome, SampleOutcome
 from rollmesh.client.rollouts.rollout import Rollout, rollout, rollout_groups
 from rollmesh.client.rollouts.scoring import Episode, RewardFunction
@@ -20,6 +21,7 @@ __all__ = [
     "AgentRunner",
     "Client",
     "Delivery",
+    "EngineControlError",
     "Episode",
     "Group",
     "GroupOutcome",

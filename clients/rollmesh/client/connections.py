@@ -89,6 +89,7 @@ class Connections:
         session_id: str,
         method: Callable[["gateway_pb2_grpc.GatewayServiceAsyncStub"], Callable[..., Any]],
         request: Any,
+        model: str = "",
     ) -> Any:
         """Makes a repeatable call at the gateway of a session, or places a new session.
 
@@ -99,11 +100,12 @@ class Connections:
             session_id: The session; empty: the call opens one, at the gateway with the fewest.
             method: Returns the method of a stub.
             request: Its request.
+            model: Model of a new session; empty: the only one.
         """
         gateways = self._gateways
 
         async def once(timeout_s: float) -> Any:
-            stub = await (gateways.of(session_id) if session_id else gateways.place())
+            stub = await (gateways.of(session_id) if session_id else gateways.place(model))
             try:
                 with typed_errors():
                     return await method(stub)(

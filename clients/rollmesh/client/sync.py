@@ -154,3 +154,10 @@ class Client(_Blocking, AbstractContextManager["Client"]):
     policy_version = _waiting(AsyncClient.policy_version)
     forget_weights = _waiting(AsyncClient.forget_weights)
     replicas = _waiting(AsyncClient.replicas)
+
+    pause_engines = _waiting(AsyncClient.pause_engines)
+    resume_engines = _waiting(AsyncClient.resume_engines)
+    sleep_engines = _waiting(AsyncClient.sleep_engines)
+    wake_up_engines = _waiting(AsyncClient.wake_up_engines)
+    reset_prefix_caches = _waiting(AsyncClient.reset_prefix_caches)
+    abort_generations = _waiting(AsyncClient.abort_generations)

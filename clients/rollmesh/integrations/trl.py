@@ -43,6 +43,7 @@ class MeshRollouts:
         runner: AgentRunner,
         *,
         consumer: str = "trl",
+        model: str = RolloutSettings.model,
         concurrency: int = RolloutSettings.concurrency,
         timeout_s: float = RolloutSettings.timeout_s,
         limits: TimeLimits | None = None,
@@ -55,6 +56,7 @@ class MeshRollouts:
             addresses: Of the mesh.
             runner: Runs the agent; receives an entry of the data set's `prompt` column.
             consumer: Consumer name at the collector; one per trainer.
+            model: Name of the model that is trained; may be empty if the mesh has only one.
             concurrency: Maximum number of concurrent sessions. This and the following are settings
                 of `rollmesh.client.rollout`.
             timeout_s: Time limit of one agent, seconds.
@@ -67,8 +69,10 @@ class MeshRollouts:
         """
         self._addresses = addresses
         self._consumer = consumer
+        self._model = model
         self._settings: dict[str, Any] = {
             "runner": runner,
+            "model": model,
             "concurrency": concurrency,
             "timeout_s": timeout_s,
             "limits": limits or TimeLimits(),
@@ -135,7 +139,7 @@ class MeshRollouts:
         (`vllm_importance_sampling_correction`) it weighs every token by exp(trainer's
         log-probability - ours).
         """
-        trainer.vllm_generation = _Weights(self._addresses, trainer)
+        trainer.vllm_generation = _Weights(self._addresses, self._model, trainer)
         trainer.use_vllm = True
         trainer._last_loaded_step = -1  # noqa: SLF001 - set as for its own vLLM
 
@@ -177,8 +181,9 @@ class MeshRollouts:
 class _Weights:
     """Replaces a trainer's own vLLM: `sync_weights` pushes to the mesh."""
 
-    def __init__(self, addresses: MeshAddresses, trainer: Any) -> None:
+    def __init__(self, addresses: MeshAddresses, model: str, trainer: Any) -> None:
         self._addresses = addresses
+        self._model = model
         self._trainer = trainer
 
     def sync_weights(self) -> None:
@@ -192,7 +197,8 @@ class _Weights:
 
     async def _push(self, parameters: dict[str, Any]) -> None:
         async with Client(self._addresses) as client:
-            await client.push_weights(parameters, await client.policy_version() + 1)
+            version = await client.policy_version(self._model) + 1
+            await client.push_weights(parameters, version, model=self._model)
 
 
 def _groups(prompts: Sequence[Any], size: int, sampling: Mapping[str, Any]) -> Iterator[Group]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rollmesh.client.sync import Client
-from rollmesh.client.weights.push import Transfer
+from rollmesh.client.weights.push import Transfer, weights_of
 from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import router_pb2
 
@@ -31,6 +31,7 @@ class MeshWeightSync:
         *,
         ranks_per_engine: int = 1,
         mode: Literal["keep", "abort", "wait"] = "keep",
+        model: str = "",
     ) -> None:
         """Reads the engines that are in the mesh now.
 
@@ -39,15 +40,19 @@ class MeshWeightSync:
             backend: Backend that the engines were started with.
             ranks_per_engine: Workers of one engine: tensor times pipeline parallel size.
             mode: What happens to running requests during an update.
+            model: Name of the model; may be empty if the mesh has only one.
         """
         self._client = client
         self._backend = backend
         self._mode: Literal["keep", "abort", "wait"] = mode
         self._ranks_per_engine = ranks_per_engine
+        replicas = client.replicas()
+        self._model = weights_of(replicas, model).model
         self._engines = sorted(
             replica.hello.replica_id
-            for replica in client.replicas().replicas
+            for replica in replicas.replicas
             if replica.hello.kind == router_pb2.REPLICA_KIND_ENGINE
+            and replica.hello.model == self._model
         )
         self._updated = False
         self.policy_version: int | None = None
@@ -67,7 +72,9 @@ class MeshWeightSync:
                 engine_id: {"rank_offset": first + place * self._ranks_per_engine}
                 for place, engine_id in enumerate(self._engines)
             }
-        self._client.init_weight_transfer(self._backend, init_info, by_engine=by_engine)
+        self._client.init_weight_transfer(
+            self._backend, init_info, by_engine=by_engine, model=self._model
+        )
 
     def start_weight_update(self) -> None:
         """Begins a push.
@@ -90,7 +97,7 @@ class MeshWeightSync:
             raise InvalidFieldError("update_info", "is split; send one update with packed=False")
         self._updated = True
         transfer = Transfer(self._backend, [update_info])
-        self._client.push_weights(transfer, self.policy_version, mode=self._mode)
+        self._client.push_weights(transfer, self.policy_version, mode=self._mode, model=self._model)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Ends a push: engines are done when `update_weights` returns.

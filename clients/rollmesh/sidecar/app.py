@@ -11,7 +11,7 @@ from starlette.routing import Route
 from rollmesh.mesh.gateways import GatewayDirectory
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.sidecar.config import SidecarConfig
-from rollmesh.sidecar.errors import PathUnknownError, error_response
+from rollmesh.sidecar.errors import ModelUnknownError, PathUnknownError, error_response
 from rollmesh.sidecar.gateways import Gateways
 from rollmesh.sidecar.openai_chat.endpoint import ChatEndpoint
 
@@ -27,14 +27,26 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
 
     async def models(_request: Request) -> Response:
         try:
-            entry = {"id": await gateways.model(), "object": "model", "owned_by": "rollmesh"}
+            entries = [_entry(name) for name in await gateways.models()]
         except RollmeshError as error:
             return error_response(error, uuid.uuid4().hex)
-        return JSONResponse({"object": "list", "data": [{**entry, "created": 0}]})
+        return JSONResponse({"object": "list", "data": entries})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["model"]
+        try:
+            served = await gateways.models()
+            if name not in served:
+                listed = ", ".join(served) or "none is served now"
+                problem = f"{name!r:.300} does not exist; give one of those served ({listed})"
+                raise ModelUnknownError("model", problem)
+        except RollmeshError as error:
+            return error_response(error, uuid.uuid4().hex)
+        return JSONResponse(_entry(name))
 
     async def health(_request: Request) -> Response:
         try:
-            await gateways.model(refresh=True)
+            await gateways.check()
         except RollmeshError as error:
             return error_response(error, uuid.uuid4().hex)
         return JSONResponse({"status": "ok"})
@@ -44,9 +56,15 @@ def make_app(config: SidecarConfig, directory: GatewayDirectory) -> Starlette:
         routes += [
             Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]),
             Route(f"{prefix}/v1/models", models),
+            Route(f"{prefix}/v1/models/{{model:path}}", model),
             Route(f"{prefix}/healthz", health),
         ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _refuse_path})
+
+
+def _entry(name: str) -> dict[str, object]:
+    """Returns a model as OpenAI's API lists it."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rollmesh"}
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:

@@ -18,8 +18,9 @@ class SidecarConfig(ListeningConfig):
     gateway: str = ""
     """host:port of the gateway, if there is only one; the router is then not asked."""
     unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"
-    """How to treat a request that names a different model than the gateway's: `take` answers it
-    under that name, as agents' auxiliary calls need; `refuse` answers 404, `model_not_found`."""
+    """How to treat a request that names a model that the mesh does not have: `take` answers it with
+    the session's model under that name, as agents' auxiliary calls need; `refuse` answers 404,
+    `model_not_found`. A name of another model of the mesh is always refused."""
     turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Timeout of a turn, milliseconds."""
     keep_alive_ms: Annotated[int, Bounds(1)] = 10_000

@@ -45,9 +45,9 @@ _PARAMS = {
 
 
 class ModelUnknownError(InvalidFieldError):
-    """A request names another model, and the sidecar is set to refuse such requests.
+    """A request names another model than the session's, or one that is not served.
 
-    Ask for the model that `/v1/models` names.
+    Ask for the session's model, or open a session of the other one; `/v1/models` lists them.
     """
 
     code = "NOT_FOUND"

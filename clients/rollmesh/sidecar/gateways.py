@@ -26,7 +26,6 @@ class Gateways:
         """Takes the settings and what finds the gateways."""
         self._config = config
         self._directory = directory
-        self._model = ""
 
     async def chat(
         self, request: gateway_pb2.ChatRequest, request_id: str
@@ -59,40 +58,62 @@ class Gateways:
                 async for response in responses:
                     yield response
 
-    async def model(self, *, refresh: bool = False, session_id: str = "") -> str:
-        """Returns the name of the served model.
+    async def models(self) -> list[str]:
+        """Returns the names of the models of the mesh, sorted.
+
+        Raises:
+            RollmeshError: The router, or the only gateway, did not answer.
+        """
+        return await self._directory.models()
+
+    async def check(self) -> None:
+        """Checks that a gateway answers.
+
+        Raises:
+            RollmeshError: None does.
+        """
+        gateway = await self._directory.any()
+        with typed_errors():
+            await gateway.GetGatewayInfo(
+                gateway_pb2.GetGatewayInfoRequest(), timeout=_CHECK_TIMEOUT_S
+            )
+
+    async def model_of(self, session_id: str, name: str) -> str:
+        """Returns the name under which a session's model answers a request.
+
+        A session has one model. A request that names another one of the mesh is a mistake. With
+        `unknown_models=take`, a name that no model has is answered under that name.
 
         Args:
-            refresh: Ask a gateway even if the name is known.
-            session_id: Session whose gateway to ask; empty means any gateway.
+            session_id: Id of the session.
+            name: The model that the request names; may be empty.
 
         Raises:
-            RollmeshError: The gateway did not answer.
+            ModelUnknownError: The request names another model.
+            RollmeshError: The router, or the only gateway, did not answer.
         """
-        if refresh:
-            self._model = ""
-        if not self._model:
-            directory = self._directory
-            gateway = await (directory.of(session_id) if session_id else directory.any())
-            with typed_errors():
-                info = await gateway.GetGatewayInfo(
-                    gateway_pb2.GetGatewayInfoRequest(), timeout=_CHECK_TIMEOUT_S
-                )
-            self._model = info.model
-        return self._model
-
-    async def check_model(self, name: str, session_id: str) -> None:
-        """Checks the model that a request names; with `unknown_models=take` any name passes.
-
-        Raises:
-            ModelUnknownError: The gateway serves another model.
-            RollmeshError: The gateway did not answer.
-        """
-        if not name or self._config.unknown_models == "take" or name == self._model:
-            return
-        served = await self.model(refresh=True, session_id=session_id)  # it may have been replaced
-        if name != served:
-            raise ModelUnknownError("model", f"{name!r} does not exist; {served!r} is served here")
+        own = await self._directory.model_of(session_id)
+        if name in {"", own}:
+            return own
+        takes = self._config.unknown_models == "take"
+        if takes and self._directory.is_fixed:  # there is no other model
+            return name
+        try:
+            served = await self._directory.models()
+        except RollmeshError:
+            if takes:  # the session's gateway may be there although the router is not
+                return name
+            raise
+        own = await self._directory.model_of(session_id)  # its gateway may have been replaced
+        if name == own or (takes and name not in served):
+            return name
+        raise ModelUnknownError(
+            "model",
+            f"{name!r} is another model of this mesh, and the session is one of {own!r}; "
+            "open a session of that model"
+            if name in served
+            else f"{name!r} does not exist; the session is one of {own!r}",
+        )
 
     @asynccontextmanager
     async def _gateway_of(

@@ -161,3 +161,18 @@ def test_what_is_usable_leaves_the_lag_aside() -> None:
     rules = pb.DeliveryFilter(max_policy_lag=0, max_tokens=6)
     assert usable(rules, sampled_by(0))
     assert not usable(pb.DeliveryFilter(max_tokens=5), session())
+
+
+@pytest.mark.parametrize("trajectories", [0, 1], ids=["empty", "with a trajectory"])
+def test_sessions_of_another_model_are_not_delivered_even_without_trajectories(
+    trajectories: int,
+) -> None:
+    made = session()
+    made.model = "judge"
+    del made.trajectories[trajectories:]
+    for model, delivers in (("", True), ("judge", True), ("policy", False)):
+        rules = pb.DeliveryFilter(model=model)
+        verdict = judge(rules, None, [made])
+        assert verdict.delivers is delivers
+        assert usable(rules, made) is (delivers and bool(trajectories))
+    assert verdict.reason == pb.FILTER_REASON_MODEL

@@ -68,6 +68,15 @@ def test_a_model_is_named_where_there_are_several() -> None:
         table.place("three")
 
 
+def test_a_model_whose_gateways_are_away_is_waited_for() -> None:
+    table, _ = table_of(gateway("a", model="one"))
+    with pytest.raises(NoGatewayError, match="of model 'two'") as refused:
+        table.place("two", known={"one", "two"})
+    assert refused.value.retry_delay_ms
+    with pytest.raises(InvalidFieldError, match="model: 'three' is not served"):
+        table.place("three", known={"one", "two"})
+
+
 @pytest.mark.parametrize("hellos", [(), (gateway("a", draining=True),)])
 def test_without_a_gateway_the_caller_tries_again(
     hellos: tuple[router_pb2.ReplicaHello, ...],

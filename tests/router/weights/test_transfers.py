@@ -187,31 +187,39 @@ class Calls:
             "gateway": router_pb2.REPLICA_KIND_GATEWAY,
             "a": router_pb2.REPLICA_KIND_ENGINE,
         }
-        hellos = [router_pb2.ReplicaHello(replica_id=id_, kind=kinds[id_]) for id_ in kinds]
+        hellos = [
+            router_pb2.ReplicaHello(replica_id=id_, kind=kinds[id_], model="policy")
+            for id_ in kinds
+        ]
+        judge = router_pb2.REPLICA_KIND_ENGINE
+        hellos.append(router_pb2.ReplicaHello(replica_id="c", kind=judge, model="judge"))
         return router_pb2.ListReplicasResponse(
-            replicas=[router_pb2.Replica(hello=hello) for hello in hellos]
+            replicas=[router_pb2.Replica(hello=hello) for hello in hellos],
+            models=[router_pb2.ModelWeights(model=name) for name in ("judge", "policy")],
         )
 
-    def init_weight_transfer(self, *given: Any, by_engine: Any) -> None:
-        self.inits.append((*given, by_engine))
+    def init_weight_transfer(self, *given: Any, by_engine: Any, model: str) -> None:
+        self.inits.append((*given, by_engine, model))
 
-    def push_weights(self, *given: Any, mode: str) -> None:
-        self.pushes.append((*given, mode))
+    def push_weights(self, *given: Any, mode: str, model: str) -> None:
+        self.pushes.append((*given, mode, model))
 
 
-def test_ranks_are_counted_over_engines_alone_in_order_of_their_names() -> None:
+def test_ranks_are_counted_over_the_engines_of_a_model_in_order_of_their_names() -> None:
     calls: Any = Calls()
-    sync = MeshWeightSync(calls, "nccl", ranks_per_engine=4)
+    sync = MeshWeightSync(calls, "nccl", ranks_per_engine=4, model="policy")
     assert sync.ranks == 8
     info = {"rank_offset": 1, "world_size": 9}
     sync.init_weight_transfer_engine(info)
     own = {"a": {"rank_offset": 1}, "b": {"rank_offset": 5}}
-    assert calls.inits == [("nccl", info, own)]
+    assert calls.inits == [("nccl", info, own, "policy")]
+    with pytest.raises(InvalidFieldError, match="judge, policy"):
+        MeshWeightSync(calls, "nccl")
 
 
 def test_each_push_has_a_version_of_its_own_and_comes_whole() -> None:
     calls: Any = Calls()
-    sync = MeshWeightSync(calls, "nccl", mode="wait")
+    sync = MeshWeightSync(calls, "nccl", mode="wait", model="policy")
     with pytest.raises(InvalidFieldError, match="policy_version"):
         sync.start_weight_update()
     sync.policy_version = 7
@@ -222,6 +230,6 @@ def test_each_push_has_a_version_of_its_own_and_comes_whole() -> None:
     with pytest.raises(InvalidFieldError, match="weight_version"):
         sync.finish_weight_update("other")
     sync.finish_weight_update("7")
-    assert calls.pushes == [(NCCL, 7, "wait")]
+    assert calls.pushes == [(NCCL, 7, "wait", "policy")]
     with pytest.raises(InvalidFieldError, match="policy_version"):
         sync.start_weight_update()

@@ -12,20 +12,27 @@ function = "module:function"
 
 [engine.vllm]               # any argument of the installed vLLM's AsyncEngineArgs
 tensor_parallel_size = 2
+
+[[model]]                   # the fields of `ModelConfig`; one table for each of several models
+name = "judge"
+[model.engine]              # flags of this model's engines; likewise [model.gateway]
+max_context_tokens = 8192
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeAlias
 
+from rollmesh.cli.up.models import MeshModel, ModelConfig, merged, read_models
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.config import Bounds, Config, ConfigError, fill, read_file
 from rollmesh.runtime.rpc.listening import GRACE_MS
 
 SERVICES = ("router", "engine", "scorer", "collector", "gateway", "sidecar")
-_Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
+_Table: TypeAlias = Mapping[str, Any]
+_Tables: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,20 @@ class MeshConfig(Config):
 
 
 @dataclass(frozen=True, slots=True)
+class _Process:
+    """A process of the plan, before its settings are known."""
+
+    name: str
+    service: str
+    number: int
+    """Counts the processes that share the port setting."""
+    table: _Table
+    """The settings of the file for it."""
+    model: MeshModel | None = None
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """One process of the mesh."""
 
@@ -66,21 +87,36 @@ class ProcessSpec:
     """Time that running calls get to finish on a stop, milliseconds."""
 
 
-def read_mesh(path: Path | None) -> dict[str, dict[str, Any]]:
+def read_mesh(path: Path | None) -> dict[str, Any]:
     """Returns the tables of a mesh file; none without a file.
 
     Raises:
         ConfigError: The file cannot be read, or has a table that no mesh has.
     """
-    tables = {} if path is None else read_file(path)
-    known = {"mesh", *SERVICES}
+    tables: dict[str, Any] = {} if path is None else read_file(path)
+    known = {"mesh", "model", *SERVICES}
     for name, table in tables.items():
-        if name not in known or not isinstance(table, dict):
+        if name not in known or not (isinstance(table, dict) or name == "model"):
             raise ConfigError(
                 f"{name}: is not a table of a mesh file; give {', '.join(sorted(known))}"
             )
-    mesh_config(tables)
+    _models(tables, mesh_config(tables))
     return tables
+
+
+def _models(tables: _Tables, mesh: MeshConfig) -> list[MeshModel]:
+    default = ModelConfig(
+        name=mesh.model,
+        model_path=mesh.model_path,
+        engines=mesh.engines,
+        gpus_per_engine=mesh.gpus_per_engine,
+        gateways=mesh.gateways,
+    )
+    if "model" not in tables:
+        return [MeshModel(default, {}, "")]
+    if "model" in tables.get("mesh", {}):
+        raise ConfigError("mesh.model: each [[model]] has its name; leave this one out")
+    return read_models(tables["model"], default)
 
 
 def mesh_config(tables: _Tables) -> MeshConfig:
@@ -106,47 +142,78 @@ def plan_mesh(tables: _Tables, free_port: Callable[[], int]) -> list[ProcessSpec
         ConfigError: Names the setting and what is wrong with it.
     """
     mesh = mesh_config(tables)
-    names = [("router", "router")]
-    names += [(f"engine-{at}", "engine") for at in range(mesh.engines)]
-    names += [("scorer", "scorer")] if "scorer" in tables else []
-    names += [("collector", "collector")]
-    names += [(f"gateway-{at}", "gateway") for at in range(mesh.gateways)]
-    names += [("sidecar" if not at else f"sidecar-{at}", "sidecar") for at in range(mesh.sidecars)]
+    processes = list(_processes(tables, mesh))
     address = {
-        name: f"{tables.get(service, {}).get('host', mesh.host)}"
-        f":{_port(tables, service, name, free_port)}"
-        for name, service in names
+        one.name: f"{one.table.get('host', mesh.host)}:{_port(one, free_port)}" for one in processes
     }
     shared = _shared_settings(mesh, address)
     if "scorer" in tables:
         shared["collector"] |= _scoring(tables["scorer"], address["scorer"])
     specs: list[ProcessSpec] = []
-    for name, service in names:
-        settings = {"host": mesh.host, **shared[service], **tables.get(service, {})}
-        settings["port"] = address[name].rpartition(":")[2]
-        if service in ("engine", "gateway"):
-            settings[f"{service}_id"] = name
-        if service == "gateway" and name != "gateway-0":  # each has a journal of its own
-            settings["data_dir"] = f"{settings['data_dir']}{name.removeprefix('gateway')}"
-        grace_ms = _number(tables, service, "grace_ms", GRACE_MS)
-        gpus = _gpus(name, mesh.gpus_per_engine) if service == "engine" else ()
-        specs.append(ProcessSpec(name, service, address[name], _flags(settings), gpus, grace_ms))
+    for one in processes:
+        settings = {"host": mesh.host, **shared[one.service]}
+        if one.model is not None:
+            config = one.model.config
+            settings |= {"model_path": config.model_path, "model": config.name}
+        settings |= {**one.table, "port": address[one.name].rpartition(":")[2]}
+        if one.model is not None:
+            settings[f"{one.service}_id"] = one.name
+        if one.service == "gateway" and one.name != "gateway-0":  # each has a journal of its own
+            settings["data_dir"] = f"{settings['data_dir']}{one.name.removeprefix('gateway')}"
+        grace_ms = _number(one, "grace_ms", GRACE_MS)
+        flags = _flags(settings)
+        specs.append(
+            ProcessSpec(one.name, one.service, address[one.name], flags, one.gpus, grace_ms)
+        )
     return specs
+
+
+def _processes(tables: _Tables, mesh: MeshConfig) -> Iterator[_Process]:
+    """Yields the processes in the order in which they start."""
+    models = _models(tables, mesh)
+    yield _Process("router", "router", 0, tables.get("router", {}))
+    yield from _of_models("engine", tables, models)
+    if "scorer" in tables:
+        yield _Process("scorer", "scorer", 0, tables["scorer"])
+    yield _Process("collector", "collector", 0, tables.get("collector", {}))
+    yield from _of_models("gateway", tables, models)
+    for at in range(mesh.sidecars):
+        name = f"sidecar-{at}" if at else "sidecar"
+        yield _Process(name, "sidecar", at, tables.get("sidecar", {}))
+
+
+def _of_models(service: str, tables: _Tables, models: list[MeshModel]) -> Iterator[_Process]:
+    """Yields the engines or the gateways of each model."""
+    number = first_gpu = 0
+    for model in models:
+        own = model.tables.get(service, {})
+        table = merged(tables.get(service, {}), own)
+        count = model.config.engines if service == "engine" else model.config.gateways
+        gpus = model.config.gpus_per_engine if service == "engine" else 0
+        for at in range(count):
+            yield _Process(
+                f"{service}-{model.infix}{at}",
+                service,
+                at if "port" in own else number,
+                table,
+                model,
+                tuple(range(first_gpu, first_gpu + gpus)),
+            )
+            number += 1
+            first_gpu += gpus
 
 
 def _shared_settings(mesh: MeshConfig, address: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Returns the settings of each service that follow from the mesh."""
-    model = {"model_path": mesh.model_path, "model": mesh.model}
     return {
         "router": {"data_dir": mesh.data_dir / "router"},
-        "engine": {"router": address["router"], **model},
+        "engine": {"router": address["router"]},
         "scorer": {},
         "collector": {"data_dir": mesh.data_dir / "collector"},
         "gateway": {
             "router": address["router"],
             "collector": address["collector"],
             "data_dir": mesh.data_dir / "gateway",
-            **model,
         },
         "sidecar": {"router": address["router"]},
     }
@@ -156,12 +223,6 @@ def _scoring(table: Mapping[str, Any], address: str) -> dict[str, Any]:
     """Returns the settings of a collector that follow from the scorer's table."""
     workers = {"scorer_concurrency": table["workers"]} if "workers" in table else {}
     return {"scorer": address, **workers}
-
-
-def _gpus(name: str, count: int) -> tuple[int, ...]:
-    """Returns the GPUs of an engine: the first has the first `count`."""
-    first = int(name.rpartition("-")[2]) * count
-    return tuple(range(first, first + count))
 
 
 def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str]:
@@ -186,25 +247,17 @@ def visible_gpus(spec: ProcessSpec, environ: Mapping[str, str]) -> dict[str, str
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[at] for at in spec.gpus)}
 
 
-def _number(tables: _Tables, service: str, name: str, default: int) -> int:
-    value = tables.get(service, {}).get(name, default)
+def _number(process: _Process, name: str, default: int) -> int:
+    value = process.table.get(name, default)
     if type(value) is not int:
-        raise ConfigError(f"{service}.{name}: is {value!r:.200}; give an integer")
+        raise ConfigError(f"{process.service}.{name}: is {value!r:.200}; give an integer")
     return value
 
 
-def _port(
-    tables: _Tables,
-    service: str,
-    name: str,
-    free_port: Callable[[], int],
-) -> int:
-    """Returns the port of a process: the table's, counted up for further ones of the service."""
-    first = _number(tables, service, "port", 0)
-    if not first:
-        return free_port()
-    _, numbered, number = name.rpartition("-")
-    return first + (int(number) if numbered else 0)
+def _port(process: _Process, free_port: Callable[[], int]) -> int:
+    """Returns the port of a process: its table's, counted up for further ones."""
+    first = _number(process, "port", 0)
+    return first + process.number if first else free_port()
 
 
 def _flags(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -188,6 +188,7 @@ class Attempts:
 
         async def opening() -> None:
             request = self._client.session_request(
+                model=self._settings.model,
                 group_id=seat.group.group_id,
                 sample_index=seat.index,
                 group_size=seat.group.size,

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from rollmesh.client.client import Client
 from rollmesh.client.deliveries.arrivals import Arrivals
-from rollmesh.client.deliveries.subscription import Subscription
+from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
 from rollmesh.client.rollouts.attempts import Attempts, Seat
 from rollmesh.client.rollouts.groups import Group, GroupOutcome, GroupState, needed_of
 from rollmesh.client.rollouts.progress import Show, showing
@@ -22,6 +22,7 @@ from rollmesh.client.rollouts.settings import RolloutSettings
 from rollmesh.client.rollouts.summary import RolloutSummary
 from rollmesh.client.runners import agent_name
 from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.v1 import collector_pb2
 
 Samples: TypeAlias = Iterable[Any] | AsyncIterable[Any]
 """Samples for the runners, or `Group`s; each becomes one group."""
@@ -221,7 +222,12 @@ def _deliveries(
     """Returns the subscription for `on_session`."""
     if settings.on_session is None:
         return nullcontext()
-    return client.subscribe(settings.consumer, unit="session", credits=settings.concurrency)
+    return client.subscribe(
+        settings.consumer,
+        unit="session",
+        credits=settings.concurrency,
+        options=SubscribeOptions(filter=collector_pb2.DeliveryFilter(model=settings.model)),
+    )
 
 
 def _total(samples: Samples, n: int) -> int | None:

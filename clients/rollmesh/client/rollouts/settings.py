@@ -98,6 +98,8 @@ class RolloutSettings:
     it was closed with."""
     reward_threads: int = 8
     """Maximum number of concurrent calls of a reward function that is not asynchronous."""
+    model: str = ""
+    """Name of the model that answers; may be empty if the mesh has only one."""
     sampling: Mapping[str, Any] | None = None
     """Defaults of all turns, by the names of `SamplingParams`."""
     metadata: Callable[[Any], Mapping[str, str]] | None = None

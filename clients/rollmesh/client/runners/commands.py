@@ -45,8 +45,8 @@ class CommandRunner:
     """Added to this process's environment, which it overrides; the protocol's names come last."""
     cwd: Path | None = None
     """Working directory; None: a temporary one."""
-    model: str = "policy"
-    """Name of the model, for agents that need one."""
+    model: str = ""
+    """Name of the model that the agent is told; empty: the session's."""
     encode: Callable[[Any], Any] = lambda sample: sample
     """Converts a sample to JSON values."""
     grace_s: float = 10.0
@@ -98,7 +98,7 @@ class CommandRunner:
         files = {"sample_file": folder / "sample.json", "result_file": folder / "result.json"}
         filled = {
             "base_url": session.keyless_url,
-            "model": self.model,
+            "model": self.model or session.model,
             "session_id": session.session_id,
             **{name: str(path) for name, path in files.items()},
         }
@@ -127,7 +127,7 @@ class CommandRunner:
             **self.env,
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
-            "OPENAI_MODEL": self.model,
+            "OPENAI_MODEL": self.model or session.model,
             **{f"ROLLMESH_{name.upper()}": filled[name] for name in _NAMES},
         }
 

@@ -21,8 +21,8 @@ class RayRunner:
     """Called with the sample in the task; plain or asynchronous. Returns a runner's result."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the task: `num_cpus`, `resources`, `runtime_env`, ..."""
-    model: str = "policy"
-    """Name of the model, for agents that need one."""
+    model: str = ""
+    """Name of the model that the agent is told; empty: the session's."""
     grace_s: float = 10.0
     """From cancelling a task to killing its worker, seconds; limited by the rollout's grace."""
 
@@ -41,7 +41,7 @@ class RayRunner:
         environment = {
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
-            "OPENAI_MODEL": self.model,
+            "OPENAI_MODEL": self.model or session.model,
             "ROLLMESH_SESSION_ID": session.session_id,
         }
         # Ray's own retries would mix two attempts in one session.

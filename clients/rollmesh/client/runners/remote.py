@@ -45,8 +45,8 @@ class RemoteRunner:
     """Base URL of the server, without `/runs`."""
     token: str = ""
     """Sent as a bearer token; empty sends none."""
-    model: str = "policy"
-    """Name of the model, for agents that need one."""
+    model: str = ""
+    """Name of the model that the agent is told; empty: the session's."""
     encode: Callable[[Any], Any] = lambda sample: sample
     """Converts a sample to JSON values."""
     poll_s: float = 10.0
@@ -114,7 +114,7 @@ class RemoteRunner:
             "session_id": session.session_id,
             "base_url": session.base_url,
             "api_key": session.api_key,
-            "model": self.model,
+            "model": self.model or session.model,
         }
         try:
             return json.dumps({**run, "sample": self.encode(sample)}, allow_nan=False).encode()

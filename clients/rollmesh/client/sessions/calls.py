@@ -23,6 +23,7 @@ class SessionCalls(Connections):
     async def session(  # noqa: PLR0913 - keywords, each with a default
         self,
         *,
+        model: str = "",
         group_id: str = "",
         sample_index: int = 0,
         group_size: int = 1,
@@ -37,6 +38,7 @@ class SessionCalls(Connections):
         After an exception it is closed as FAILED, after a cancellation as ABORTED.
 
         Args:
+            model: Name of the model that answers; may be empty if the mesh has only one.
             group_id: Shared by the sessions of one prompt; empty: a group of one.
             sample_index: Index in the group.
             group_size: Number of sessions in the group.
@@ -51,6 +53,7 @@ class SessionCalls(Connections):
             RollmeshError: The gateway refuses.
         """
         request = self.session_request(
+            model=model,
             group_id=group_id,
             sample_index=sample_index,
             group_size=group_size,
@@ -72,8 +75,9 @@ class SessionCalls(Connections):
             await self.close_session(session, reward_timeout_ms=reward_timeout_ms)
 
     @staticmethod
-    def session_request(
+    def session_request(  # noqa: PLR0913 - keywords, each with a default
         *,
+        model: str = "",
         group_id: str = "",
         sample_index: int = 0,
         group_size: int = 1,
@@ -89,6 +93,7 @@ class SessionCalls(Connections):
         """
         return filled(
             gateway_pb2.CreateSessionRequest,
+            model=model,
             request_id=request_id,
             group_id=group_id,
             sample_index=sample_index,
@@ -102,9 +107,9 @@ class SessionCalls(Connections):
         """Opens a session, retrying while the gateway is full; the caller closes it."""
         if not request.request_id:  # retries must not open another session
             request.request_id = uuid.uuid4().hex
-        opened = await self._at_gateway("", lambda stub: stub.CreateSession, request)
+        opened = await self._at_gateway("", lambda stub: stub.CreateSession, request, request.model)
         base_url = f"http://{self.addresses.sidecar}/sessions/{opened.session_key}/v1"
-        return Session(opened.session_id, opened.session_key, base_url)
+        return Session(opened.session_id, opened.session_key, base_url, opened.model)
 
     async def close_session(
         self,

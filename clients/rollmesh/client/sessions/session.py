@@ -20,6 +20,8 @@ class Session:
     base_url: str = field(repr=False)
     """The agent's base URL. It contains the key, so it works with any API key or none; keep it as
     secret as the key."""
+    model: str = ""
+    """Name of the model that answers, which agents send in their requests."""
     rewards: Rewards = field(default_factory=Rewards)
     """Set before the session is closed."""
     closed: bool = False

@@ -87,6 +87,8 @@ class SessionResult:
     """Replaces the trajectories if the session was opened with `export="tree"`."""
     superseded: bool = False
     """Whether it failed and was retried: another session has its `sample_index`."""
+    model: str = ""
+    """Name of the model that answered."""
 
     @classmethod
     def from_proto(cls, proto: session_pb2.SessionRecord) -> "SessionResult":
@@ -102,6 +104,7 @@ class SessionResult:
             tuple(map(Trajectory.from_proto, proto.trajectories)),
             TrajectoryTree.from_proto(proto.tree) if proto.HasField("tree") else None,
             proto.superseded,
+            proto.model,
         )
 
 

@@ -8,33 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.client.arguments import chosen, filled
+from rollmesh.client.engines import PAUSE_MODES, EngineControlError
 from rollmesh.client.weights.tensors import file_of
-from rollmesh.runtime.errors import InvalidFieldError, RollmeshError
+from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.runtime.rpc.channels import typed_errors
-from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
+from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 _TIMEOUT_S = 600.0
-_MODES = {
-    "keep": engine_pb2.PAUSE_MODE_KEEP,
-    "abort": engine_pb2.PAUSE_MODE_ABORT,
-    "wait": engine_pb2.PAUSE_MODE_WAIT,
-}
 
 
-class WeightsPushError(RollmeshError):
+class WeightsPushError(EngineControlError):
     """An engine did not apply new weights; `results` has the result of every engine.
 
     Read the results. Engines that failed get no leases until they are brought up to date.
     """
 
-    code = "INTERNAL"
     reason = "WEIGHTS_PUSH_FAILED"
-
-    def __init__(self, results: list[router_pb2.EngineResult]) -> None:
-        """Takes the results; the message names the engines that failed and why."""
-        failed = [result for result in results if result.status.code]
-        super().__init__("; ".join(f"{one.engine_id}: {one.status.message}" for one in failed))
-        self.results = results
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +49,7 @@ async def push_weights(
     header = filled(
         router_pb2.PushWeightsHeader,
         policy_version=policy_version,
-        pause_mode=chosen("mode", mode, _MODES),
+        pause_mode=chosen("mode", mode, PAUSE_MODES),
         model=model,
     )
     chunks: Iterator[bytes] = iter(())

@@ -20,6 +20,7 @@ class Settings:
     """Runners as `package.module:function`, by agent name."""
     consumer: str = "verl"
     """Consumer name at the collector; one per trainer."""
+    model: str = RolloutSettings.model
     concurrency: int = RolloutSettings.concurrency
     timeout_s: float = RolloutSettings.timeout_s
     limits: TimeLimits = field(default_factory=TimeLimits)
@@ -41,7 +42,7 @@ class Settings:
     @property
     def rollout(self) -> dict[str, Any]:
         """Keyword arguments of a rollout."""
-        names = ("concurrency", "timeout_s", "limits", "retries")
+        names = ("model", "concurrency", "timeout_s", "limits", "retries")
         return {name: getattr(self, name) for name in names}
 
     @classmethod

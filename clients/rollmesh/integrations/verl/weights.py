@@ -75,11 +75,13 @@ class MeshRollout(base.BaseRollout):  # type: ignore[misc]
         if not settings.get("router"):
             raise InvalidFieldError("rollout.engine_kwargs.rollmesh.router", "is missing; name it")
         addresses = MeshAddresses(router=settings["router"], gateway="", collector="", sidecar="")
+        model = str(settings.get("model", ""))
         async with Client(addresses) as client:
-            present = weights_of(await client.replicas(), model="")
+            present = weights_of(await client.replicas(), model)
             if present.target_policy_version == policy_version:
                 return
-            await client.push_weights(tensors, policy_version, mode=settings.get("mode", "keep"))
+            mode = settings.get("mode", "keep")
+            await client.push_weights(tensors, policy_version, mode=mode, model=model)
 
 
 base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{MeshRollout.__name__}"  # noqa: SLF001

@@ -26,7 +26,7 @@ class ChatCall:
     chat: gateway_pb2.ChatRequest
     """The request to the gateway."""
     model: str
-    """Model named by the client; empty if it named none."""
+    """Model named by the client; empty if it named none, until the session's is known."""
     shown: Shown
     """Which token fields the answer contains."""
     streams: bool

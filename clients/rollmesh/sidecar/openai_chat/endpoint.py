@@ -1,6 +1,7 @@
 """`POST .../v1/chat/completions`: one request, its complete answer or its stream."""
 
 import asyncio
+import dataclasses
 import logging
 import uuid
 from contextlib import aclosing
@@ -23,8 +24,6 @@ from rollmesh.sidecar.openai_chat.streams import StreamReply
 from rollmesh.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
-_UNNAMED = "policy"
-"""Model name in answers to requests that name none."""
 _LARGE_BODY_BYTES = 256 * 1024
 _READ_AT_A_TIME = 2
 """Number of large bodies that are parsed at a time: they take up to 30 times their size."""
@@ -57,7 +56,8 @@ class ChatEndpoint:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         try:
             call = await self._read_call(await _read_body(receive), scope, request_id)
-            await self._gateways.check_model(call.model, call.chat.session_id)
+            model = await self._gateways.model_of(call.chat.session_id, call.model)
+            call = dataclasses.replace(call, model=model)
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - the edge: everything becomes an answer
@@ -84,7 +84,7 @@ class ChatEndpoint:
         try:
             response = await self._gateways.chat(call.chat, call.request_id)
             await faults.reach("sidecar-before-answer")
-            body = whole_answer(response, call.model or _UNNAMED, call.shown, named=call.names_tool)
+            body = whole_answer(response, call.model, call.shown, named=call.names_tool)
         except RollmeshError as error:
             await error_response(error, call.request_id)(scope, receive, send)
             return
@@ -107,7 +107,7 @@ class ChatEndpoint:
 
     async def _stream_choices(self, call: ChatCall, send: Send) -> None:
         created = clock.unix_ms() // 1000
-        writer = ChunkWriter(created, call.model or _UNNAMED, call.shown, named=call.names_tool)
+        writer = ChunkWriter(created, call.model, call.shown, named=call.names_tool)
         reply = StreamReply(send, call.request_id, writer)
         try:
             async with asyncio.TaskGroup() as group:

@@ -99,6 +99,8 @@ class _FilterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FilterRe
     """A stored session of the unit cannot be read; `removed` names the session, with a count of 0. To
     get it, restore the store from a copy and call `Seek`.
     """
+    FILTER_REASON_MODEL: _FilterReason.ValueType  # 11
+    """Another model answered in the session."""
 
 class FilterReason(_FilterReason, metaclass=_FilterReasonEnumTypeWrapper):
     """Why a consumer did not get something."""
@@ -127,6 +129,8 @@ FILTER_REASON_DAMAGED: FilterReason.ValueType  # 10
 """A stored session of the unit cannot be read; `removed` names the session, with a count of 0. To
 get it, restore the store from a copy and call `Seek`.
 """
+FILTER_REASON_MODEL: FilterReason.ValueType  # 11
+"""Another model answered in the session."""
 Global___FilterReason: _TypeAlias = FilterReason  # noqa: Y015
 
 @_typing.final
@@ -671,6 +675,7 @@ class DeliveryFilter(_message.Message):
     LINEAGES_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TURNS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     max_policy_lag: _builtins.int
     """Largest difference between the consumer's policy version and the oldest version among the trained
     tokens of a trajectory. Default: any.
@@ -681,6 +686,8 @@ class DeliveryFilter(_message.Message):
     """Most tokens of a trajectory, at least 1. Default: any."""
     max_turns: _builtins.int
     """Most sampled turns of a trajectory, at least 1. Default: any."""
+    model: _builtins.str
+    """Name of the model whose sessions are kept, for a mesh with several. Empty: all."""
     @_builtins.property
     def allowed_reasons(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.FidelityReason.ValueType]:
         """The fidelity reasons that a trajectory may carry besides EXACT; [EXACT] keeps only exact ones.
@@ -700,10 +707,11 @@ class DeliveryFilter(_message.Message):
         lineages: _abc.Iterable[_trajectory_pb2.Lineage.ValueType] | None = ...,
         max_tokens: _builtins.int | None = ...,
         max_turns: _builtins.int | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag", "_max_tokens", b"_max_tokens", "_max_turns", b"_max_turns", "allowed_reasons", b"allowed_reasons", "drop_zero_variance", b"drop_zero_variance", "lineages", b"lineages", "max_policy_lag", b"max_policy_lag", "max_tokens", b"max_tokens", "max_turns", b"max_turns", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_policy_lag: _TypeAlias = _typing.Literal["max_policy_lag"]  # noqa: Y015
     _WhichOneofArgType__max_policy_lag: _TypeAlias = _typing.Literal["_max_policy_lag", b"_max_policy_lag"]  # noqa: Y015

@@ -193,9 +193,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     Look at the engine's log and at ListReplicas, and restart the engine.
     """
     ERROR_REASON_MODEL_MISMATCH: _ErrorReason.ValueType  # 31
-    """INVALID_ARGUMENT. A request names another model than the engine serves.
+    """INVALID_ARGUMENT. A request names another model than the engine or the gateway serves.
 
-    Ask the router for an engine of that model, or leave `model` empty.
+    Ask the router for an engine or a gateway of that model, or leave `model` empty.
     """
     ERROR_REASON_GENERATION_ABORTED: _ErrorReason.ValueType  # 32
     """ABORTED. An operator aborted the generation. Nothing was committed.
@@ -327,6 +327,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     stored.
 
     Repeat the request unchanged. If it was stored, the repeat gets the first one's answer.
+    """
+    ERROR_REASON_PREFIX_CACHE_IN_USE: _ErrorReason.ValueType  # 55
+    """FAILED_PRECONDITION. Running generations use the prefix cache, so it was not emptied.
+
+    Pause the engines with PAUSE_MODE_ABORT or PAUSE_MODE_WAIT, or put them to sleep, and try again.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -498,9 +503,9 @@ gets no leases until it registers again.
 Look at the engine's log and at ListReplicas, and restart the engine.
 """
 ERROR_REASON_MODEL_MISMATCH: ErrorReason.ValueType  # 31
-"""INVALID_ARGUMENT. A request names another model than the engine serves.
+"""INVALID_ARGUMENT. A request names another model than the engine or the gateway serves.
 
-Ask the router for an engine of that model, or leave `model` empty.
+Ask the router for an engine or a gateway of that model, or leave `model` empty.
 """
 ERROR_REASON_GENERATION_ABORTED: ErrorReason.ValueType  # 32
 """ABORTED. An operator aborted the generation. Nothing was committed.
@@ -632,6 +637,11 @@ ERROR_REASON_STORE_IN_DOUBT: ErrorReason.ValueType  # 54
 stored.
 
 Repeat the request unchanged. If it was stored, the repeat gets the first one's answer.
+"""
+ERROR_REASON_PREFIX_CACHE_IN_USE: ErrorReason.ValueType  # 55
+"""FAILED_PRECONDITION. Running generations use the prefix cache, so it was not emptied.
+
+Pause the engines with PAUSE_MODE_ABORT or PAUSE_MODE_WAIT, or put them to sleep, and try again.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

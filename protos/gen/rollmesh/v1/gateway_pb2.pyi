@@ -282,6 +282,7 @@ class CreateSessionRequest(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     DISCONNECT_POLICY_FIELD_NUMBER: _builtins.int
     EXPORT_MODE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable, at most 128 characters. Empty means that each call opens a session."""
     group_id: _builtins.str
@@ -294,6 +295,10 @@ class CreateSessionRequest(_message.Message):
     """What happens to a generation whose client disconnects. Default: ABORT."""
     export_mode: Global___ExportMode.ValueType
     """Form of the export when the session is closed. Default: LEAVES."""
+    model: _builtins.str
+    """Name of the model that answers. INVALID_ARGUMENT (MODEL_MISMATCH) if the gateway serves another
+    one; PlaceSession names a gateway that serves it. Empty means the gateway's own.
+    """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """Defaults of all turns. Parameters of a chat request win."""
@@ -313,10 +318,11 @@ class CreateSessionRequest(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         disconnect_policy: Global___DisconnectPolicy.ValueType = ...,
         export_mode: Global___ExportMode.ValueType = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disconnect_policy", b"disconnect_policy", "export_mode", b"export_mode", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,21 +336,25 @@ class CreateSessionResponse(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session. It grants no access, so it may be logged and shown."""
     session_key: _builtins.str
     """Key of the session, which grants access to this session only. Agents send it as a bearer token
     or in the URL. A repeat with the same request_id returns the same key.
     """
+    model: _builtins.str
+    """Name of the model that answers."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         session_key: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "session_key", b"session_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "session_id", b"session_id", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

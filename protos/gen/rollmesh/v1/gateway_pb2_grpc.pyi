@@ -34,9 +34,9 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     CreateSession: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.CreateSessionRequest, _gateway_pb2.CreateSessionResponse]
-    """Opens a session. A repeat with the same request_id returns the same session while it is open, and
+    """Opens a session of the gateway's model. A repeat with the same request_id returns the same session while it is open, and
     fails with SESSION_CLOSED as long as its close is remembered (setting `remembered_closes`).
-    Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
+    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
     id in its details; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
     Chat: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]
@@ -88,9 +88,9 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSession: _aio.UnaryUnaryMultiCallable[_gateway_pb2.CreateSessionRequest, _gateway_pb2.CreateSessionResponse]  # type: ignore[assignment]
-    """Opens a session. A repeat with the same request_id returns the same session while it is open, and
+    """Opens a session of the gateway's model. A repeat with the same request_id returns the same session while it is open, and
     fails with SESSION_CLOSED as long as its close is remembered (setting `remembered_closes`).
-    Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
+    Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
     id in its details; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
     """
     Chat: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ChatRequest, _gateway_pb2.ChatResponse]  # type: ignore[assignment]
@@ -145,9 +145,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.CreateSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.CreateSessionResponse, _abc.Awaitable[_gateway_pb2.CreateSessionResponse]]:
-        """Opens a session. A repeat with the same request_id returns the same session while it is open, and
+        """Opens a session of the gateway's model. A repeat with the same request_id returns the same session while it is open, and
         fails with SESSION_CLOSED as long as its close is remembered (setting `remembered_closes`).
-        Errors: INVALID_ARGUMENT names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
+        Errors: INVALID_ARGUMENT (MODEL_MISMATCH, ...) names the field; FAILED_PRECONDITION (SESSION_CLOSED) has the session's
         id in its details; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY_SESSIONS).
         """
 

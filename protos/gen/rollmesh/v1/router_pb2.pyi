@@ -77,6 +77,34 @@ its circuit: it gets no leases for a while, then one at a time, until a turn is 
 """
 Global___LeaseOutcome: _TypeAlias = LeaseOutcome  # noqa: Y015
 
+class _CircuitState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CircuitStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CircuitState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CIRCUIT_STATE_UNSPECIFIED: _CircuitState.ValueType  # 0
+    """The field is not set."""
+    CIRCUIT_STATE_CLOSED: _CircuitState.ValueType  # 1
+    """They do."""
+    CIRCUIT_STATE_OPEN: _CircuitState.ValueType  # 2
+    """Several in a row were lost: it gets no leases for a while."""
+    CIRCUIT_STATE_HALF_OPEN: _CircuitState.ValueType  # 3
+    """It gets one lease at a time, until a turn is answered."""
+
+class CircuitState(_CircuitState, metaclass=_CircuitStateEnumTypeWrapper):
+    """Whether turns reach an engine, as gateways see it."""
+
+CIRCUIT_STATE_UNSPECIFIED: CircuitState.ValueType  # 0
+"""The field is not set."""
+CIRCUIT_STATE_CLOSED: CircuitState.ValueType  # 1
+"""They do."""
+CIRCUIT_STATE_OPEN: CircuitState.ValueType  # 2
+"""Several in a row were lost: it gets no leases for a while."""
+CIRCUIT_STATE_HALF_OPEN: CircuitState.ValueType  # 3
+"""It gets one lease at a time, until a turn is answered."""
+Global___CircuitState: _TypeAlias = CircuitState  # noqa: Y015
+
 class _ExclusionReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -422,6 +450,7 @@ class AcquireLease(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     EXCLUDED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    SUSPENDED_WAIT_MS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, chosen by the gateway, unique on the stream."""
     session_id: _builtins.str
@@ -432,6 +461,11 @@ class AcquireLease(_message.Message):
     """Longest wait for a slot, milliseconds from the time at which the router reads the message. 0
     refuses at once if no slot is free. Waiting requests share the slots that become free evenly
     among groups, then among sessions; the earliest deadline goes first where those are equal.
+    """
+    suspended_wait_ms: _builtins.int
+    """Longest wait while engines of the model are there and none of them samples, because each is
+    paused, asleep, or being brought up to date; milliseconds, like `wait_ms`. A wait that ends in
+    such a time begins again. Below `wait_ms` it has no effect.
     """
     @_builtins.property
     def excluded_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -447,10 +481,11 @@ class AcquireLease(_message.Message):
         group_id: _builtins.str = ...,
         excluded_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         wait_ms: _builtins.int = ...,
+        suspended_wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id", "suspended_wait_ms", b"suspended_wait_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -840,12 +875,15 @@ class Replica(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     EXCLUSION_FIELD_NUMBER: _builtins.int
+    CIRCUIT_FIELD_NUMBER: _builtins.int
     leases: _builtins.int
     """Number of leases granted on it. Engines only."""
     sessions: _builtins.int
     """Number of sessions that are served by it. Engines only."""
     fenced: _builtins.bool
     """Whether it is fenced: it does not hold the target weights of its model. Engines only."""
+    circuit: Global___CircuitState.ValueType
+    """State of its circuit. Engines only."""
     @_builtins.property
     def hello(self) -> Global___ReplicaHello:
         """Its identity and its last load."""
@@ -862,10 +900,11 @@ class Replica(_message.Message):
         sessions: _builtins.int = ...,
         fenced: _builtins.bool = ...,
         exclusion: Global___Exclusion | None = ...,
+        circuit: Global___CircuitState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exclusion", b"exclusion", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclusion", b"exclusion", "fenced", b"fenced", "hello", b"hello", "leases", b"leases", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["circuit", b"circuit", "exclusion", b"exclusion", "fenced", b"fenced", "hello", b"hello", "leases", b"leases", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1028,6 +1067,228 @@ class ResumeEnginesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeEnginesResponse: _TypeAlias = ResumeEnginesResponse  # noqa: Y015
+
+@_typing.final
+class SleepEnginesRequest(_message.Message):
+    """Request of SleepEngines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """1 keeps the weights in host memory, 2 drops them. Default 1."""
+    model: _builtins.str
+    """Name of the model. Empty means the only one of the mesh."""
+    request_id: _builtins.str
+    """Makes the call repeatable, see server.proto."""
+    def __init__(
+        self,
+        *,
+        level: _builtins.int | None = ...,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
+    _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__level) -> _WhichOneofReturnType__level | None: ...
+
+Global___SleepEnginesRequest: _TypeAlias = SleepEnginesRequest  # noqa: Y015
+
+@_typing.final
+class SleepEnginesResponse(_message.Message):
+    """Results of SleepEngines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineResult]:
+        """One result per engine."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___EngineResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepEnginesResponse: _TypeAlias = SleepEnginesResponse  # noqa: Y015
+
+@_typing.final
+class WakeUpEnginesRequest(_message.Message):
+    """Request of WakeUpEngines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Empty means the only one of the mesh."""
+    request_id: _builtins.str
+    """Makes the call repeatable, see server.proto."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpEnginesRequest: _TypeAlias = WakeUpEnginesRequest  # noqa: Y015
+
+@_typing.final
+class WakeUpEnginesResponse(_message.Message):
+    """Results of WakeUpEngines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineResult]:
+        """One result per engine."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___EngineResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpEnginesResponse: _TypeAlias = WakeUpEnginesResponse  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCachesRequest(_message.Message):
+    """Request of ResetPrefixCaches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model. Empty means the only one of the mesh."""
+    request_id: _builtins.str
+    """Makes the call repeatable, see server.proto."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCachesRequest: _TypeAlias = ResetPrefixCachesRequest  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCachesResponse(_message.Message):
+    """Results of ResetPrefixCaches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineResult]:
+        """One result per engine."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___EngineResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCachesResponse: _TypeAlias = ResetPrefixCachesResponse  # noqa: Y015
+
+@_typing.final
+class AbortGenerationsRequest(_message.Message):
+    """Request of AbortGenerations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    all: _builtins.bool
+    """Whether to abort all running generations of the model instead."""
+    model: _builtins.str
+    """Name of the model. Empty means the only one of the mesh."""
+    request_id: _builtins.str
+    """Makes the call repeatable, see server.proto."""
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of generations. Ids that an engine does not have are ignored."""
+
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        all: _builtins.bool = ...,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "model", b"model", "request_id", b"request_id", "request_ids", b"request_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortGenerationsRequest: _TypeAlias = AbortGenerationsRequest  # noqa: Y015
+
+@_typing.final
+class AbortGenerationsResponse(_message.Message):
+    """Results of AbortGenerations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineResult]:
+        """One result per engine."""
+
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the running generations that are being aborted."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___EngineResult] | None = ...,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortGenerationsResponse: _TypeAlias = AbortGenerationsResponse  # noqa: Y015
 
 @_typing.final
 class PushWeightsRequest(_message.Message):

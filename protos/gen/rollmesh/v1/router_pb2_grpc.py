@@ -70,6 +70,26 @@ class RouterServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.ResumeEnginesRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_router__pb2.ResumeEnginesResponse.FromString,
                 _registered_method=True)
+        self.SleepEngines = channel.unary_unary(
+                '/rollmesh.v1.RouterService/SleepEngines',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.SleepEnginesRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.SleepEnginesResponse.FromString,
+                _registered_method=True)
+        self.WakeUpEngines = channel.unary_unary(
+                '/rollmesh.v1.RouterService/WakeUpEngines',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesResponse.FromString,
+                _registered_method=True)
+        self.ResetPrefixCaches = channel.unary_unary(
+                '/rollmesh.v1.RouterService/ResetPrefixCaches',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesResponse.FromString,
+                _registered_method=True)
+        self.AbortGenerations = channel.unary_unary(
+                '/rollmesh.v1.RouterService/AbortGenerations',
+                request_serializer=rollmesh_dot_v1_dot_router__pb2.AbortGenerationsRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_router__pb2.AbortGenerationsResponse.FromString,
+                _registered_method=True)
         self.PushWeights = channel.stream_unary(
                 '/rollmesh.v1.RouterService/PushWeights',
                 request_serializer=rollmesh_dot_v1_dot_router__pb2.PushWeightsRequest.SerializeToString,
@@ -152,6 +172,37 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SleepEngines(self, request, context):
+        """Puts all engines of a model to sleep, in parallel. Running generations are aborted; turns of
+        sessions wait until engines wake up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUpEngines(self, request, context):
+        """Wakes up all engines of a model, in parallel.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetPrefixCaches(self, request, context):
+        """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
+        generations use its cache keeps it; its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortGenerations(self, request, context):
+        """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
+        continue elsewhere; other callers get the tokens sampled so far.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PushWeights(self, request_iterator, context):
         """Passes new weights to all engines of a model, in parallel. The push is accepted once one engine
         holds the weights. From then on the router leases only engines that hold them, keeps them on
@@ -220,6 +271,26 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ResumeEngines,
                     request_deserializer=rollmesh_dot_v1_dot_router__pb2.ResumeEnginesRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_router__pb2.ResumeEnginesResponse.SerializeToString,
+            ),
+            'SleepEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepEngines,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.SleepEnginesRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.SleepEnginesResponse.SerializeToString,
+            ),
+            'WakeUpEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUpEngines,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesResponse.SerializeToString,
+            ),
+            'ResetPrefixCaches': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCaches,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesResponse.SerializeToString,
+            ),
+            'AbortGenerations': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortGenerations,
+                    request_deserializer=rollmesh_dot_v1_dot_router__pb2.AbortGenerationsRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_router__pb2.AbortGenerationsResponse.SerializeToString,
             ),
             'PushWeights': grpc.stream_unary_rpc_method_handler(
                     servicer.PushWeights,
@@ -427,6 +498,114 @@ class RouterService(object):
             '/rollmesh.v1.RouterService/ResumeEngines',
             rollmesh_dot_v1_dot_router__pb2.ResumeEnginesRequest.SerializeToString,
             rollmesh_dot_v1_dot_router__pb2.ResumeEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/SleepEngines',
+            rollmesh_dot_v1_dot_router__pb2.SleepEnginesRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.SleepEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUpEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/WakeUpEngines',
+            rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.WakeUpEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCaches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/ResetPrefixCaches',
+            rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.ResetPrefixCachesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortGenerations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RouterService/AbortGenerations',
+            rollmesh_dot_v1_dot_router__pb2.AbortGenerationsRequest.SerializeToString,
+            rollmesh_dot_v1_dot_router__pb2.AbortGenerationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

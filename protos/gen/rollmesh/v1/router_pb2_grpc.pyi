@@ -63,6 +63,20 @@ class RouterServiceStub:
     """Pauses all engines of a model, in parallel."""
     ResumeEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]
     """Resumes all engines of a model, in parallel."""
+    SleepEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.SleepEnginesRequest, _router_pb2.SleepEnginesResponse]
+    """Puts all engines of a model to sleep, in parallel. Running generations are aborted; turns of
+    sessions wait until engines wake up.
+    """
+    WakeUpEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.WakeUpEnginesRequest, _router_pb2.WakeUpEnginesResponse]
+    """Wakes up all engines of a model, in parallel."""
+    ResetPrefixCaches: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResetPrefixCachesRequest, _router_pb2.ResetPrefixCachesResponse]
+    """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
+    generations use its cache keeps it; its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
+    """
+    AbortGenerations: _grpc.UnaryUnaryMultiCallable[_router_pb2.AbortGenerationsRequest, _router_pb2.AbortGenerationsResponse]
+    """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
+    continue elsewhere; other callers get the tokens sampled so far.
+    """
     PushWeights: _grpc.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]
     """Passes new weights to all engines of a model, in parallel. The push is accepted once one engine
     holds the weights. From then on the router leases only engines that hold them, keeps them on
@@ -117,6 +131,20 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Pauses all engines of a model, in parallel."""
     ResumeEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]  # type: ignore[assignment]
     """Resumes all engines of a model, in parallel."""
+    SleepEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.SleepEnginesRequest, _router_pb2.SleepEnginesResponse]  # type: ignore[assignment]
+    """Puts all engines of a model to sleep, in parallel. Running generations are aborted; turns of
+    sessions wait until engines wake up.
+    """
+    WakeUpEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.WakeUpEnginesRequest, _router_pb2.WakeUpEnginesResponse]  # type: ignore[assignment]
+    """Wakes up all engines of a model, in parallel."""
+    ResetPrefixCaches: _aio.UnaryUnaryMultiCallable[_router_pb2.ResetPrefixCachesRequest, _router_pb2.ResetPrefixCachesResponse]  # type: ignore[assignment]
+    """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
+    generations use its cache keeps it; its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
+    """
+    AbortGenerations: _aio.UnaryUnaryMultiCallable[_router_pb2.AbortGenerationsRequest, _router_pb2.AbortGenerationsResponse]  # type: ignore[assignment]
+    """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
+    continue elsewhere; other callers get the tokens sampled so far.
+    """
     PushWeights: _aio.StreamUnaryMultiCallable[_router_pb2.PushWeightsRequest, _router_pb2.PushWeightsResponse]  # type: ignore[assignment]
     """Passes new weights to all engines of a model, in parallel. The push is accepted once one engine
     holds the weights. From then on the router leases only engines that hold them, keeps them on
@@ -210,6 +238,44 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ResumeEnginesResponse, _abc.Awaitable[_router_pb2.ResumeEnginesResponse]]:
         """Resumes all engines of a model, in parallel."""
+
+    @_abc_1.abstractmethod
+    def SleepEngines(
+        self,
+        request: _router_pb2.SleepEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.SleepEnginesResponse, _abc.Awaitable[_router_pb2.SleepEnginesResponse]]:
+        """Puts all engines of a model to sleep, in parallel. Running generations are aborted; turns of
+        sessions wait until engines wake up.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUpEngines(
+        self,
+        request: _router_pb2.WakeUpEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.WakeUpEnginesResponse, _abc.Awaitable[_router_pb2.WakeUpEnginesResponse]]:
+        """Wakes up all engines of a model, in parallel."""
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCaches(
+        self,
+        request: _router_pb2.ResetPrefixCachesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ResetPrefixCachesResponse, _abc.Awaitable[_router_pb2.ResetPrefixCachesResponse]]:
+        """Empties the prefix caches of all engines of a model, in parallel. An engine whose running
+        generations use its cache keeps it; its result is FAILED_PRECONDITION (PREFIX_CACHE_IN_USE).
+        """
+
+    @_abc_1.abstractmethod
+    def AbortGenerations(
+        self,
+        request: _router_pb2.AbortGenerationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.AbortGenerationsResponse, _abc.Awaitable[_router_pb2.AbortGenerationsResponse]]:
+        """Aborts generations on all engines of a model, in parallel. Turns of sessions begin again or
+        continue elsewhere; other callers get the tokens sampled so far.
+        """
 
     @_abc_1.abstractmethod
     def PushWeights(

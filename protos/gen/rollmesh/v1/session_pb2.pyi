@@ -164,6 +164,7 @@ class SessionRecord(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     REWARD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session."""
     group_id: _builtins.str
@@ -190,6 +191,8 @@ class SessionRecord(_message.Message):
     """How long the collector waits for rewards by SetRewards before it delivers the session,
     milliseconds from its arrival. Afterwards it is delivered without them. Not set means no wait.
     """
+    model: _builtins.str
+    """Name of the model that answered, as the gateway has it."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Metadata from CreateSession and CloseSession, for the trainer; rollmesh does not read it."""
@@ -221,10 +224,11 @@ class SessionRecord(_message.Message):
         turns: _builtins.int = ...,
         superseded: _builtins.bool = ...,
         reward_timeout_ms: _builtins.int | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_reward_timeout_ms", b"_reward_timeout_ms", "closed_unix_ms", b"closed_unix_ms", "group_id", b"group_id", "group_size", b"group_size", "metadata", b"metadata", "model", b"model", "opened_unix_ms", b"opened_unix_ms", "outcome", b"outcome", "reward", b"reward", "reward_timeout_ms", b"reward_timeout_ms", "sample_index", b"sample_index", "session_id", b"session_id", "superseded", b"superseded", "trajectories", b"trajectories", "tree", b"tree", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -137,6 +137,7 @@ class GatewayService:
                     runner=runner,
                     outbox=outbox,
                     tasks=tasks,
+                    model=config.model,
                     max_sessions=config.max_sessions,
                 )
                 gateway.forgotten = leases.forget

@@ -11,7 +11,11 @@ from rollmesh.gateway.protocol.requests import read_choices
 from rollmesh.gateway.protocol.responses import write_answers, write_event, write_nodes
 from rollmesh.gateway.sessions.registry import Gateway
 from rollmesh.gateway.storage.dead_letters import DeadLetters
-from rollmesh.runtime.errors import InvalidFieldError, InvalidMessagesError
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    InvalidMessagesError,
+    ModelMismatchError,
+)
 from rollmesh.runtime.process.memory import FreedMemory
 from rollmesh.runtime.rpc.interceptors import Context
 from rollmesh.runtime.rpc.repeats import Repeats
@@ -69,10 +73,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidFieldError(
                 "export_mode", f"is {request.export_mode}; give one of ExportMode"
             )
+        if request.model not in {"", self._info.model}:
+            raise ModelMismatchError(
+                "model", f"is {request.model!r}; this gateway serves {self._info.model!r}"
+            )
         _check_metadata(request.metadata)
         spec = await self.gateway.create(request)
         return gateway_pb2.CreateSessionResponse(
-            session_id=spec.session_id, session_key=self.gateway.keys.key(spec.session_id)
+            session_id=spec.session_id,
+            session_key=self.gateway.keys.key(spec.session_id),
+            model=spec.model,
         )
 
     async def Chat(

@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from rollmesh.router.engine_calls import call_engine
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.weights.models import Models
-from rollmesh.runtime.errors import InvalidFieldError
+from rollmesh.runtime.errors import InvalidFieldError, PrefixCacheInUseError
 from rollmesh.v1 import engine_pb2, engine_pb2_grpc, router_pb2
 
 
 class Control:
-    """Pauses, resumes and joins the engines of a model; every call returns a result per engine."""
+    """Calls all engines of a model in parallel; every call returns a result per engine."""
 
     def __init__(self, models: Models, timeout_s: float) -> None:
         """Takes the models and the timeout of a call to one engine, seconds."""
@@ -41,6 +41,65 @@ class Control:
         return await self._fan_out(
             request.model, lambda stub: stub.Resume(request, timeout=self._timeout_s)
         )
+
+    async def sleep(self, level: int | None, model: str) -> list[router_pb2.EngineResult]:
+        """Puts the engines of a model to sleep.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 drops them; None is the engines' default.
+            model: Name of the model.
+
+        Raises:
+            InvalidFieldError: The mesh does not have the model.
+        """
+        request = engine_pb2.SleepRequest(level=level, model=self._models.named(model))
+        return await self._fan_out(
+            request.model, lambda stub: stub.Sleep(request, timeout=self._timeout_s)
+        )
+
+    async def wake_up(self, model: str) -> list[router_pb2.EngineResult]:
+        """Wakes up the engines of a model.
+
+        Raises:
+            InvalidFieldError: The mesh does not have the model.
+        """
+        request = engine_pb2.WakeUpRequest(model=self._models.named(model))
+        return await self._fan_out(
+            request.model, lambda stub: stub.WakeUp(request, timeout=self._timeout_s)
+        )
+
+    async def reset_prefix_caches(self, model: str) -> list[router_pb2.EngineResult]:
+        """Empties the prefix caches of the engines of a model.
+
+        Raises:
+            InvalidFieldError: The mesh does not have the model.
+        """
+        request = engine_pb2.ResetPrefixCacheRequest(model=self._models.named(model))
+
+        async def reset(stub: "engine_pb2_grpc.EngineServiceAsyncStub") -> None:
+            response = await stub.ResetPrefixCache(request, timeout=self._timeout_s)
+            if not response.reset:
+                raise PrefixCacheInUseError("running generations use the prefix cache")
+
+        return await self._fan_out(request.model, reset)
+
+    async def abort(
+        self, request: engine_pb2.AbortRequest
+    ) -> tuple[list[router_pb2.EngineResult], list[str]]:
+        """Aborts generations on the engines of a model; returns the ids of those that were running.
+
+        Raises:
+            InvalidFieldError: The mesh does not have the model, or the request names nothing.
+        """
+        if not (request.all or request.request_ids):
+            raise InvalidFieldError("request_ids", "is empty; name generations, or give `all`")
+        request.model = self._models.named(request.model)
+        aborted: list[str] = []
+
+        async def abort(stub: "engine_pb2_grpc.EngineServiceAsyncStub") -> None:
+            aborted.extend((await stub.Abort(request, timeout=self._timeout_s)).request_ids)
+
+        return await self._fan_out(request.model, abort), sorted(aborted)
 
     async def init_transfers(
         self, request: engine_pb2.InitWeightTransferRequest, by_engine: Mapping[str, str]

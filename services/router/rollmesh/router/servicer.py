@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.control import Control
 from rollmesh.router.dispatch import Dispatch, warn_of_misfits
+from rollmesh.router.leasing.circuit import CircuitState
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.leasing.leases import LeaseTable
 from rollmesh.router.membership.gateways import GatewayTable, RegisteredGateway
@@ -23,6 +24,11 @@ from rollmesh.v1 import engine_pb2, router_pb2, router_pb2_grpc
 
 _MAX_ID_CHARS = 128
 _MAX_INTERVAL_MS = 60_000
+_CIRCUITS = {
+    CircuitState.CLOSED: router_pb2.CIRCUIT_STATE_CLOSED,
+    CircuitState.OPEN: router_pb2.CIRCUIT_STATE_OPEN,
+    CircuitState.HALF_OPEN: router_pb2.CIRCUIT_STATE_HALF_OPEN,
+}
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -102,7 +108,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def PlaceSession(
         self, request: router_pb2.PlaceSessionRequest, context: Context
     ) -> router_pb2.PlaceSessionResponse:
-        return router_pb2.PlaceSessionResponse(gateway=self._gateways.place(request.model))
+        gateway = self._gateways.place(request.model, self._models.names())
+        return router_pb2.PlaceSessionResponse(gateway=gateway)
 
     async def ListGateways(
         self, request: router_pb2.ListGatewaysRequest, context: Context
@@ -120,6 +127,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 replica.leases = engine.leases
                 replica.sessions = len(engine.sessions)
                 replica.fenced = self._table.fleet.fenced(engine)
+                replica.circuit = _CIRCUITS[engine.circuit.state]
                 if exclusion := self._table.fleet.exclusion(engine):
                     replica.exclusion.CopyFrom(exclusion)
         return response
@@ -143,6 +151,50 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             return router_pb2.ResumeEnginesResponse(results=results)
 
         return await self._repeats.once(request, resume)
+
+    async def SleepEngines(
+        self, request: router_pb2.SleepEnginesRequest, context: Context
+    ) -> router_pb2.SleepEnginesResponse:
+        level = request.level if request.HasField("level") else None
+        if level not in {None, 1, 2}:
+            raise InvalidFieldError("level", f"is {level}; give 1 or 2")
+
+        async def sleep() -> router_pb2.SleepEnginesResponse:
+            results = await self._control.sleep(level, request.model)
+            return router_pb2.SleepEnginesResponse(results=results)
+
+        return await self._repeats.once(request, sleep)
+
+    async def WakeUpEngines(
+        self, request: router_pb2.WakeUpEnginesRequest, context: Context
+    ) -> router_pb2.WakeUpEnginesResponse:
+        async def wake_up() -> router_pb2.WakeUpEnginesResponse:
+            results = await self._control.wake_up(request.model)
+            return router_pb2.WakeUpEnginesResponse(results=results)
+
+        return await self._repeats.once(request, wake_up)
+
+    async def ResetPrefixCaches(
+        self, request: router_pb2.ResetPrefixCachesRequest, context: Context
+    ) -> router_pb2.ResetPrefixCachesResponse:
+        async def reset() -> router_pb2.ResetPrefixCachesResponse:
+            results = await self._control.reset_prefix_caches(request.model)
+            return router_pb2.ResetPrefixCachesResponse(results=results)
+
+        return await self._repeats.once(request, reset)
+
+    async def AbortGenerations(
+        self, request: router_pb2.AbortGenerationsRequest, context: Context
+    ) -> router_pb2.AbortGenerationsResponse:
+        named = engine_pb2.AbortRequest(
+            request_ids=request.request_ids, all=request.all, model=request.model
+        )
+
+        async def abort() -> router_pb2.AbortGenerationsResponse:
+            results, aborted = await self._control.abort(named)
+            return router_pb2.AbortGenerationsResponse(results=results, request_ids=aborted)
+
+        return await self._repeats.once(request, abort)
 
     async def PushWeights(
         self, request_iterator: AsyncIterator[router_pb2.PushWeightsRequest], context: Context

@@ -7,17 +7,19 @@ own, also if its gateway returns elsewhere or another gateway takes over the jou
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import NoGatewayError, RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import gateway_pb2_grpc, router_pb2, router_pb2_grpc
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, router_pb2_grpc
 
 JOURNAL_ID_CHARS = 8
 """Characters of a journal's id."""
 _LIST_TIMEOUT_S = 5.0
+_INFO_TIMEOUT_S = 5.0
 _LIST_AGE_MS = 250
 """Age up to which a list is not asked for again, whoever asks for what it does not have."""
 _RETRY_MS = 1000
@@ -26,6 +28,14 @@ _RETRY_MS = 1000
 def journal_of(session_id: str) -> str:
     """Returns the id of the journal that holds a session."""
     return session_id[:JOURNAL_ID_CHARS]
+
+
+@dataclass(slots=True)
+class _Known:
+    """The gateway of a journal, as the router named it last; kept when the gateway goes away."""
+
+    address: str
+    model: str
 
 
 class GatewayDirectory:
@@ -41,7 +51,8 @@ class GatewayDirectory:
         self._router = router
         self._only = gateway
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._addresses: dict[str, str] = {}  # by journal; kept when a gateway goes away
+        self._known: dict[str, _Known] = {}  # by journal
+        self._models: list[str] = []
         self._lost: set[str] = set()  # journals whose gateway did not answer
         self._listing = asyncio.Lock()
         self._listed_ms: int | None = None
@@ -55,10 +66,40 @@ class GatewayDirectory:
         """
         if self._only:
             return self._stub(self._only)
+        return self._stub((await self._find(session_id)).address)
+
+    async def model_of(self, session_id: str) -> str:
+        """Returns the name of the model that answers in a session.
+
+        Raises:
+            NoGatewayError: No gateway has served its journal yet.
+            RollmeshError: The router, or the only gateway, did not answer, and never has.
+        """
+        if self._only:
+            return (self._models or await self.models())[0]
+        return (await self._find(session_id)).model
+
+    async def models(self) -> list[str]:
+        """Returns the names of the models that gateways serve, sorted.
+
+        Raises:
+            RollmeshError: The router, or the only gateway, did not answer.
+        """
+        if self._only:
+            with typed_errors():
+                info = await self._stub(self._only).GetGatewayInfo(
+                    gateway_pb2.GetGatewayInfoRequest(), timeout=_INFO_TIMEOUT_S
+                )
+            self._models = [info.model]
+        else:
+            await self._list()
+        return self._models
+
+    async def _find(self, session_id: str) -> _Known:
         journal_id = journal_of(session_id)
-        if journal_id not in self._addresses or journal_id in self._lost:
+        if journal_id not in self._known or journal_id in self._lost:
             await self._look_for(journal_id)
-        return self._stub(self._addresses[journal_id])
+        return self._known[journal_id]
 
     def lost(self, session_id: str) -> None:
         """Notes that the gateway of a session did not answer: it may have returned elsewhere."""
@@ -69,9 +110,9 @@ class GatewayDirectory:
         try:
             await self._list()
         except RollmeshError:
-            if journal_id not in self._addresses:
+            if journal_id not in self._known:
                 raise
-        if journal_id not in self._addresses:
+        if journal_id not in self._known:
             raise NoGatewayError(
                 "session_id: no gateway serves the session's journal now; try again",
                 retry_delay_ms=_RETRY_MS,
@@ -135,11 +176,12 @@ class GatewayDirectory:
             )
         for gateway in response.gateways:
             self._note(gateway)
+        self._models = sorted({gateway.model for gateway in response.gateways})
         return response.gateways
 
     def _note(self, gateway: router_pb2.Gateway) -> None:
         if gateway.journal_id:
-            self._addresses[gateway.journal_id] = gateway.address
+            self._known[gateway.journal_id] = _Known(gateway.address, gateway.model)
 
     def _router_stub(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
         return router_pb2_grpc.RouterServiceStub(self._channel(self._router))

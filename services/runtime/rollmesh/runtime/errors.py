@@ -115,7 +115,7 @@ class UnsupportedPartError(InvalidFieldError):
 
 
 class ModelMismatchError(InvalidFieldError):
-    """The request names a model that the engine does not serve."""
+    """The request names a model that the engine or the gateway does not serve."""
 
     reason = "MODEL_MISMATCH"
 
@@ -257,6 +257,13 @@ class NoEngineError(RollmeshError):
 
     code = "UNAVAILABLE"
     reason = "NO_ENGINE"
+
+
+class PrefixCacheInUseError(RollmeshError):
+    """Running generations use the prefix cache, so it was not emptied."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "PREFIX_CACHE_IN_USE"
 
 
 class NoGatewayError(RollmeshError):

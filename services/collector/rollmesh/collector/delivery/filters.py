@@ -41,14 +41,16 @@ def judge(
     kept: list[list[int]] = []
     removed: list[pb.RemovedTrajectories] = []
     for head in heads:
-        reasons: list[Reason] = [_reason(rules, version, row) for row in rows_of(head)]
+        reasons = _reasons(rules, version, head)
         kept.append([at for at, reason in enumerate(reasons) if not reason])
         for why, count in sorted(Counter(filter(None, reasons)).items()):
             removed.append(
                 pb.RemovedTrajectories(session_id=head.session_id, reason=why, count=count)
             )
     reason: Reason = pb.FILTER_REASON_UNSPECIFIED
-    if removed and not any(kept):
+    if heads and not any(_is_of_model(rules, head) for head in heads):
+        reason = pb.FILTER_REASON_MODEL
+    elif removed and not any(kept):
         reason = pb.FILTER_REASON_NOTHING_LEFT
     elif rules.drop_zero_variance and _all_equal(heads, kept):
         reason = pb.FILTER_REASON_ZERO_VARIANCE
@@ -57,7 +59,7 @@ def judge(
 
 def usable(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> bool:
     """Returns whether the filter leaves a session at least one trajectory; ignores policy lag."""
-    return any(not _reason(rules, None, row) for row in rows_of(head))
+    return any(not reason for reason in _reasons(rules, None, head))
 
 
 def oldest_trained_version(row: Row) -> int | None:
@@ -71,6 +73,19 @@ def oldest_trained_version(row: Row) -> int | None:
         ),
         default=None,
     )
+
+
+def _reasons(
+    rules: pb.DeliveryFilter, version: int | None, head: session_pb2.SessionRecord
+) -> list[Reason]:
+    """Returns why each row of a session is removed; UNSPECIFIED if it is kept."""
+    if not _is_of_model(rules, head):
+        return [pb.FILTER_REASON_MODEL for _ in rows_of(head)]
+    return [_reason(rules, version, row) for row in rows_of(head)]
+
+
+def _is_of_model(rules: pb.DeliveryFilter, head: session_pb2.SessionRecord) -> bool:
+    return rules.model in {"", head.model}
 
 
 def _reason(rules: pb.DeliveryFilter, version: int | None, row: Row) -> Reason:

@@ -11,6 +11,8 @@ class SessionSpec:
 
     session_id: str
     opened_unix_ms: int
+    model: str = ""
+    """Name of the model that answers."""
     request_id: str = ""
     group_id: str = ""
     sample_index: int = 0

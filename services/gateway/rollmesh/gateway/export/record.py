@@ -49,6 +49,7 @@ def write_record(
         reward_timeout_ms=(
             request.reward_timeout_ms if request.HasField("reward_timeout_ms") else None
         ),
+        model=spec.model,
     )
     apply_rewards(record, request.rewards)
     return record

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from google.protobuf import json_format
 
@@ -38,6 +38,7 @@ from rollmesh.runtime.errors import (
     SessionClosedError,
     SessionUnknownError,
     ShuttingDownError,
+    StoreError,
     StoreFullError,
     TooManySessionsError,
 )
@@ -64,9 +65,11 @@ class Gateway:
         runner: TurnRunner,
         outbox: Outbox,
         tasks: asyncio.TaskGroup,
+        model: str,
         max_sessions: int,
     ) -> None:
         """Starts without sessions; `restore` loads those of the journal."""
+        self._model = model
         self._new_tree = new_tree
         self._database = database
         self._runner = runner
@@ -104,7 +107,11 @@ class Gateway:
         return len(self._sessions)
 
     async def restore(self) -> None:
-        """Rebuilds the open sessions from the journal, and loads the secret of their keys."""
+        """Rebuilds the open sessions from the journal, and loads the secret of their keys.
+
+        Raises:
+            StoreError: The journal has open sessions of a model with another name.
+        """
         fresh = secrets.token_bytes(SECRET_BYTES)
         self.keys = SessionKeys(await self._database.run(lambda db: journal.keep_secret(db, fresh)))
         fresh_id = secrets.token_hex(JOURNAL_ID_CHARS // 2)
@@ -112,6 +119,7 @@ class Gateway:
         sessions, damaged = await self._database.run(
             lambda db: journal.read_open(db, self._new_tree)
         )
+        self._check_models(sessions)
         for stored in sessions:
             self.reopen(stored)
         self._closed |= await self._database.run(closed.read_closes)
@@ -132,6 +140,15 @@ class Gateway:
                 open=len(sessions), closed=len(self._closed), dead_letters=len(self._outbox.dead)
             ),
         )
+
+    def _check_models(self, sessions: Iterable[StoredSession]) -> None:
+        others = [one.spec.model for one in sessions if one.spec.model != self._model]
+        if others:
+            raise StoreError(
+                f"{self._database.path}: holds {len(others)} open sessions of model "
+                f"{others[0]!r}, and this gateway serves {self._model!r}; serve them under that "
+                "name until they are closed, or name another data_dir"
+            )
 
     def reopen(self, stored: StoredSession) -> None:
         """Adds a session from the journal to the open sessions."""
@@ -200,6 +217,7 @@ class Gateway:
         spec = SessionSpec(
             session_id=session_id,
             opened_unix_ms=clock.unix_ms(),
+            model=self._model,
             request_id=request.request_id,
             group_id=request.group_id,
             sample_index=request.sample_index,

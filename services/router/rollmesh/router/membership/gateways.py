@@ -3,6 +3,7 @@
 Invariant: `placed` is the number of sessions placed on a gateway since its last report.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rollmesh.runtime.errors import InvalidFieldError, NoGatewayError
@@ -65,18 +66,20 @@ class GatewayTable:
         """Returns the gateways in the order of their ids."""
         return [self._gateways[id_].to_proto() for id_ in sorted(self._gateways)]
 
-    def place(self, model: str) -> router_pb2.Gateway:
+    def place(self, model: str, known: Collection[str] = ()) -> router_pb2.Gateway:
         """Places a new session on the gateway with the fewest; ties rotate.
 
         Args:
             model: Name of the model; empty means the only one.
+            known: Models of the mesh, also those without a gateway now.
 
         Raises:
-            InvalidFieldError: No gateway serves the model, or there are several and none is named.
-            NoGatewayError: No gateway takes new sessions.
+            InvalidFieldError: The mesh does not have the model, or has several and none is named.
+            NoGatewayError: No gateway of the model takes new sessions.
         """
         models = sorted({one.hello.model for one in self._gateways.values()})
-        if models and (model not in models if model else len(models) > 1):
+        is_known = model in models or model in known
+        if models and (not is_known if model else len(models) > 1):
             problem = f"{model!r} is not served" if model else "is empty"
             raise InvalidFieldError("model", f"{problem}; give one of {', '.join(models)}")
         taking = [
@@ -85,8 +88,9 @@ class GatewayTable:
             if model in {"", one.hello.model} and not one.hello.load.draining
         ]
         if not taking:
+            of_model = f" of model {model!r}" if model else ""
             raise NoGatewayError(
-                f"none of {len(self._gateways)} gateways takes new sessions; try again",
+                f"none of {len(self._gateways)} gateways takes new sessions{of_model}; try again",
                 retry_delay_ms=_RETRY_MS,
             )
         gateway = min(taking, key=lambda one: (one.live_sessions, one.last_placed))

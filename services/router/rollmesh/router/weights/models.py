@@ -37,16 +37,19 @@ class Models:
             self._kept[kept.model] = kept
             self.show(kept)
 
+    def names(self) -> set[str]:
+        """Returns the models of engines and gateways, and those with kept weights."""
+        return self._members.models() | {name for name, kept in self._kept.items() if kept.current}
+
     def weights(self) -> list[router_pb2.ModelWeights]:
         """Returns the target and the last version of every model, sorted by name."""
-        names = self._members.models() | {name for name, kept in self._kept.items() if kept.current}
         return [
             router_pb2.ModelWeights(
                 model=name,
                 target_policy_version=self.kept(name).target_version,
                 last_policy_version=self.kept(name).last_version,
             )
-            for name in sorted(names)
+            for name in sorted(self.names())
         ]
 
     def named(self, model: str, field: str = "model") -> str:
@@ -59,7 +62,7 @@ class Models:
         Raises:
             InvalidFieldError: The mesh does not have the model, or has several and none is named.
         """
-        known = [one.model for one in self.weights()]
+        known = sorted(self.names())
         if model in known or (not model and len(known) == 1):
             return model or known[0]
         names = ", ".join(known) or "none: no engine or gateway is registered yet"

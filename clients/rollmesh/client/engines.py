@@ -1,0 +1,109 @@
+"""The client's control calls, each to all engines of a model at once."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from rollmesh.client.arguments import chosen
+from rollmesh.client.connections import Connections
+from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.v1 import engine_pb2, router_pb2
+
+_TIMEOUT_S = 600.0
+PauseModeName = Literal["keep", "abort", "wait"]
+PAUSE_MODES = {
+    "keep": engine_pb2.PAUSE_MODE_KEEP,
+    "abort": engine_pb2.PAUSE_MODE_ABORT,
+    "wait": engine_pb2.PAUSE_MODE_WAIT,
+}
+"""What happens to running generations, by name."""
+
+
+class EngineControlError(RollmeshError):
+    """A control call failed at an engine; `results` has the result of every engine.
+
+    Read the results; the engines that are not among the failures did what was asked.
+    """
+
+    code = "INTERNAL"
+    reason = "ENGINE_CONTROL_FAILED"
+
+    def __init__(self, results: Sequence[router_pb2.EngineResult]) -> None:
+        """Takes the results; the message names the engines that failed and why."""
+        failed = [result for result in results if result.status.code]
+        super().__init__("; ".join(f"{one.engine_id}: {one.status.message}" for one in failed))
+        self.results = list(results)
+
+
+class _Response(Protocol):
+    @property
+    def results(self) -> Sequence[router_pb2.EngineResult]:
+        """One result per engine."""
+        ...
+
+
+class EngineCalls(Connections):
+    """Controls the engines of a model.
+
+    Every method returns one result per engine and raises `EngineControlError` if an engine failed.
+    `model` may be empty if the mesh has only one.
+    """
+
+    async def pause_engines(
+        self, mode: PauseModeName = "keep", model: str = ""
+    ) -> list[router_pb2.EngineResult]:
+        """Pauses sampling; turns of sessions wait until the engines resume.
+
+        Args:
+            mode: What happens to running generations: "keep" continues them later, "abort" ends
+                them, "wait" lets them run to their end.
+            model: Name of the model.
+        """
+        request = router_pb2.PauseEnginesRequest(
+            mode=chosen("mode", mode, PAUSE_MODES), model=model, request_id=uuid.uuid4().hex
+        )
+        return await self._controlled(self._router().PauseEngines, request)
+
+    async def resume_engines(self, model: str = "") -> list[router_pb2.EngineResult]:
+        """Resumes sampling."""
+        request = router_pb2.ResumeEnginesRequest(model=model, request_id=uuid.uuid4().hex)
+        return await self._controlled(self._router().ResumeEngines, request)
+
+    async def sleep_engines(self, level: int = 1, model: str = "") -> list[router_pb2.EngineResult]:
+        """Frees accelerator memory; turns of sessions wait until engines wake up.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 drops them.
+            model: Name of the model.
+        """
+        request = router_pb2.SleepEnginesRequest(
+            level=level, model=model, request_id=uuid.uuid4().hex
+        )
+        return await self._controlled(self._router().SleepEngines, request)
+
+    async def wake_up_engines(self, model: str = "") -> list[router_pb2.EngineResult]:
+        """Allocates the memory again and samples again."""
+        request = router_pb2.WakeUpEnginesRequest(model=model, request_id=uuid.uuid4().hex)
+        return await self._controlled(self._router().WakeUpEngines, request)
+
+    async def reset_prefix_caches(self, model: str = "") -> list[router_pb2.EngineResult]:
+        """Empties the prefix caches; an engine whose running generations use its own fails."""
+        request = router_pb2.ResetPrefixCachesRequest(model=model, request_id=uuid.uuid4().hex)
+        return await self._controlled(self._router().ResetPrefixCaches, request)
+
+    async def abort_generations(self, model: str = "") -> list[router_pb2.EngineResult]:
+        """Aborts all running generations; turns of sessions continue or begin again."""
+        request = router_pb2.AbortGenerationsRequest(
+            all=True, model=model, request_id=uuid.uuid4().hex
+        )
+        return await self._controlled(self._router().AbortGenerations, request)
+
+    @staticmethod
+    async def _controlled(method: Any, request: Any) -> list[router_pb2.EngineResult]:
+        with typed_errors():
+            response: _Response = await method(request, timeout=_TIMEOUT_S)
+        results = list(response.results)
+        if any(result.status.code for result in results):
+            raise EngineControlError(results)
+        return results
