@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-failover bench-router bench-async kills soak lock clean
+.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-failover bench-router bench-async kills soak chaos lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -161,6 +161,11 @@ kills: .venv/.ready ## SIGKILL 500 times at every boundary; answered turns must 
 
 wheel: .venv/.ready ## Builds the wheel into dist/
 	.venv/bin/python -m hatchling build -t wheel
+
+CHAOS ?=
+
+chaos: .venv/.ready ## Half an hour of kills, pauses, cuts, delays and full disks by a seed; then the books
+	.venv/bin/python -m benchmarks.chaos $(CHAOS)
 
 soak: .venv/.ready ## 20 minutes of mixed load, hostile requests and kills: memory, files, stalls, books
 	.venv/bin/python -m benchmarks.soak

@@ -70,6 +70,11 @@ class Forked:
         assert self._process.pid is not None
         return self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """The exit code of a program that has ended."""
+        return self._ended.result() if self._ended.done() else None
+
     async def wait(self) -> int:
         """Returns the exit code; the number of the signal, negative, if one ended it."""
         code = await asyncio.shield(self._ended)

@@ -1,18 +1,27 @@
 """Agents in a separate process: short sessions through the sidecar, until stopped.
 
-Each event is appended to a file as one line before anything depends on it: `OPEN session`,
-`ANSWERED answer-id`, `CLOSED session`. Arguments: the mesh's addresses as JSON, the file, a seed,
-and the number of started streamed answers after which to print `FAULT` and block (0: never). When
-standard input ends, the process closes its sessions and exits.
+Each event is appended to a file as one line before anything depends on it: `OPEN session key`,
+`ANSWERED answer-id crc` with the CRC-32 of the answer's token ids, `FAILED began ended error` with
+the seconds (monotonic clock) between which a request failed for good, `CLOSED session`. Arguments:
+the mesh's addresses as JSON, the file, a seed, the number of chunks of streamed answers after which
+to print `FAULT` and block (0: never), and the habits as JSON. When standard input ends, the process
+closes its sessions and exits.
 """
 
 import asyncio
+import itertools
+import json
 import os
 import random
 import sys
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 from openai import AsyncOpenAI
 
@@ -20,21 +29,53 @@ from rollmesh.client import Client, MeshAddresses, Session
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import gateway_pb2
 
-_AGENTS = 8
-_MOST_TURNS = 5
-_WHOLE, _STREAMED = 0.5, 0.85  # the rest disconnect in mid-stream
 _TIMEOUT_S = 20.0
 _TRIES = 12
+_IDS = {"return_token_ids": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What the agents do."""
+
+    agents: int = 8
+    most_turns: int = 5
+    pause_s: float = 0.0
+    """Mean time between two turns of an agent, seconds."""
+    streamed: float = 0.35
+    """Fraction of turns that are streamed."""
+    slow: float = 0.0
+    """Fraction of turns that are streamed and read slowly."""
+    left: float = 0.15
+    """Fraction of turns that are streamed and left at the first chunk. The rest is not streamed."""
+    slow_s: float = 0.05
+    """Time that a slow reader takes for a chunk, seconds."""
+
+
+@dataclass
+class _Streamed:
+    """What has arrived of a streamed answer."""
+
+    text: str = ""
+    id: str = ""
+    ids: list[int] = field(default_factory=list)
+
+    def take(self, chunk: Any) -> None:
+        self.id = chunk.id
+        for choice in chunk.choices:
+            self.text += choice.delta.content or ""
+            self.ids += (choice.model_extra or {}).get("token_ids") or []
 
 
 class Agents:
     """All agents of this process."""
 
-    def __init__(self, log: Path, seed: int, fault_after: int) -> None:
+    def __init__(self, log: Path, seed: int, fault_after: int, habits: Habits) -> None:
         """Opens the log file."""
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._random = random.Random(seed)
         self._fault_after = fault_after
+        self._habits = habits
         self.stopping = False
 
     async def run(self, client: Client) -> None:
@@ -44,7 +85,7 @@ class Agents:
                 session = await client.open_session(gateway_pb2.CreateSessionRequest())
             except RollmeshError:
                 continue
-            self._note("OPEN", f"{session.session_id} {session.api_key}")
+            self._note("OPEN", session.session_id, session.api_key)
             await self._converse(session)
             session.reward = self._random.random()
             try:
@@ -61,40 +102,53 @@ class Agents:
             max_retries=_TRIES,
             timeout=_TIMEOUT_S,
         ) as agent:
-            for turn in range(self._random.randint(1, _MOST_TURNS)):
+            for turn in range(self._random.randint(1, self._habits.most_turns)):
                 text = await self._turn(agent, messages)
                 if text is not None:
                     messages.append({"role": "assistant", "content": text})
                 messages.append({"role": "user", "content": f"go on {turn}"})
+                if self._habits.pause_s:
+                    await asyncio.sleep(self._random.expovariate(1 / self._habits.pause_s))
 
     async def _turn(self, agent: AsyncOpenAI, messages: list[Any]) -> str | None:
         """Takes one turn; returns its text, or None if there was no answer or the agent left."""
+        streamed, slow, left = itertools.accumulate(
+            (self._habits.streamed, self._habits.slow, self._habits.left)
+        )
         kind = self._random.random()
         for _ in range(_TRIES):
+            began = time.monotonic()
             try:
-                if kind < _WHOLE:
-                    answer = await agent.chat.completions.create(model="policy", messages=messages)
-                    self._note("ANSWERED", answer.id)
-                    return answer.choices[0].message.content or ""
-                return await self._stream(agent, messages, leave=kind >= _STREAMED)
-            except openai.APIError:  # broken stream, or retries exhausted: ask again
-                continue
+                if kind >= left:
+                    answer = await agent.chat.completions.create(
+                        model="policy", messages=messages, extra_body=_IDS
+                    )
+                    (choice,) = answer.choices
+                    self._answered(answer.id, (choice.model_extra or {})["token_ids"])
+                    return choice.message.content or ""
+                pause_s = self._habits.slow_s if streamed <= kind < slow else 0.0
+                return await self._stream(agent, messages, pause_s, leave=kind >= slow)
+            except openai.APIError as error:  # broken stream, or retries exhausted: ask again
+                ended = time.monotonic()
+                self._note("FAILED", f"{began:.3f}", f"{ended:.3f}", type(error).__name__)
         return None
 
-    async def _stream(self, agent: AsyncOpenAI, messages: list[Any], *, leave: bool) -> str | None:
-        parts: list[str] = []
-        answer_id = ""
+    async def _stream(
+        self, agent: AsyncOpenAI, messages: list[Any], pause_s: float, *, leave: bool
+    ) -> str | None:
+        answer = _Streamed()
         async with await agent.chat.completions.create(
-            model="policy", messages=messages, stream=True
+            model="policy", messages=messages, stream=True, extra_body=_IDS
         ) as stream:
             async for chunk in stream:
                 if leave:
                     return None
                 await self._reach_fault()
-                answer_id = chunk.id
-                parts += [choice.delta.content or "" for choice in chunk.choices]
-        self._note("ANSWERED", answer_id)
-        return "".join(parts)
+                answer.take(chunk)
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+        self._answered(answer.id, answer.ids)
+        return answer.text
 
     async def _reach_fault(self) -> None:
         self._fault_after -= 1
@@ -102,15 +156,20 @@ class Agents:
             print("FAULT agents-mid-answer", flush=True)
             await asyncio.Event().wait()
 
-    def _note(self, what: str, id_: str) -> None:
-        os.write(self._log, f"{what} {id_}\n".encode())
+    def _answered(self, answer_id: str, ids: Iterable[int]) -> None:
+        crc = zlib.crc32(np.array(list(ids), "<u4").tobytes())
+        self._note("ANSWERED", answer_id, str(crc))
+
+    def _note(self, *words: str) -> None:
+        os.write(self._log, f"{' '.join(words)}\n".encode())
 
 
-async def main(addresses: str, log: str, seed: str, fault_after: str) -> None:
+async def main(addresses: str, log: str, seed: str, fault_after: str, habits: str) -> None:
     """Runs the agents."""
-    agents = Agents(Path(log), int(seed), int(fault_after))
+    wanted = Habits(**json.loads(habits))
+    agents = Agents(Path(log), int(seed), int(fault_after), wanted)
     async with Client(MeshAddresses.from_json(addresses)) as client, asyncio.TaskGroup() as group:
-        for _ in range(_AGENTS):
+        for _ in range(wanted.agents):
             group.create_task(agents.run(client))
         print("READY {}", flush=True)
         await asyncio.to_thread(sys.stdin.buffer.read)

@@ -2,9 +2,17 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Interval(NamedTuple):
+    """A stretch of time, seconds on the monotonic clock."""
+
+    began: float
+    ended: float
 
 
 @dataclass(slots=True)
@@ -14,13 +22,20 @@ class Audit:
     opened: dict[str, str] = field(default_factory=dict)
     """Key of each session, by session id."""
     closed: set[str] = field(default_factory=set)
-    answered: set[str] = field(default_factory=set)
+    answered: dict[str, int] = field(default_factory=dict)
+    """CRC-32 of the token ids that the agent received, by answer."""
+    failures: list[Interval] = field(default_factory=list)
+    """Requests that ended with an error for the agent, after the SDK's own retries."""
     received: dict[str, str] = field(default_factory=dict)
     """Digest of each delivered session, by session id."""
     trained: Counter[str] = field(default_factory=Counter)
     """Number of delivered rows in which each turn is trained."""
     excluded: set[str] = field(default_factory=set)
     """Turns that were delivered but not trained, for a stated reason."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """CRC-32 of the token ids that the trainer received, by turn."""
+    migrated: set[str] = field(default_factory=set)
+    """Turns that one engine began and another one completed."""
     changed: int = 0
     """Redeliveries that differ from the first delivery."""
     after_acknowledgement: int = 0
@@ -34,11 +49,7 @@ class Audit:
         """Reads both files; ignores a last line cut off by a kill."""
         audit = cls()
         for line in _whole_lines(agents):
-            what, id_, *key = line.split(" ")
-            if what == "OPEN":
-                audit.opened[id_] = key[0]
-            else:
-                {"CLOSED": audit.closed, "ANSWERED": audit.answered}[what].add(id_)
+            audit._note(*line.split(" "))
         acknowledged: set[str] = set()
         for line in _whole_lines(trainer):
             entry = json.loads(line)
@@ -50,6 +61,18 @@ class Audit:
                 audit._receive(session)
         return audit
 
+    def _note(self, what: str, first: str, second: str = "", *_: str) -> None:
+        """Takes one line of the agents' log."""
+        match what:
+            case "OPEN":
+                self.opened[first] = second
+            case "CLOSED":
+                self.closed.add(first)
+            case "ANSWERED":
+                self.answered[first] = int(second)
+            case _:
+                self.failures.append(Interval(float(first), float(second)))
+
     def _receive(self, session: dict[str, Any]) -> None:
         session_id, digest = session["session_id"], session["digest"]
         if session_id in self.received:
@@ -58,7 +81,10 @@ class Audit:
             return
         self.received[session_id] = digest
         self.drift += session["drift"]
-        for turn, is_trained in session["turns"]:
+        for turn, is_trained, is_migrated, crc in session["turns"]:
+            self.tokens[turn] = crc
+            if is_migrated:
+                self.migrated.add(turn)
             if is_trained:
                 self.trained[turn] += 1
             else:
@@ -67,7 +93,7 @@ class Audit:
     @property
     def delivered(self) -> int:
         """Answered turns that arrived."""
-        return len(self.answered & (self.trained.keys() | self.excluded))
+        return len(self.answered.keys() & (self.trained.keys() | self.excluded))
 
     @property
     def lost(self) -> int:
@@ -79,6 +105,25 @@ class Audit:
         """Turns trained more than once, plus redeliveries of acknowledged deliveries."""
         twice = sum(count - 1 for count in self.trained.values() if count > 1)
         return twice + self.changed + self.after_acknowledgement
+
+    @property
+    def wrong_tokens(self) -> int:
+        """Answered turns that arrived with other tokens than the agent received."""
+        arrived = self.answered.keys() & self.tokens.keys()
+        return sum(self.answered[turn] != self.tokens[turn] for turn in arrived)
+
+    def unexplained(self, outages: Iterable[Interval], after_s: float) -> int:
+        """Returns how many failures overlap none of the outages.
+
+        Args:
+            outages: When something without which no answer is possible was away.
+            after_s: How long after an outage its consequences may last, seconds.
+        """
+        away = [Interval(began, ended + after_s) for began, ended in outages]
+        return sum(
+            not any(one.began <= it.ended and it.began <= one.ended for it in away)
+            for one in self.failures
+        )
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -1,4 +1,7 @@
-"""One lane per process: starts it, kills it at its next boundary, and restarts it."""
+"""One lane per process: starts it, kills or stops it, and restarts it.
+
+Services are forked from a process that has their libraries loaded: imports are most of a start.
+"""
 
 import asyncio
 import itertools
@@ -6,11 +9,16 @@ import os
 import random
 import signal
 import sys
+import time
+from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from benchmarks.kills.audit import Interval
+from tests.forks import Forked
 
 _START_S = 60
 _STOP_S = 60
@@ -53,7 +61,10 @@ class Lane:
     seed: int
     kills: Counter[str] = field(default_factory=Counter)
     """Number of kills by boundary."""
-    _process: asyncio.subprocess.Process | None = None
+    outages: list[Interval] = field(default_factory=list)
+    """When it was away: from a kill until it was ready again, or while it was stopped."""
+    _process: Process | Forked | None = None
+    _gone: float | None = None
 
     async def start(self, boundary: str = "", times: int = 0) -> None:
         """Starts the process and waits until it is ready.
@@ -61,19 +72,26 @@ class Lane:
         Raises:
             RuntimeError: The process ended before it was ready.
         """
-        with self.log.open("ab") as stderr:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                *self.command(boundary, times),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=stderr,
-                start_new_session=True,
-            )
+        self._process = await self._spawn(self.command(boundary, times))
         async with asyncio.timeout(_START_S):
             if not await self._line("READY"):
                 raise RuntimeError(f"{self.service} did not start:\n{self.log.read_text()[-2000:]}")
+        if self._gone is not None:
+            self.outages.append(Interval(self._gone, time.monotonic()))
+            self._gone = None
+
+    async def _spawn(self, command: Sequence[str]) -> Process | Forked:
+        module, *arguments = command
+        if module.startswith("rollmesh."):
+            return await Forked.start(module, arguments, self.log)
+        with self.log.open("ab") as stderr:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, *arguments),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=stderr,
+                start_new_session=True,
+            )
 
     async def live_and_die(self, wanted: Callable[[], bool], places: asyncio.Semaphore) -> None:
         """Kills and restarts the process, boundary by boundary, as long as more kills are wanted.
@@ -104,25 +122,45 @@ class Lane:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def crashed(self) -> bool:
+        """Whether the process ended by itself."""
+        assert self._process is not None
+        return self._gone is None and self._process.returncode is not None
+
     async def kill(self) -> None:
         """Sends SIGKILL."""
         assert self._process is not None
+        self._gone = time.monotonic() if self._gone is None else self._gone
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
         async with asyncio.timeout(_STOP_S):
             await self._process.wait()
+        if isinstance(self._process, Forked):
+            self._process.close()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Sends SIGSTOP, and SIGCONT when the block ends."""
+        began, pid = time.monotonic(), self.pid
+        os.killpg(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(pid, signal.SIGCONT)
+            self.outages.append(Interval(began, time.monotonic()))
 
     async def stop(self) -> None:
         """Closes standard input, which ends agents and trainer; kills any other process."""
-        if self._process is None or self._process.returncode is not None:
+        if not isinstance(self._process, Process):
+            if self._process is not None:
+                await self.kill()
             return
-        assert self._process.stdin is not None
-        if self.service not in ("agents", "trainer"):
-            await self.kill()
-            return
-        self._process.stdin.close()
-        async with asyncio.timeout(2 * _STOP_S):
-            await self._process.wait()
+        if self._process.returncode is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            async with asyncio.timeout(2 * _STOP_S):
+                await self._process.wait()
 
     async def _reached(self) -> bool:
         """Waits for the boundary; returns whether it was reached in time."""

@@ -17,15 +17,17 @@ from typing import Any
 import numpy as np
 
 from rollmesh.client import Client, MeshAddresses, SessionResult
+from rollmesh.v1 import trajectory_pb2
 
 _CREDITS = 16
 _LEASE_MS = 60_000
+_MIGRATED = trajectory_pb2.FIDELITY_REASON_MIGRATED
 
 
 def describe(session: SessionResult) -> dict[str, Any]:
     """Returns the parts of a session that the audit needs, as JSON values."""
     digest = hashlib.sha256()
-    turns: list[tuple[str, bool]] = []
+    turns: list[tuple[str, bool, bool, int]] = []
     drift = 0
     for trajectory in session.trajectories:
         ids = np.ascontiguousarray(trajectory.token_ids, "<u4")
@@ -34,7 +36,9 @@ def describe(session: SessionResult) -> dict[str, Any]:
         for segment in trajectory.segments:
             if not segment.sampled:
                 continue
-            turns.append((f"chatcmpl-{session.session_id}-{segment.node_id}", segment.trained))
+            answer_id = f"chatcmpl-{session.session_id}-{segment.node_id}"
+            crc = zlib.crc32(ids[segment.start : segment.end].tobytes())
+            turns.append((answer_id, segment.trained, _MIGRATED in segment.reasons, crc))
             drift += zlib.crc32(ids[: segment.start].tobytes()) != segment.prompt_crc32
     return {
         "session_id": session.session_id,

@@ -28,8 +28,8 @@ DROP SCHEMA IF EXISTS rollmesh CASCADE"""
 class PostgresServer:
     """A server that keeps its port and its data over restarts; it refuses to run as root."""
 
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="rollmesh-postgres-"))
+    def __init__(self, parent: Path | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="rollmesh-postgres-", dir=parent))
         self._data = self.folder / "data"
         self._data.mkdir()
         self._reserved = reserved_port()
@@ -49,6 +49,10 @@ class PostgresServer:
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 {_SETTINGS}"
         log = self.folder / "log"
         self._run("pg_ctl", "--wait", f"--log={log}", f"--options={options}", "start")
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._processes())
 
     @property
     def pid(self) -> int:
