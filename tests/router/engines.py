@@ -54,6 +54,9 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         self.changed.set()
         return self.info
 
+    async def ResetPrefixCache(self, request: Any, context: Any) -> Any:
+        return engine_pb2.ResetPrefixCacheResponse(reset=False)  # as if it were in use
+
     async def UpdateWeights(self, request_iterator: Any, context: Any) -> Any:
         self.calls += 1
         self.changed.set()
