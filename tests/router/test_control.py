@@ -1,4 +1,4 @@
-"""Control calls: all engines of a model do what is asked, each has a result, no other is touched."""
+"""Control calls: every engine of a model does what is asked, and has a result; others do not."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,6 +1,7 @@
 """The weights that a router keeps: those that were accepted, whatever befalls a push."""
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -236,6 +237,35 @@ async def test_an_engine_that_fails_is_left_out_with_the_reason(
         assert "brought up to date" not in log.read_text()
         bad.refuses = False
         await bad.until_taken(1)
+
+
+async def test_the_log_says_what_becomes_of_a_push(router: ServiceProcess, tmp_path: Path) -> None:
+    log = tmp_path / "router.log"
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(noting_engine(router.address, "first"))
+        await push(router.address, 1, FIRST)
+        await until_says(log, "weights pushed")
+        await until_says(log, "weights accepted")
+        first.refuses = True
+        await push(router.address, 2, SECOND)
+        await until_says(log, "engine did not take the weights")
+        await until_says(log, "weights withdrawn: every engine refused")
+        first.refuses = False
+        async with noting_engine(router.address, "late") as late:
+            await late.until_taken(1)
+            await until_says(log, "engine brought up to date")
+            late.hangs.clear()
+            pushing = asyncio.ensure_future(push(router.address, 2, SECOND))
+            await until(lambda: late.calls == 2)
+            await late.member.leave()
+            await until_says(log, "weight update given up: the engine left")
+        assert (await pushing).policy_version == 2
+    said = [json.loads(line) for line in log.read_text().splitlines()]
+    accepted = [one for one in said if one["event"] == "weights accepted"]
+    assert [(one["model"], one["policy_version"]) for one in accepted] == [
+        ("policy", 1),
+        ("policy", 2),
+    ]
 
 
 async def test_a_version_far_above_the_last_is_refused_and_an_operator_can_begin_anew(

@@ -30,6 +30,7 @@ class Mesh:
 
     def __init__(self, folder: Path, stack: AsyncExitStack, router: ServiceProcess) -> None:
         self._folder, self._stack, self._router = folder, stack, router
+        self.log = folder / "router.log"
         self.addresses = MeshAddresses(
             router=router.address, gateway="-", collector="-", sidecar="-"
         )
@@ -109,6 +110,7 @@ async def test_who_missed_a_transfer_is_left_out_until_the_next_push(mesh: Mesh)
             "b": True,
             "c": True,
         }
+        assert "a transfer cannot be repeated" in mesh.log.read_text()
         await client.push_weights(TENSORS, 2)
         assert not any(one.fenced for one in (await replicas(client, 3)).values())
 

@@ -257,7 +257,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         _take_load(engine, hello.load)
         self._table.add_engine(engine)
         warn_of_misfits(self._table.fleet)
-        self._pushes.heed(engine)
+        self._pushes.joined(engine)
         return engine
 
 

@@ -86,6 +86,7 @@ class Pushes:
         self._check_version(header, kept)
         if header.HasField("safetensors_bytes"):
             await self._receive(header, kept, chunks)
+        _log.info("weights pushed", extra=_what(header, source=str(header.WhichOneof("source"))))
         results = await finish(self._tasks, self._offer(header, kept))
         return kept.target_version, results
 
@@ -104,6 +105,16 @@ class Pushes:
             self._models.show(kept)
         _log.warning("forgot the kept weights", extra=fields(model=model, policy_version=former))
         return model, former
+
+    def joined(self, engine: Engine) -> None:
+        """Takes note of an engine that has registered; see `heed`."""
+        self.heed(engine)
+        current = self._models.kept(engine.model).current
+        if current is not None and current.HasField("transfer") and not _holds(engine, current):
+            _log.warning(
+                "engine waits for the next push: a transfer cannot be repeated",
+                extra=_what(current, engine=engine.engine_id),
+            )
 
     def heed(self, engine: Engine) -> None:
         """Compares an engine's reported weights with the wanted ones; updates it if they differ."""
@@ -172,11 +183,18 @@ class Pushes:
         if not engines:
             await self._accept(None, kept)
         results = await asyncio.gather(*(self._updates.offer(one, header) for one in engines))
+        for result in results:
+            if result.status.code:
+                _log.warning(
+                    "engine did not take the weights",
+                    extra=_what(header, engine=result.engine_id, error=result.status.message),
+                )
         if results and all(_refused(result) for result in results):
             async with self._models.lock(kept.model):
                 if kept.offered is header:
                     await asyncio.to_thread(kept.withdraw)
                     self._models.show(kept)
+                    _log.warning("weights withdrawn: every engine refused", extra=_what(header))
         return results
 
     async def _taken(self, engine: Engine, header: engine_pb2.UpdateWeightsHeader) -> None:
@@ -193,6 +211,8 @@ class Pushes:
             await faults.reach("router-before-accept")
             await asyncio.to_thread(kept.accept)
             self._models.show(kept)
+            first = engine.engine_id if engine is not None else ""
+            _log.info("weights accepted", extra=_what(offered, first_engine=first))
         for other in self._models.engines(kept.model):
             self._updates.bring(other)
 
@@ -205,6 +225,11 @@ class Pushes:
         current = kept.current
         # A transfer cannot be replayed; the engine stays fenced until the next push.
         return None if current is None or current.HasField("transfer") else current
+
+
+def _what(header: engine_pb2.UpdateWeightsHeader, **more: object) -> dict[str, dict[str, object]]:
+    """Returns the fields of a log line about a push."""
+    return fields(model=header.model, policy_version=header.policy_version, **more)
 
 
 def _refused(result: router_pb2.EngineResult) -> bool:

@@ -79,6 +79,9 @@ class Updates:
         give the reason.
         """
         if (task := self._running.pop(engine, None)) is not None:
+            _log.warning(
+                "weight update given up: the engine left", extra=fields(engine=engine.engine_id)
+            )
             asyncio.get_running_loop().call_later(_LAST_ANSWER_S, task.cancel)
 
     async def close(self) -> None:
