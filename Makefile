@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-failover bench-router bench-async kills soak chaos lock clean
+.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-failover bench-scale bench-router bench-async kills soak chaos lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -146,6 +146,9 @@ bench-delivery: .venv/.ready .venv-trainers/.ready ## Rows from the outbox to te
 
 bench-failover: .venv/.ready .venv-routers/.ready ## Engines killed under 96 generations: what agents notice
 	.venv/bin/python -m benchmarks.failover
+
+bench-scale: .venv/.ready ## What a turn costs with 1, 2 and 4 gateways and sidecars
+	.venv/bin/python -m benchmarks.scale
 
 bench-router: .venv/.ready ## What a lease costs, and a simulated week under each policy
 	.venv/bin/python -m benchmarks.router

@@ -117,21 +117,25 @@ class Load:
     port: int
     shape: Shape
     reply: str
+    more_ports: tuple[int, ...] = ()
+    """Ports of further servers for the same sessions; connections are opened in turns."""
 
     async def run(self, sessions: list[Conversation], concurrent: int, turns: slice) -> None:
         """Runs these turns of all sessions, with a limited number of sessions at a time."""
         waiting = iter(sessions)
         async with asyncio.TaskGroup() as group:
-            for _ in range(concurrent):
-                group.create_task(self._agent(waiting, turns))
+            for at in range(concurrent):
+                group.create_task(self._agent(waiting, turns, at))
 
-    async def connect(self) -> Connection:
-        """Opens a connection."""
-        reader, writer = await asyncio.open_connection(self.host, self.port, limit=_LIMIT_BYTES)
+    async def connect(self, at: int = 0) -> Connection:
+        """Opens the connection with this index."""
+        ports = (self.port, *self.more_ports)
+        port = ports[at % len(ports)]
+        reader, writer = await asyncio.open_connection(self.host, port, limit=_LIMIT_BYTES)
         return Connection(reader, writer, self.reply)
 
-    async def _agent(self, waiting: Iterable[Conversation], turns: slice) -> None:
-        connection = await self.connect()
+    async def _agent(self, waiting: Iterable[Conversation], turns: slice, at: int) -> None:
+        connection = await self.connect(at)
         for session in waiting:
             for text in session.texts[turns]:
                 await connection.turn(session, text, stream=self.shape.stream)
@@ -190,7 +194,8 @@ async def measure(plan: dict[str, Any]) -> dict[str, Any]:
     """
     words, shape = vocabulary(), Shape(**plan["shape"])
     sessions = _conversations(plan, shape, words)
-    load = Load(plan["host"], plan["port"], shape, reply_text(words))
+    more_ports = tuple(plan.get("more_ports", ()))
+    load = Load(plan["host"], plan["port"], shape, reply_text(words), more_ports)
     if plan.get("stall"):
         print("FILLED", flush=True)
         return await beside(load, sessions[0], sessions[1:])

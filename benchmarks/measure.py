@@ -67,6 +67,7 @@ async def measure(
     plan = {
         "host": "127.0.0.1",
         "port": system.port,
+        "more_ports": system.more_ports,
         "sessions": await system.open(sessions),
         "concurrent": concurrent,
         "seed": seed,

@@ -49,6 +49,8 @@ class System(Protocol):
     """A system that serves turns."""
 
     port: int
+    more_ports: tuple[int, ...]
+    """Ports of further sidecars."""
     pids: dict[str, int]
     """Process ids, by the names under which CPU time is reported."""
 
@@ -69,6 +71,7 @@ class Mesh:
     port: int
     pids: dict[str, int]
     sessions: list[Session] = field(default_factory=list)
+    more_ports: tuple[int, ...] = ()
 
     async def open(self, count: int) -> list[tuple[str, str]]:
         """Opens sessions through the gateway."""
@@ -90,6 +93,7 @@ class Peer:
     port: int
     pids: dict[str, int]
     opened: int = 0
+    more_ports: tuple[int, ...] = ()
 
     async def open(self, count: int) -> list[tuple[str, str]]:
         """Makes up names for new sessions."""
@@ -107,6 +111,7 @@ class Litellm:
 
     port: int
     pids: dict[str, int]
+    more_ports: tuple[int, ...] = ()
 
     async def open(self, count: int) -> list[tuple[str, str]]:
         """Returns the same path for all sessions."""
@@ -153,15 +158,29 @@ def make_model(folder: Path) -> Model:
 
 
 @asynccontextmanager
-async def running_mesh(folder: Path) -> AsyncIterator[Mesh]:
-    """Runs router, engine, collector, gateway and sidecar."""
-    command = ("-m", "rollmesh.cli", "up", f"--config={folder / 'mesh.toml'}")
-    async with run_process(folder / "up.log", sys.executable, *command) as process:
+async def running_mesh(folder: Path, gateways: int = 1) -> AsyncIterator[Mesh]:
+    """Runs router, engine, collector, and as many gateways and sidecars."""
+    tables = read_mesh(folder / "mesh.toml")
+    data_dir = folder / f"mesh-{gateways}"
+    tables["mesh"] |= {"gateways": gateways, "sidecars": gateways, "data_dir": str(data_dir)}
+    config = folder / f"mesh-{gateways}.toml"
+    config.write_text(_toml(tables))
+    command = ("-m", "rollmesh.cli", "up", f"--config={config}")
+    async with run_process(folder / f"up-{gateways}.log", sys.executable, *command) as process:
         text = await read_line(process, "UP ", folder)
-        addresses = MeshAddresses.from_json(text)
-        pids = {name.removesuffix("-0"): pid for name, pid in json.loads(text)["pids"].items()}
+        addresses, said = MeshAddresses.from_json(text), json.loads(text)
+        pids = {name.removesuffix("-0"): pid for name, pid in said["pids"].items()}
+        first, *more = (int(at.rpartition(":")[2]) for at in said["sidecars"].values())
         async with Client(addresses) as client:
-            yield Mesh(client, int(addresses.sidecar.rpartition(":")[2]), pids)
+            yield Mesh(client, first, pids, more_ports=tuple(more))
+
+
+def _toml(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """Returns a mesh file; JSON writes numbers and text as TOML does."""
+    return "\n".join(
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+        for name, table in tables.items()
+    )
 
 
 @asynccontextmanager
