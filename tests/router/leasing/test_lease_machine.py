@@ -1,6 +1,7 @@
 """Any order of events at the lease table, compared with the dumbest thing that can be right."""
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -25,6 +26,20 @@ class Wait:
     excluded: frozenset[Engine]
     asked_ms: int
     deadline_ms: int
+    awaits: str = ""
+    """Engine that its session was on and that has not registered yet."""
+
+
+Place = Engine | str
+"""An engine, or the id of one that is awaited."""
+AWAITED_MS = 120
+Key = TypeVar("Key")
+
+
+def _moved(places: dict[Key, Place], name: str, engine: Engine | None) -> dict[Key, Place]:
+    """Puts an engine in the place of an awaited one, or nothing."""
+    moved = {key: engine if at == name else at for key, at in places.items()}
+    return {key: at for key, at in moved.items() if at is not None}
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -37,11 +52,18 @@ class LeaseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy = replace(POLICIES["least_active_sticky"], imbalance_margin=1)
-        self.table = LeaseTable(policy=self.policy, queue_limit=6, circuits=CircuitLimits(2, 50))
+        self.table = LeaseTable(
+            policy=self.policy,
+            queue_limit=6,
+            circuits=CircuitLimits(2, 50),
+            awaited_ms=AWAITED_MS,
+        )
         self.open: set[str] = set()
-        self.held: dict[tuple[str, str], tuple[Engine, str, str]] = {}
+        self.held: dict[tuple[str, str], Place] = {}
         self.waiting: dict[tuple[str, str], Wait] = {}
-        self.placed: dict[str, Engine] = {}
+        self.placed: dict[str, Place] = {}
+        self.awaited: dict[str, int] = {}  # engine id -> end of its time
+        self.overbooked: set[Engine] = set()
         self.users: dict[str, str] = {}  # session -> stream
         self.groups: dict[str, str] = {}
         self.joined: list[tuple[str, str]] = []  # group, session: in the order of joining
@@ -53,7 +75,13 @@ class LeaseMachine(RuleBasedStateMachine):
         self._drop_engine(name)
         engine = Engine(name, f"{name}:1", "m", capacity, tokenizer_sha256=tokenizer)
         self.table.add_engine(engine)
+        self._await_no_longer(name, engine)
         self._settle()
+
+    @precondition(lambda self: self.awaited)
+    @rule(data=st.data(), capacity=st.integers(1, 3))
+    def awaited_engine_comes(self, data: st.DataObject, capacity: int) -> None:
+        self.engine_comes(data.draw(st.sampled_from(sorted(self.awaited))), capacity, "")
 
     @rule(name=names)
     def engine_goes(self, name: str) -> None:
@@ -88,6 +116,45 @@ class LeaseMachine(RuleBasedStateMachine):
         self.waiting = {key: one for key, one in self.waiting.items() if key[0] != stream}
         for session in [one for one, user in self.users.items() if user == stream]:
             self._drop_session(session)
+        places = [*self.held.values(), *self.placed.values()]
+        for name in [one for one in self.awaited if one not in places]:
+            self._await_no_longer(name, None)
+        self._settle()
+
+    @precondition(lambda self: self.open)
+    @rule(
+        data=st.data(),
+        name=names,
+        new=st.integers(0, 3),
+        known=st.lists(st.sampled_from(["0", "1", "2"]), max_size=2),
+        restated=st.lists(st.tuples(sessions, st.sampled_from(["", "x", "y"])), max_size=3),
+    )
+    def restate(
+        self,
+        data: st.DataObject,
+        name: str,
+        new: int,
+        known: list[str],
+        restated: list[tuple[str, str]],
+    ) -> None:
+        stream = data.draw(st.sampled_from(sorted(self.open)))
+        self.count += new
+        leases = [str(self.count - at) for at in range(new)] + known
+        engine = self.table.engines.get(name)
+        place: Place = name if engine is None else engine
+        holdings = pb.EngineHoldings(engine_id=name, lease_ids=leases)
+        for session, group in restated:
+            holdings.sessions.add(session_id=session, group_id=group)
+        self.table.restate(stream, [holdings], now_ms=self.now_ms)
+        if engine is None:
+            self.awaited.setdefault(name, self.now_ms + AWAITED_MS)
+        for lease in leases:
+            if (stream, lease) not in self.waiting:
+                self.held.setdefault((stream, lease), place)
+        self.overbooked |= {engine} if engine is not None else set()
+        for session, group in restated:
+            if self.users.get(session) != stream or session not in self.placed:
+                self._place(stream, session, group, place)
         self._settle()
 
     @precondition(lambda self: self.open)
@@ -107,6 +174,9 @@ class LeaseMachine(RuleBasedStateMachine):
         engines = self.table.engines
         left_out = frozenset(engines[one] for one in excluded if one in engines)
         wait = Wait(stream, session, group, left_out, self.now_ms, self.now_ms + wait_ms)
+        place = self.placed.get(session)
+        if wait_ms and isinstance(place, str) and place not in excluded:
+            wait.awaits = place
         expected = self._picked(wait)
         try:
             grant = self.table.acquire(
@@ -177,8 +247,9 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def counts_are_what_is_held(self) -> None:
         for one in self.table.engines.values():
-            held = sum(at is one for at, _, _ in self.held.values())
-            assert one.leases == held <= one.capacity, repr(self.table)
+            held = sum(at is one for at in self.held.values())
+            assert one.leases == held, repr(self.table)
+            assert held <= one.capacity or one in self.overbooked
             assert one.sessions == {name for name, at in self.placed.items() if at is one}
         assert self.table.leases == len(self.held)
         assert self.table.sessions == len(self.placed)
@@ -200,12 +271,16 @@ class LeaseMachine(RuleBasedStateMachine):
     def nobody_waits_beside_a_free_place_or_beyond_the_deadline(self) -> None:
         for wait in self.waiting.values():
             assert self._picked(wait) is None
+            assert not wait.awaits or wait.awaits in self.awaited
             assert wait.deadline_ms > self.now_ms - 150
 
     def _settle(self) -> None:
+        for name in [one for one, until_ms in self.awaited.items() if until_ms <= self.now_ms]:
+            self._await_no_longer(name, None)
         for settled in self.table.settle(self.now_ms):
             key = settled.stream_id, settled.lease_id
             wait = self.waiting.pop(key)
+            assert not wait.awaits or self.now_ms >= wait.deadline_ms
             if not self._fitting(wait):
                 assert self.now_ms >= min(wait.asked_ms + 200, wait.deadline_ms)
                 wait.excluded = frozenset()
@@ -226,22 +301,41 @@ class LeaseMachine(RuleBasedStateMachine):
         ]
 
     def _picked(self, wait: Wait) -> Engine | None:
+        if wait.awaits:
+            return None
         placed = self.placed.get(wait.session)
-        sibling = None
+        sibling: Place | None = None
         if placed is None and wait.group:
             members = [session for group, session in self.joined if group == wait.group]
             sibling = next((self.placed[one] for one in members if one in self.placed), None)
         plain = Plain(self._fitting(wait), self.policy.rank)
-        return pick(plain, self.policy, placed=placed, sibling=sibling)
+        return pick(
+            plain,
+            self.policy,
+            placed=placed if isinstance(placed, Engine) else None,
+            sibling=sibling if isinstance(sibling, Engine) else None,
+        )
 
     def _note(self, stream: str, lease: str, wait: Wait, engine: Engine) -> None:
-        self.held[stream, lease] = engine, wait.group, wait.session
-        self.placed[wait.session] = engine
-        self.users[wait.session] = stream
-        if wait.group not in {"", self.groups.get(wait.session)}:
-            self._leave_group(wait.session)
-            self.groups[wait.session] = wait.group
-            self.joined.append((wait.group, wait.session))
+        self.held[stream, lease] = engine
+        self._place(stream, wait.session, wait.group, engine)
+
+    def _place(self, stream: str, session: str, group: str, place: Place) -> None:
+        self.placed[session] = place
+        self.users[session] = stream
+        if group not in {"", self.groups.get(session)}:
+            self._leave_group(session)
+            self.groups[session] = group
+            self.joined.append((group, session))
+
+    def _await_no_longer(self, name: str, engine: Engine | None) -> None:
+        """The engine has registered, or its time is over."""
+        self.awaited.pop(name, None)
+        self.held = _moved(self.held, name, engine)
+        self.placed = _moved(self.placed, name, engine)
+        self.overbooked |= set() if engine is None else {engine}
+        for wait in self.waiting.values():
+            wait.awaits = "" if wait.awaits == name else wait.awaits
 
     def _drop_session(self, session: str) -> None:
         self.placed.pop(session, None)
@@ -254,7 +348,9 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def _drop_engine(self, name: str) -> None:
         engine = self.table.engines.get(name)
-        self.held = {key: one for key, one in self.held.items() if one[0] is not engine}
+        if engine is None:
+            return
+        self.held = {key: one for key, one in self.held.items() if one is not engine}
         self.placed = {name: at for name, at in self.placed.items() if at is not engine}
 
 

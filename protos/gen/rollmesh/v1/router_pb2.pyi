@@ -370,6 +370,8 @@ class DispatchRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     ACQUIRE_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
+    RESTATE_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
     RELEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___DispatchHello:
@@ -384,6 +386,14 @@ class DispatchRequest(_message.Message):
         """Forgets a session."""
 
     @_builtins.property
+    def restate(self) -> Global___Restatement:
+        """States what the gateway holds from earlier streams."""
+
+    @_builtins.property
+    def ping(self) -> Global___DispatchPing:
+        """Asks whether the router is there."""
+
+    @_builtins.property
     def releases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReleaseLease]:
         """Leases to release, before the rest of the message is handled."""
 
@@ -393,13 +403,15 @@ class DispatchRequest(_message.Message):
         hello: Global___DispatchHello | None = ...,
         acquire: Global___AcquireLease | None = ...,
         forget: Global___ForgetSession | None = ...,
+        restate: Global___Restatement | None = ...,
+        ping: Global___DispatchPing | None = ...,
         releases: _abc.Iterable[Global___ReleaseLease] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "forget", b"forget", "hello", b"hello", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "forget", b"forget", "hello", b"hello", "part", b"part", "ping", b"ping", "restate", b"restate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "forget", b"forget", "hello", b"hello", "part", b"part", "releases", b"releases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "forget", b"forget", "hello", b"hello", "part", b"part", "ping", b"ping", "releases", b"releases", "restate", b"restate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "acquire", "forget"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "acquire", "forget", "restate", "ping"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
@@ -415,6 +427,8 @@ class DispatchHello(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     VOCABULARY_TOKENS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    STREAM_NUMBER_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """Id of the gateway."""
     model: _builtins.str
@@ -423,6 +437,12 @@ class DispatchHello(_message.Message):
     """As in ReplicaHello."""
     vocabulary_tokens: _builtins.int
     """As in ReplicaHello."""
+    instance_id: _builtins.str
+    """Id that the gateway's process generated at its start. Empty equals no other."""
+    stream_number: _builtins.int
+    """Number of the stream, counted up by the process. A stream replaces those of the same gateway_id
+    and instance_id with a lower number, which may be half open, and is refused if there is a higher.
+    """
     def __init__(
         self,
         *,
@@ -430,14 +450,121 @@ class DispatchHello(_message.Message):
         model: _builtins.str = ...,
         tokenizer_sha256: _builtins.str = ...,
         vocabulary_tokens: _builtins.int = ...,
+        instance_id: _builtins.str = ...,
+        stream_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model", b"model", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "instance_id", b"instance_id", "model", b"model", "stream_number", b"stream_number", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DispatchHello: _TypeAlias = DispatchHello  # noqa: Y015
+
+@_typing.final
+class Restatement(_message.Message):
+    """States what a gateway holds from before the stream, after the router restarted or the gateway left
+    another router. May be sent in several messages, at any time; ids that the router knows already are
+    ignored. What an engine holds that is not registered waits 5 s for it, and so do requests for leases
+    of those sessions. Leases may exceed the capacity of an engine.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineHoldings]:
+        """Engines, with at most 1,024 leases and sessions in all."""
+
+    def __init__(
+        self,
+        *,
+        engines: _abc.Iterable[Global___EngineHoldings] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Restatement: _TypeAlias = Restatement  # noqa: Y015
+
+@_typing.final
+class EngineHoldings(_message.Message):
+    """What a gateway holds on one engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    LEASE_IDS_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """Id of the engine."""
+    @_builtins.property
+    def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of leases that are not released."""
+
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedSession]:
+        """Sessions that are placed on it."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        lease_ids: _abc.Iterable[_builtins.str] | None = ...,
+        sessions: _abc.Iterable[Global___PlacedSession] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "lease_ids", b"lease_ids", "sessions", b"sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineHoldings: _TypeAlias = EngineHoldings  # noqa: Y015
+
+@_typing.final
+class PlacedSession(_message.Message):
+    """A session that is placed on an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Id of the session."""
+    group_id: _builtins.str
+    """Id of its group. May be empty."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedSession: _TypeAlias = PlacedSession  # noqa: Y015
+
+@_typing.final
+class DispatchPing(_message.Message):
+    """Asks for a `pong`. The router answers messages in order, so silence says that it is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DispatchPing: _TypeAlias = DispatchPing  # noqa: Y015
 
 @_typing.final
 class AcquireLease(_message.Message):
@@ -547,8 +674,8 @@ Global___ForgetSession: _TypeAlias = ForgetSession  # noqa: Y015
 
 @_typing.final
 class DispatchResponse(_message.Message):
-    """The result of one `acquire`, or news about an engine. A wait that the gateway cancelled has no
-    result.
+    """The result of one `acquire`, an answer to another message, or news about an engine. A wait that the
+    gateway cancelled has no result.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -557,8 +684,10 @@ class DispatchResponse(_message.Message):
     GRANT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     SILENT_ENGINE_FIELD_NUMBER: _builtins.int
+    WELCOME_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """Id of the lease. Empty in news."""
+    """Id of the lease. Empty unless the result is that of an `acquire`."""
     @_builtins.property
     def grant(self) -> Global___LeaseGrant:
         """The lease was granted."""
@@ -574,6 +703,14 @@ class DispatchResponse(_message.Message):
     def silent_engine(self) -> Global___SilentEngine:
         """An engine was removed on which the stream had leases; they have ended."""
 
+    @_builtins.property
+    def welcome(self) -> Global___DispatchWelcome:
+        """The stream is open; the first response."""
+
+    @_builtins.property
+    def pong(self) -> Global___DispatchPong:
+        """Answers a `ping`."""
+
     def __init__(
         self,
         *,
@@ -581,12 +718,14 @@ class DispatchResponse(_message.Message):
         grant: Global___LeaseGrant | None = ...,
         refusal: _status_pb2.Status | None = ...,
         silent_engine: Global___SilentEngine | None = ...,
+        welcome: Global___DispatchWelcome | None = ...,
+        pong: Global___DispatchPong | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "pong", b"pong", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "lease_id", b"lease_id", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "lease_id", b"lease_id", "pong", b"pong", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["grant", "refusal", "silent_engine"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["grant", "refusal", "silent_engine", "welcome", "pong"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
@@ -619,6 +758,45 @@ class SilentEngine(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SilentEngine: _TypeAlias = SilentEngine  # noqa: Y015
+
+@_typing.final
+class DispatchWelcome(_message.Message):
+    """Answers the `hello` of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    """Id that the router generated at its start."""
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DispatchWelcome: _TypeAlias = DispatchWelcome  # noqa: Y015
+
+@_typing.final
+class DispatchPong(_message.Message):
+    """Answers a ping."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DispatchPong: _TypeAlias = DispatchPong  # noqa: Y015
 
 @_typing.final
 class LeaseGrant(_message.Message):

@@ -126,8 +126,10 @@ class RouterServiceServicer(object):
     def Dispatch(self, request_iterator, context):
         """Acquires and releases leases of engines. Responses come in the order in which requests are
         decided: a request may wait in the router while later ones are granted. The end of the stream
-        releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
-        unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+        releases all of its leases and ends its waits. Generations that run on those engines are not
+        touched: the caller states the leases again on its next stream, to this router or another. A
+        stream whose caller leaves thousands of responses unread ends with RESOURCE_EXHAUSTED
+        (OVERLOADED); one that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,8 +44,10 @@ class RouterServiceStub:
     Dispatch: _grpc.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]
     """Acquires and releases leases of engines. Responses come in the order in which requests are
     decided: a request may wait in the router while later ones are granted. The end of the stream
-    releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
-    unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+    releases all of its leases and ends its waits. Generations that run on those engines are not
+    touched: the caller states the leases again on its next stream, to this router or another. A
+    stream whose caller leaves thousands of responses unread ends with RESOURCE_EXHAUSTED
+    (OVERLOADED); one that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
     """
     PlaceSession: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]
     """Names the gateway for a new session: the one with the fewest open sessions of those that take
@@ -112,8 +114,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Dispatch: _aio.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]  # type: ignore[assignment]
     """Acquires and releases leases of engines. Responses come in the order in which requests are
     decided: a request may wait in the router while later ones are granted. The end of the stream
-    releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
-    unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+    releases all of its leases and ends its waits. Generations that run on those engines are not
+    touched: the caller states the leases again on its next stream, to this router or another. A
+    stream whose caller leaves thousands of responses unread ends with RESOURCE_EXHAUSTED
+    (OVERLOADED); one that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
     """
     PlaceSession: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceSessionRequest, _router_pb2.PlaceSessionResponse]  # type: ignore[assignment]
     """Names the gateway for a new session: the one with the fewest open sessions of those that take
@@ -189,8 +193,10 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_router_pb2.DispatchResponse], _abc.AsyncIterator[_router_pb2.DispatchResponse]]:
         """Acquires and releases leases of engines. Responses come in the order in which requests are
         decided: a request may wait in the router while later ones are granted. The end of the stream
-        releases all of its leases and ends its waits. A stream whose caller leaves thousands of responses
-        unread ends with RESOURCE_EXHAUSTED (OVERLOADED).
+        releases all of its leases and ends its waits. Generations that run on those engines are not
+        touched: the caller states the leases again on its next stream, to this router or another. A
+        stream whose caller leaves thousands of responses unread ends with RESOURCE_EXHAUSTED
+        (OVERLOADED); one that a later stream of the same process replaces, with ABORTED (SUPERSEDED).
         """
 
     @_abc_1.abstractmethod

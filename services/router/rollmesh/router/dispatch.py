@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from rollmesh.router import metrics
 from rollmesh.router.leasing.engines import Engine
 from rollmesh.router.leasing.fleet import Fleet
-from rollmesh.router.leasing.leases import LeaseTable, Settled
+from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.router.leasing.streams import Settled
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     DeadlineError,
@@ -18,6 +19,7 @@ from rollmesh.runtime.errors import (
     InvalidFieldError,
     OverloadedError,
     RollmeshError,
+    SupersededError,
 )
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.statuses import to_status
@@ -27,6 +29,7 @@ from rollmesh.v1 import router_pb2
 _log = logging.getLogger(__name__)
 _MAX_FAULT_CHARS = 500
 _MAX_UNREAD = 16_384
+_MOST_RESTATED = 1_024
 _RETRY_MS = 1_000
 
 
@@ -75,9 +78,10 @@ class Outbox:
 class Dispatch:
     """All `Dispatch` streams of a router, and the timer of its lease table."""
 
-    def __init__(self, table: LeaseTable) -> None:
-        """Takes the table; listens to the changes of its engines."""
+    def __init__(self, table: LeaseTable, router_id: str) -> None:
+        """Takes the table and the router's id; listens to the changes of the table's engines."""
         self._table = table
+        self._welcome = router_pb2.DispatchWelcome(router_id=router_id)
         self._outboxes: dict[str, Outbox] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due_ms: int | None = None
@@ -109,17 +113,23 @@ class Dispatch:
         Raises:
             InvalidFieldError: A message says nothing, or a hello comes again.
             OverloadedError: The gateway does not read its responses.
+            SupersededError: A later stream of the same process is open, or was opened.
         """
         stream_id, outbox = uuid.uuid4().hex, Outbox()
-        self._table.open_stream(stream_id, hello)
+        former = self._table.open_stream(stream_id, hello)
+        if former is not None:
+            number = hello.stream_number
+            self._end(former, SupersededError(f"stream {number} of this process replaces this one"))
         self._outboxes[stream_id] = outbox
+        outbox.send(router_pb2.DispatchResponse(welcome=self._welcome))
         warn_of_misfits(self._table.fleet)
         reader = self._tasks.create_task(self._read(stream_id, outbox, requests))
         reader.add_done_callback(lambda _: outbox.end())  # however it ended
         try:
             while (response := await outbox.next()) is not None:
                 yield response
-                await faults.reach("router-after-grant")
+                if response.HasField("grant"):
+                    await faults.reach("router-after-grant")
             if outbox.error is not None:
                 raise outbox.error
         finally:
@@ -135,7 +145,7 @@ class Dispatch:
     def end_streams(self, gateway_id: str) -> None:
         """Ends the streams of a gateway that does not report any more; its leases are free."""
         error = DeadlineError("the gateway does not report to the router; connect again")
-        for stream_id in self._table.streams_of(gateway_id):
+        for stream_id in self._table.streams.of_gateway(gateway_id):
             self._end(stream_id, error)
 
     async def _read(
@@ -162,10 +172,14 @@ class Dispatch:
                 self._acquire(stream_id, request.acquire, now_ms)
             case "forget":
                 self._table.forget(request.forget.session_id)
+            case "restate":
+                self._restate(stream_id, request.restate, now_ms)
+            case "ping":
+                self._send(stream_id, router_pb2.DispatchResponse(pong=router_pb2.DispatchPong()))
             case "hello":
                 raise InvalidFieldError("hello", "is not the first message; send it once")
             case None if not request.releases:
-                raise InvalidFieldError("part", "is empty; send a booking or releases")
+                raise InvalidFieldError("part", "is empty; set one of its fields, or releases")
 
     def _acquire(self, stream_id: str, acquire: router_pb2.AcquireLease, now_ms: int) -> None:
         response = router_pb2.DispatchResponse(lease_id=acquire.lease_id)
@@ -190,6 +204,16 @@ class Dispatch:
         metrics.GRANTED.inc()
         response.grant.CopyFrom(grant)
         self._send(stream_id, response)
+
+    def _restate(self, stream_id: str, stated: router_pb2.Restatement, now_ms: int) -> None:
+        ids = sum(len(one.lease_ids) + len(one.sessions) for one in stated.engines)
+        if ids > _MOST_RESTATED or len(stated.engines) > _MOST_RESTATED:
+            raise InvalidFieldError(
+                "restate.engines",
+                f"has {ids} leases and sessions; give at most {_MOST_RESTATED} in one message",
+            )
+        self._table.restate(stream_id, stated.engines, now_ms=now_ms)
+        self._set_timer(self._table.due_ms(now_ms), now_ms)
 
     def _release(self, stream_id: str, release: router_pb2.ReleaseLease, now_ms: int) -> None:
         if release.engine_fault:

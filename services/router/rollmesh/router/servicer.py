@@ -43,9 +43,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._models = models
         self._control = Control(models, config.control_timeout_ms / 1000)
         self._pushes = Pushes(models, config)
-        self._dispatch = Dispatch(table)
-        self._gateways = GatewayTable()
         self._router_id = uuid.uuid4().hex
+        self._dispatch = Dispatch(table, self._router_id)
+        self._gateways = GatewayTable()
         self._repeats = Repeats()
 
     @asynccontextmanager

@@ -1,18 +1,26 @@
-"""Acquires engine leases over one `Dispatch` stream.
+"""Acquires engine leases over a `Dispatch` stream to one of the routers.
 
 A request waits in the router's queue, not here. When this process dies, the stream ends and the
 router frees every lease it held. A request that is cancelled before the router answers is released:
 it leaves the queue, or frees the slot that it was granted meanwhile.
+
+A router may die, fall silent or restart while leases are held: the generations go on, and the next
+stream states the leases and the engines of the sessions, to the same router or to another.
 """
 
 import asyncio
 import itertools
 import logging
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
+from rollmesh.mesh.holdings import Holdings, Restating
+from rollmesh.mesh.lines import LONG_PATIENCE, PATIENCE, TICK_S
+from rollmesh.mesh.links import Link
+from rollmesh.mesh.routers import STEADY_MS, Preference, addresses_of
 from rollmesh.runtime import clock
-from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     EngineDeadError,
     EngineFaultError,
@@ -21,14 +29,12 @@ from rollmesh.runtime.errors import (
     RemoteError,
     RollmeshError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
 from rollmesh.runtime.rpc.statuses import from_status
 from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
-from rollmesh.v1 import router_pb2, router_pb2_grpc
+from rollmesh.v1 import router_pb2
 
 _log = logging.getLogger(__name__)
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 _BUSY_MS = 1000
 _ANSWER_MS = 1000  # between a deadline and the router's refusal
 _MOST_WAIT_MS = 2**32 - 1
@@ -37,60 +43,14 @@ _LOST_CODES = {
     "UNKNOWN",
     "INTERNAL",
 }  # and not backpressure, a deadline or a refusal
-_MAX_OUTGOING = 65_536
-_RELEASE_S = 0.002  # how long a release waits to share a message with the next acquire
 
 
-class _Line:
-    """One stream's outgoing messages; when the stream ends, the router frees its leases.
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that the router has not answered."""
 
-    Releases are batched with the next acquire for up to 2 ms, so a turn costs one message.
-    """
-
-    def __init__(self) -> None:
-        self.messages: asyncio.Queue[router_pb2.DispatchRequest | None]
-        self.messages = asyncio.Queue(_MAX_OUTGOING)
-        self._releases: list[router_pb2.ReleaseLease] = []
-
-    def acquire(self, acquire: router_pb2.AcquireLease) -> None:
-        """Requests a lease.
-
-        Raises:
-            asyncio.QueueFull: The router reads too slowly.
-        """
-        self._send(router_pb2.DispatchRequest(acquire=acquire))
-
-    def release(self, release: router_pb2.ReleaseLease) -> None:
-        """Releases a lease."""
-        if not self._releases:
-            asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
-        self._releases.append(release)
-        if release.engine_fault:
-            self._flush()  # at once, so that no other session gets that engine
-
-    def forget(self, session_id: str) -> None:
-        """Tells the router that a session has ended."""
-        forget = router_pb2.ForgetSession(session_id=session_id)
-        with suppress(asyncio.QueueFull):  # the router forgets it when the stream ends
-            self._send(router_pb2.DispatchRequest(forget=forget))
-
-    def end(self) -> None:
-        """Ends the request stream, so that the call's task can finish."""
-        with suppress(asyncio.QueueFull):
-            self.messages.put_nowait(None)
-
-    def _flush(self) -> None:
-        if not self._releases:  # they were sent with another message
-            return
-        try:
-            self._send(router_pb2.DispatchRequest())
-        except asyncio.QueueFull:
-            asyncio.get_running_loop().call_later(_RELEASE_S, self._flush)
-
-    def _send(self, message: router_pb2.DispatchRequest) -> None:
-        message.releases.extend(self._releases)
-        self.messages.put_nowait(message)
-        self._releases.clear()
+    acquire: router_pb2.AcquireLease
+    answer: asyncio.Future[router_pb2.DispatchResponse]
 
 
 class LeaseClient(Background):
@@ -104,27 +64,42 @@ class LeaseClient(Background):
         model: str = "",
         tokenizer_sha256: str = "",
         vocabulary_tokens: int = 0,
+        steady_ms: int = STEADY_MS,
     ) -> None:
-        """Identifies the gateway to the router.
+        """Identifies the gateway to the routers.
 
         Args:
-            router: `host:port`.
+            router: `host:port`, or several separated by commas: the first that is up is used.
             gateway_id: Id of the gateway.
             model: Name of the engines' model; empty means the only model in the mesh.
             tokenizer_sha256: Digest of the tokenizer that the engines must have; empty means any.
             vocabulary_tokens: Vocabulary size of the model, ids; 0 means any.
+            steady_ms: Time for which a router must be up before it is returned to, milliseconds.
         """
         super().__init__()
-        self._router = router
+        addresses = addresses_of(router)
+        self._links = [
+            Link(
+                address,
+                PATIENCE if len(addresses) > 1 else LONG_PATIENCE // 2,
+                hello=self._next_hello,
+                changed=self._changed,
+                answered=self._answered,
+            )
+            for address in addresses
+        ]
+        self._preference = Preference(len(addresses), steady_ms)
+        self._active: Link | None = None
+        self._holdings = Holdings()
         self._hello = router_pb2.DispatchHello(
             gateway_id=gateway_id,
             model=model,
             tokenizer_sha256=tokenizer_sha256,
             vocabulary_tokens=vocabulary_tokens,
+            instance_id=uuid.uuid4().hex,
         )
         self._ids = itertools.count(1)
-        self._waiting: dict[str, asyncio.Future[router_pb2.DispatchResponse]] = {}
-        self._line: _Line | None = None
+        self._asked: dict[str, _Asked] = {}
         self._connected = asyncio.Event()
         self.on_silent: Callable[[str], None] = _ignore
         """Called with the address of an engine that is leased and does not report any more."""
@@ -159,7 +134,7 @@ class LeaseClient(Background):
         request = router_pb2.AcquireLease(
             session_id=session_id, group_id=group_id, excluded_engine_ids=excluded
         )
-        lease_id, line, grant = await self._acquire_until(request, deadline_ms)
+        lease_id, grant = await self._acquire_until(request, deadline_ms)
         release = router_pb2.ReleaseLease(lease_id=lease_id)
         try:
             yield grant
@@ -172,16 +147,27 @@ class LeaseClient(Background):
                 release.outcome = router_pb2.LEASE_OUTCOME_LOST
             raise
         finally:
-            line.release(release)
+            self._release(release)
+
+    @property
+    def router(self) -> str:
+        """Address of the router in use; empty if none can be reached."""
+        return self._active.address if self._active is not None else ""
 
     def forget(self, session_id: str) -> None:
         """Tells the router that a session has ended."""
-        if self._line is not None:
-            self._line.forget(session_id)
+        self._holdings.forgotten(session_id)
+        if self._active is not None and self._active.line is not None:
+            self._active.line.forget(session_id)
+
+    def _release(self, release: router_pb2.ReleaseLease) -> None:
+        self._holdings.released(release.lease_id)
+        if self._active is not None and self._active.line is not None:
+            self._active.line.release(release)
 
     async def _acquire_until(
         self, request: router_pb2.AcquireLease, deadline_ms: int
-    ) -> tuple[str, _Line, router_pb2.LeaseGrant]:
+    ) -> tuple[str, router_pb2.LeaseGrant]:
         """Waits for a router and in its queue; asks again if the router goes away."""
         deadline = clock.monotonic_ms() + deadline_ms
         with suppress(TimeoutError):
@@ -191,78 +177,103 @@ class LeaseClient(Background):
                 request.wait_ms = min(max(deadline - clock.monotonic_ms(), 1), _MOST_WAIT_MS)
                 with suppress(ConnectionError):
                     async with asyncio.timeout((request.wait_ms + _ANSWER_MS) / 1000):
-                        lease_id, line, answer = await self._ask(request)
+                        answer = await self._ask(request)
                     if answer.HasField("grant"):
-                        return lease_id, line, answer.grant
+                        return answer.lease_id, answer.grant
                     raise _refusal(answer)
         raise NoEngineError(
             f"no router could be reached within {deadline_ms} ms; try again",
             retry_delay_ms=_BUSY_MS,
         )
 
-    async def _ask(
-        self, request: router_pb2.AcquireLease
-    ) -> tuple[str, _Line, router_pb2.DispatchResponse]:
-        line = self._line
+    async def _ask(self, request: router_pb2.AcquireLease) -> router_pb2.DispatchResponse:
+        line = self._active.line if self._active is not None else None
         if line is None:
             raise ConnectionError
         lease_id = str(next(self._ids))
         acquire = router_pb2.AcquireLease()
         acquire.CopyFrom(request)
         acquire.lease_id = lease_id
-        answer: asyncio.Future[router_pb2.DispatchResponse]
-        answer = asyncio.get_running_loop().create_future()
-        self._waiting[lease_id] = answer
+        asked = _Asked(acquire, asyncio.get_running_loop().create_future())
+        self._asked[lease_id] = asked
         try:
             line.acquire(acquire)
-            return lease_id, line, await answer
+            return await asked.answer
         except asyncio.QueueFull:
             raise EnginesBusyError(
                 "the router has too many bookings; try again later", retry_delay_ms=_BUSY_MS
             ) from None
         except asyncio.CancelledError:
-            line.release(router_pb2.ReleaseLease(lease_id=lease_id))  # the lease, or the wait
+            self._release(router_pb2.ReleaseLease(lease_id=lease_id))  # the lease, or the wait
             raise
         finally:
-            self._waiting.pop(lease_id, None)
+            self._asked.pop(lease_id, None)
 
     async def _stay(self) -> None:
-        backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
-        async with open_channel(self._router) as channel:
-            stub = router_pb2_grpc.RouterServiceStub(channel)
+        async with asyncio.TaskGroup() as tasks:
+            for link in self._links:
+                tasks.create_task(link.run())
             while True:
-                self._line = _Line()
-                try:
-                    call = stub.Dispatch(_requests(self._hello, self._line))
-                    with typed_errors():
-                        await call.wait_for_connection()
-                    self._connected.set()
-                    backoff.reset()
-                    async with aclosing(read_stream(call)) as responses:
-                        async for response in responses:
-                            self._take(response)
-                except (RollmeshError, ConnectionError) as error:
-                    _log.info("router unreachable", extra=fields(error=str(error)))
-                finally:
-                    self._disconnected()
-                await asyncio.sleep(backoff.next_s())
+                await asyncio.sleep(TICK_S)
+                for link in self._links:
+                    link.tick(is_waiting=link is self._active and bool(self._asked))
+                self._choose()
 
-    def _take(self, response: router_pb2.DispatchResponse) -> None:
+    def _next_hello(self) -> router_pb2.DispatchHello:
+        self._hello.stream_number += 1
+        hello = router_pb2.DispatchHello()
+        hello.CopyFrom(self._hello)
+        return hello
+
+    def _answered(self, link: Link, response: router_pb2.DispatchResponse) -> None:
+        """Takes the router's answer to a request, from which on a lease is held; or news."""
         if response.HasField("silent_engine"):
             self.on_silent(response.silent_engine.address)
-        answer = self._waiting.get(response.lease_id)
-        if answer is not None and not answer.done():
-            answer.set_result(response)
+        asked = self._asked.get(response.lease_id)
+        if link is not self._active or asked is None or asked.answer.done():
+            return
+        if response.HasField("grant"):
+            self._holdings.granted(
+                response.lease_id,
+                response.grant.engine_id,
+                session_id=asked.acquire.session_id,
+                group_id=asked.acquire.group_id,
+            )
+        asked.answer.set_result(response)
 
-    def _disconnected(self) -> None:
-        """Makes pending requests retry: the router has freed the leases of this stream."""
+    def _changed(self, link: Link) -> None:
+        """Takes note that a router has come up or gone down."""
+        number = self._links.index(link)
+        if link.line is None:
+            self._preference.down(number)
+        else:
+            self._preference.up(number, clock.monotonic_ms())
+        self._choose()
+
+    def _choose(self) -> None:
+        """Uses another router if there is reason to; it is told what is held."""
+        number = self._preference.choose(clock.monotonic_ms())
+        link = None if number is None else self._links[number]
+        if link is self._active:
+            return
+        former, self._active = self._active, link
         self._connected.clear()
-        if self._line is not None:
-            self._line.end()
-        self._line = None
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(ConnectionError("the router went away"))
+        for asked in self._asked.values():  # they ask again
+            if not asked.answer.done():
+                asked.answer.set_exception(ConnectionError("the router went away"))
+        if link is not None and link.line is not None:
+            _log.info(
+                "router in use",
+                extra=fields(
+                    router=link.address,
+                    leases=len(self._holdings.leases),
+                    sessions=len(self._holdings.sessions),
+                ),
+            )
+            link.line.begin(Restating(self._holdings))
+            self._connected.set()
+        if former is not None and former.line is not None:
+            former.leave()  # it frees what it holds for this gateway
 
 
 def _refusal(answer: router_pb2.DispatchResponse) -> RollmeshError:
@@ -277,11 +288,3 @@ def _refusal(answer: router_pb2.DispatchResponse) -> RollmeshError:
 
 def _ignore(_: str) -> None:
     """Listens to nothing."""
-
-
-async def _requests(
-    hello: router_pb2.DispatchHello, line: _Line
-) -> AsyncIterator[router_pb2.DispatchRequest]:
-    yield router_pb2.DispatchRequest(hello=hello)
-    while (message := await line.messages.get()) is not None:
-        yield message

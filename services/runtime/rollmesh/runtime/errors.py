@@ -155,7 +155,7 @@ class StaleVersionError(RollmeshError):
 
 
 class SupersededError(RollmeshError):
-    """A later push replaced this one, or the engine left, before the engine answered."""
+    """A later push or stream replaced this one, or the engine left before it answered."""
 
     code = "ABORTED"
     reason = "SUPERSEDED"

@@ -61,6 +61,11 @@ class Circuit:
             return not self._probing
         return self.state is CircuitState.CLOSED
 
+    @property
+    def epoch(self) -> int:
+        """The epoch, for leases that another router granted."""
+        return self._epoch
+
     def grant(self) -> int:
         """Notes that a lease is granted; returns the epoch to give to `end`."""
         self._probing = self.state is CircuitState.HALF_OPEN

@@ -2,25 +2,26 @@
 
 Invariants after every step:
 
-* `engine.held` is the set of leases on that engine, at most its capacity.
+* `engine.held` is the set of leases on that engine, at most its capacity unless gateways re-stated
+  leases that another router granted; none is granted then.
 * A session has at most one engine.
 * A stream that ended holds no leases and waits for none.
-* After `settle`, no request waits while a slot is free that could serve it, unless `settle`
-  reached its limit; `due_ms` is then the present.
+* After `settle`, no request waits while a slot is free that could serve it, unless its session is
+  on an engine that is awaited, or `settle` reached its limit; `due_ms` is then the present.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
+from rollmesh.router.leasing.awaited import AWAITED_MS, AwaitedEngines
 from rollmesh.router.leasing.circuit import CircuitLimits
 from rollmesh.router.leasing.engines import Engine, Lease
 from rollmesh.router.leasing.fleet import Fleet
 from rollmesh.router.leasing.placements import Placements
 from rollmesh.router.leasing.policies import POLICIES, Policy, pick
-from rollmesh.router.leasing.pools import Choice, Pool
-from rollmesh.router.leasing.queue import Line, Queue, Waiting
+from rollmesh.router.leasing.pools import Choice
+from rollmesh.router.leasing.streams import Request, Settled, Stream, Streams
+from rollmesh.router.leasing.waits import Waits
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidLeaseError,
@@ -31,40 +32,9 @@ from rollmesh.v1 import router_pb2
 
 QUEUE_LIMIT = 16_384
 _NO_ENGINE_MS = 200
-_PATIENCE_MS = 200
 _MOST_SETTLED, _MOST_EXCLUDED = 256, 256
 _NONE: frozenset[Engine] = frozenset()
 _CIRCUITS = CircuitLimits()
-
-
-@dataclass(slots=True, eq=False)
-class Request(Waiting):
-    """A request for a lease."""
-
-    stream: "Stream"
-    lease_id: str
-    choice: Choice
-    """The engines that can serve it."""
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """The leases of one gateway."""
-
-    stream_id: str
-    hello: router_pb2.DispatchHello
-    pool: Pool
-    leases: dict[str, Lease] = field(default_factory=dict)
-    waiting: dict[str, Request] = field(default_factory=dict)
-
-
-class Settled(NamedTuple):
-    """The end of a wait."""
-
-    stream_id: str
-    lease_id: str
-    waited_ms: int
-    result: router_pb2.LeaseGrant | RollmeshError
 
 
 class LeaseTable:
@@ -79,6 +49,7 @@ class LeaseTable:
         policy: Policy = POLICIES["least_active_sticky"],
         queue_limit: int = QUEUE_LIMIT,
         circuits: CircuitLimits = _CIRCUITS,
+        awaited_ms: int = AWAITED_MS,
     ) -> None:
         """Starts empty.
 
@@ -86,17 +57,20 @@ class LeaseTable:
             policy: How engines are picked.
             queue_limit: Maximum number of requests that wait.
             circuits: When the circuits of engines open.
+            awaited_ms: Time for which engines are awaited that gateways speak of, milliseconds.
         """
         self.fleet = Fleet(policy.rank)
         self.engines = self.fleet.engines
         """The engines by id."""
+        self.streams = Streams()
+        """The streams of gateways."""
         self.leases = 0
         """Number of leases held."""
         self._policy = policy
         self._circuits = circuits
-        self._streams: dict[str, Stream] = {}
+        self._awaited = AwaitedEngines(awaited_ms)
         self._placements = Placements(self.fleet.touch)
-        self._queue: Queue[Choice, Request] = Queue(queue_limit)
+        self._queue = Waits(queue_limit)
         self._asked = itertools.count(1)
         self._picks = itertools.count(1)
 
@@ -120,31 +94,49 @@ class LeaseTable:
     @property
     def is_clear(self) -> bool:
         """Whether nothing is kept of any gateway, session or lease."""
-        gateways = self._streams or self.fleet.pools
+        gateways = self.streams or self.fleet.pools or self._awaited
         return not (gateways or self._placements or self.waiting or self.leases)
 
     def add_engine(self, engine: Engine) -> None:
-        """Adds an engine; the state of an earlier engine with the same id is dropped."""
+        """Adds an engine with what gateways re-stated of it.
+
+        The state of an earlier engine with the same id is dropped.
+        """
         self.remove_engine(engine.engine_id)
+        former = self._awaited.pop(engine.engine_id)
+        engine.fault = former.fault if former is not None else ""
         self.fleet.add(engine)
+        if former is None:
+            return
+        for lease in former.held:
+            lease.engine, lease.epoch = engine, engine.circuit.epoch
+        engine.held, former.held = former.held, set()
+        self._placements.move(former, engine)
+        self.fleet.touch(engine)
+        self._queue.no_longer_for(former)
 
     def remove_engine(self, engine_id: str) -> None:
         """Removes an engine with its leases and placements."""
-        engine = self.fleet.remove(engine_id)
-        if engine is None:
-            return
-        self._placements.forget_engine(engine)
-        for lease in tuple(engine.held):
-            del self._streams[lease.stream_id].leases[lease.lease_id]
-            self._free(lease)
+        if (engine := self.fleet.remove(engine_id)) is not None:
+            self._empty(engine)
 
-    def open_stream(self, stream_id: str, gateway: router_pb2.DispatchHello) -> None:
-        """Opens a gateway's stream."""
-        self._streams[stream_id] = Stream(stream_id, gateway, self.fleet.join(gateway))
+    def open_stream(self, stream_id: str, gateway: router_pb2.DispatchHello) -> str | None:
+        """Opens a gateway's stream.
+
+        Returns:
+            The id of the stream that it replaces, which is closed; None if it replaces none.
+
+        Raises:
+            SupersededError: A later stream of the gateway's process is open.
+        """
+        if (former := self.streams.former(gateway)) is not None:
+            self.close_stream(former)
+        self.streams.open(Stream(stream_id, gateway, self.fleet.join(gateway)))
+        return former
 
     def close_stream(self, stream_id: str) -> None:
         """Closes a gateway's stream: ends its leases and waits, and forgets its sessions."""
-        stream = self._streams.pop(stream_id, None)
+        stream = self.streams.close(stream_id)
         if stream is None:
             return
         for request in stream.waiting.values():
@@ -153,11 +145,33 @@ class LeaseTable:
             self._free(lease)
         self._placements.forget_stream(stream_id)
         self.fleet.leave(stream.pool)
+        for engine_id in self._awaited.empty():
+            self._await_no_longer(engine_id)
 
-    def streams_of(self, gateway_id: str) -> list[str]:
-        """Returns the ids of a gateway's streams."""
-        streams = self._streams.items()
-        return [id_ for id_, stream in streams if stream.hello.gateway_id == gateway_id]
+    def restate(
+        self, stream_id: str, holdings: Iterable[router_pb2.EngineHoldings], *, now_ms: int = 0
+    ) -> None:
+        """Books leases and places sessions that a gateway holds from before its stream.
+
+        What is on an engine that is not registered waits for it. Leases may exceed the capacity of
+        an engine, which then gets no others. Ids that are known already are left as they are.
+        """
+        stream = self.streams[stream_id]
+        for held in holdings:
+            engine = self.engines.get(held.engine_id)
+            engine = engine or self._awaited.awaiting(held.engine_id, now_ms)
+            if engine is None:
+                continue
+            for lease_id in held.lease_ids:
+                if lease_id and lease_id not in stream.leases and lease_id not in stream.waiting:
+                    stream.book(Lease(stream_id, lease_id, engine, engine.circuit.epoch))
+                    self.leases += 1
+            for one in held.sessions:
+                if one.session_id:
+                    self._placements.restate(
+                        one.session_id, engine, stream_id=stream_id, group_id=one.group_id
+                    )
+            self.fleet.touch(engine)
 
     def acquire(
         self,
@@ -194,7 +208,7 @@ class LeaseTable:
             EnginesBusyError: Every engine that can serve it is full, and the request does not wait,
                 or the queue is full.
         """
-        stream = self._streams[stream_id]
+        stream = self.streams[stream_id]
         taken = lease_id in stream.leases or lease_id in stream.waiting
         if taken or not lease_id or not session_id:
             raise InvalidLeaseError(
@@ -217,7 +231,10 @@ class LeaseTable:
             choice=Choice(stream.pool, left_out),
         )
         self.fleet.half_open(now_ms)
-        grant = self._grant(request)
+        placed = self._placements.engine_of(session_id) if wait_ms else None
+        awaits = self._awaited.is_awaited(placed) and placed.engine_id not in excluded
+        awaited = placed if awaits else None
+        grant = self._grant(request) if awaited is None else None
         if grant is not None:
             return grant
         if not wait_ms:
@@ -225,10 +242,10 @@ class LeaseTable:
         if self._queue.is_full:
             raise EnginesBusyError(
                 f"{self.waiting} requests wait for an engine already",
-                retry_delay_ms=self._delay_ms(stream.pool, now_ms),
+                retry_delay_ms=self._queue.delay_ms(stream.pool, now_ms),
             )
         stream.waiting[lease_id] = request
-        self._queue.add(request, request.choice)
+        self._queue.add_for(request, awaited)
         return None
 
     def release(
@@ -240,7 +257,7 @@ class LeaseTable:
         now_ms: int = 0,
     ) -> None:
         """Releases a lease, or ends the wait for one; unknown ids are ignored."""
-        stream = self._streams.get(stream_id)
+        stream = self.streams.get(stream_id)
         if stream is None:
             return
         if (request := stream.waiting.pop(lease_id, None)) is not None:
@@ -253,7 +270,7 @@ class LeaseTable:
 
     def take_out(self, stream_id: str, lease_id: str, fault: str) -> Engine | None:
         """Takes the engine of a lease out of service; returns None if the lease is not held."""
-        stream = self._streams.get(stream_id)
+        stream = self.streams.get(stream_id)
         lease = None if stream is None else stream.leases.get(lease_id)
         if lease is None:
             return None
@@ -271,14 +288,12 @@ class LeaseTable:
         At most 256 waits end in one step.
         """
         self.fleet.half_open(now_ms)
+        for engine_id in self._awaited.overdue(now_ms):
+            self._await_no_longer(engine_id)
         settled: list[Settled] = []
         if not self.waiting:
             return settled
-        for line in self._lines_without_engine():
-            for request in tuple(itertools.takewhile(lambda one: _has_waited(one, now_ms), line)):
-                self._queue.remove(request)
-                request.choice = Choice(request.stream.pool, _NONE)
-                self._queue.add(request, request.choice)
+        self._queue.retry(now_ms)
         while len(settled) < _MOST_SETTLED:
             ended = self._queue.next() or self._queue.overdue(now_ms)
             if ended is None:
@@ -288,8 +303,12 @@ class LeaseTable:
 
     def due_ms(self, now_ms: int) -> int | None:
         """Returns when `settle` has something to do; None if that takes another event."""
-        due = [self._queue.first_deadline_ms(), self.fleet.half_opens_ms()]
-        due.extend(line.oldest_ms + _PATIENCE_MS for line in self._lines_without_engine())
+        due = [
+            self._queue.first_deadline_ms(),
+            self.fleet.half_opens_ms(),
+            self._awaited.due_ms(),
+            self._queue.retry_ms(),
+        ]
         if self._queue.next() is not None:
             due.append(now_ms)
         return min((one for one in due if one is not None), default=None)
@@ -309,9 +328,8 @@ class LeaseTable:
         if engine is None:
             return None
         engine.last_picked = next(self._picks)
-        lease = Lease(stream.stream_id, request.lease_id, engine, engine.circuit.grant())
-        engine.held.add(lease)
-        stream.leases[lease.lease_id] = lease
+        epoch = engine.circuit.grant()
+        stream.book(Lease(stream.stream_id, request.lease_id, engine, epoch))
         self.leases += 1
         self._placements.place(
             session_id, engine, stream_id=stream.stream_id, group_id=request.group_id
@@ -349,18 +367,22 @@ class LeaseTable:
             why = self.fleet.why_none(request.stream.hello)
             return NoEngineError(why, retry_delay_ms=_NO_ENGINE_MS)
         return EnginesBusyError(
-            f"all {fitting} engines are full", retry_delay_ms=self._delay_ms(pool, now_ms)
+            f"all {fitting} engines are full", retry_delay_ms=self._queue.delay_ms(pool, now_ms)
         )
 
-    def _delay_ms(self, pool: Pool, now_ms: int) -> int:
-        lines = self._queue.lines()
-        ahead = sum(len(line) for choice, line in lines if choice.pool is pool)
-        return pool.delay_ms(ahead, now_ms)
+    def _await_no_longer(self, engine_id: str) -> None:
+        """Gives up an engine that did not register in time."""
+        engine = self._awaited.pop(engine_id)
+        if engine is not None:
+            self._empty(engine)
+            self._queue.no_longer_for(engine)
 
-    def _lines_without_engine(self) -> list[Line[Request]]:
-        """Returns the requests whose exclusions leave no engine."""
-        lines = self._queue.lines()
-        return [line for choice, line in lines if choice.excluded and not choice.fitting]
+    def _empty(self, engine: Engine) -> None:
+        """Ends the leases of an engine that is gone, and leaves its sessions without one."""
+        self._placements.forget_engine(engine)
+        for lease in tuple(engine.held):
+            del self.streams[lease.stream_id].leases[lease.lease_id]
+            self._free(lease)
 
     def _free(
         self,
@@ -374,8 +396,3 @@ class LeaseTable:
         self.leases -= 1
         self.fleet.touch(engine)
         return engine.circuit.end(lease.epoch, outcome, now_ms, self._circuits)
-
-
-def _has_waited(request: Request, now_ms: int) -> bool:
-    """Returns whether a request has waited long enough for an engine that did not fail its turn."""
-    return request.asked_ms + _PATIENCE_MS <= now_ms

@@ -27,7 +27,7 @@ class Placements:
         """Starts empty.
 
         Args:
-            moved: Called with an engine and 1 or -1 when it gets or loses a session.
+            moved: Called with an engine and by how many its sessions have changed.
         """
         self._moved = moved
         self._sessions: dict[str, Session] = {}
@@ -72,6 +72,21 @@ class Placements:
             self._leave_group(session_id, session)
             session.group_id = group_id
             self._groups.setdefault(group_id, {})[session_id] = None
+
+    def restate(self, session_id: str, engine: Engine, *, stream_id: str, group_id: str) -> None:
+        """Places a session as another router did, unless the stream has placed it already."""
+        session = self._sessions.get(session_id)
+        if session is None or session.engine is None or session.stream_id != stream_id:
+            self.place(session_id, engine, stream_id=stream_id, group_id=group_id)
+
+    def move(self, former: Engine, engine: Engine) -> None:
+        """Moves all sessions of an engine to the one that takes its place."""
+        for session_id in former.sessions:
+            self._sessions[session_id].engine = engine
+        engine.sessions |= former.sessions
+        self._moved(former, -len(former.sessions))
+        self._moved(engine, len(former.sessions))
+        former.sessions = set()
 
     def forget(self, session_id: str) -> None:
         """Forgets a session."""

@@ -38,12 +38,18 @@ class _UndecodableAnswer(BaseException):
     """
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
     """Opens a channel to `host:port`; it connects on first use and reconnects by itself.
 
     Make calls inside `typed_errors` or `read_stream`: a peer may answer with malformed bytes.
+
+    Args:
+        address: `host:port`.
+        own_connection: Whether the channel has a connection to itself; channels share one else.
     """
     options = [*_OPTIONS, *keepalive_options(KEEPALIVE_MS)]
+    if own_connection:
+        options.append(("grpc.use_local_subchannel_pool", 1))
     channel = grpc.aio.insecure_channel(address, options=options)
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         setattr(channel, kind, partial(_callable, getattr(channel, kind)))

@@ -1,0 +1,58 @@
+"""The requests that wait for a lease: which engines each line waits for, and who waits in vain."""
+
+from rollmesh.router.leasing.awaited import AwaitedSlots
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.pools import Choice, Pool
+from rollmesh.router.leasing.queue import Line, Queue
+from rollmesh.router.leasing.streams import Request
+
+_PATIENCE_MS = 200
+_NONE: frozenset[Engine] = frozenset()
+
+
+class Waits(Queue[Choice | AwaitedSlots, Request]):
+    """The queue; some lines wait for engines of the fleet, some for one that is awaited."""
+
+    def add_for(self, request: Request, awaited: Engine | None) -> None:
+        """Adds a request; it waits for one engine to register if that is given."""
+        self.add(request, request.choice if awaited is None else AwaitedSlots(awaited))
+
+    def delay_ms(self, pool: Pool, now_ms: int) -> int:
+        """Estimates how long one more request for engines of a pool would wait, milliseconds."""
+        ahead = sum(len(line) for choice, line in self._choices() if choice.pool is pool)
+        return pool.delay_ms(ahead, now_ms)
+
+    def no_longer_for(self, awaited: Engine) -> None:
+        """Lets the requests go on that waited for an engine to register."""
+        for slots, line in self.lines():
+            if slots == AwaitedSlots(awaited):
+                self._move(tuple(line))
+
+    def retry(self, now_ms: int) -> None:
+        """Lets requests return to engines that failed their turn, if no others have come."""
+        for line in self._in_vain():
+            due: list[Request] = []
+            for request in line:  # oldest first
+                if request.asked_ms + _PATIENCE_MS > now_ms:
+                    break
+                request.choice = Choice(request.stream.pool, _NONE)
+                due.append(request)
+            self._move(due)
+
+    def retry_ms(self) -> int | None:
+        """Returns when `retry` has something to do; None if nobody waits for that."""
+        return min((line.oldest_ms + _PATIENCE_MS for line in self._in_vain()), default=None)
+
+    def _move(self, requests: tuple[Request, ...] | list[Request]) -> None:
+        """Moves requests to the lines of their choices."""
+        for request in requests:
+            self.remove(request)
+            self.add(request, request.choice)
+
+    def _choices(self) -> list[tuple[Choice, Line[Request]]]:
+        return [(one, line) for one, line in self.lines() if isinstance(one, Choice)]
+
+    def _in_vain(self) -> list[Line[Request]]:
+        """Returns the requests whose exclusions leave no engine."""
+        lines = self._choices()
+        return [line for choice, line in lines if choice.excluded and not choice.fitting]

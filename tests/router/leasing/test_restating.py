@@ -1,0 +1,164 @@
+"""What gateways re-state to a router: pure cases, and the streams that carry them."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.router.leasing.awaited import AWAITED_MS
+from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.leases import LeaseTable
+from rollmesh.runtime.errors import EnginesBusyError, InvalidFieldError, SupersededError
+from rollmesh.runtime.rpc.channels import open_channel, read_stream
+from rollmesh.v1 import router_pb2 as pb, router_pb2_grpc
+from tests.router.test_dispatch import noting_router
+from tests.waiting import until
+
+
+def table(*names: str, capacity: int = 8) -> LeaseTable:
+    result = LeaseTable()
+    for name in names:
+        result.add_engine(Engine(name, f"{name}:1", "m", capacity))
+    result.open_stream("g", hello(1))
+    return result
+
+
+def hello(number: int, instance: str = "i") -> pb.DispatchHello:
+    return pb.DispatchHello(gateway_id="g", instance_id=instance, stream_number=number)
+
+
+def holdings(engine: str, *leases: str, sessions: tuple[str, ...] = ()) -> list[pb.EngineHoldings]:
+    placed = [pb.PlacedSession(session_id=one, group_id="x") for one in sessions]
+    return [pb.EngineHoldings(engine_id=engine, lease_ids=leases, sessions=placed)]
+
+
+def test_restated_leases_are_booked_once_and_released_as_any_others() -> None:
+    leases = table("a")
+    for _ in range(2):
+        leases.restate("g", holdings("a", "1", "2", sessions=("s",)))
+    assert repr(leases) == "1 engines, 1 sessions, 2 leases, 0 waiting"
+    leases.release("g", "1")
+    assert leases.engines["a"].leases == 1
+
+
+def test_a_restated_session_is_sticky_and_so_is_its_group() -> None:
+    leases = table("a", "b")
+    leases.restate("g", holdings("b", sessions=("s",)))
+    for session, group in (("s", ""), ("sibling", "x")):
+        grant = leases.acquire("g", session, session, group_id=group)
+        assert grant is not None
+        assert grant.engine_id == "b"
+
+
+def test_an_engine_that_registers_later_gets_what_was_restated_of_it() -> None:
+    leases = table("a")
+    leases.restate("g", holdings("b", "1", sessions=("s",)))
+    assert leases.acquire("g", "2", "s", wait_ms=1_000) is None  # it waits for its engine
+    assert not leases.settle(0)
+    leases.add_engine(Engine("b", "b:1", "m", 8))
+    (settled,) = leases.settle(0)
+    assert isinstance(settled.result, pb.LeaseGrant)
+    assert settled.result.engine_id == "b"
+    assert leases.engines["b"].leases == 2
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "excluded"),
+    [pytest.param(0, (), id="does-not-wait"), pytest.param(9, ("b",), id="its-engine-failed")],
+)
+def test_a_turn_goes_elsewhere_at_once_if_it(wait_ms: int, excluded: tuple[str, ...]) -> None:
+    leases = table("a")
+    leases.restate("g", holdings("b", sessions=("s",)))
+    grant = leases.acquire("g", "1", "s", wait_ms=wait_ms, excluded=excluded)
+    assert grant is not None
+    assert grant.engine_id == "a"
+
+
+def test_an_engine_that_does_not_register_is_given_up_in_time() -> None:
+    leases = table("a")
+    leases.restate("g", holdings("b", "1", sessions=("s",)), now_ms=100)
+    leases.acquire("g", "2", "s", wait_ms=60_000, now_ms=200)
+    assert leases.due_ms(200) == 100 + AWAITED_MS
+    assert not leases.settle(99 + AWAITED_MS)
+    (settled,) = leases.settle(100 + AWAITED_MS)
+    assert isinstance(settled.result, pb.LeaseGrant)
+    assert settled.result.engine_id == "a"
+    assert leases.leases == 1
+    leases.release("g", "1")  # nobody knows it any more
+    assert leases.leases == 1
+
+
+def test_an_engine_with_more_leases_than_slots_gets_no_more_until_some_have_ended() -> None:
+    leases = table("a", capacity=2)
+    leases.restate("g", holdings("a", "1", "2", "3"))
+    with pytest.raises(EnginesBusyError):
+        leases.acquire("g", "4", "s")
+    leases.release("g", "1")
+    with pytest.raises(EnginesBusyError):
+        leases.acquire("g", "4", "s")
+    leases.release("g", "2")
+    assert leases.acquire("g", "4", "s") is not None
+
+
+def test_an_awaited_engine_that_lied_stays_out_of_service() -> None:
+    leases = table()
+    leases.restate("g", holdings("b", "1"))
+    leases.take_out("g", "1", "it lies")
+    leases.add_engine(Engine("b", "b:1", "m", 8))
+    exclusion = leases.fleet.exclusion(leases.engines["b"])
+    assert exclusion is not None
+    assert exclusion.reason == pb.EXCLUSION_REASON_FAULT
+
+
+def test_a_later_stream_of_a_process_replaces_the_earlier_one_and_what_it_held() -> None:
+    leases = table("a")
+    leases.acquire("g", "1", "s")
+    assert leases.open_stream("later", hello(2)) == "g"
+    leases.restate("later", holdings("a", "1", sessions=("s",)))
+    assert leases.leases == 1
+    leases.close_stream("g")  # it has been closed already
+    assert leases.leases == 1
+    with pytest.raises(SupersededError):
+        leases.open_stream("earlier", hello(1))
+
+
+@pytest.mark.parametrize("instance", ["", "another"])
+def test_streams_of_other_processes_replace_nothing(instance: str) -> None:
+    leases = table("a")
+    leases.open_stream("first", hello(1, instance))
+    leases.acquire("g", "1", "s")
+    assert leases.open_stream("other", hello(2, instance and "third")) is None
+    assert leases.leases == 1
+
+
+async def test_a_stream_that_is_replaced_ends_with_the_reason(tmp_path: Path) -> None:
+    async with noting_router(tmp_path) as router, open_channel(router.address) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        first = stub.Dispatch()
+        await first.write(pb.DispatchRequest(hello=hello(1)))
+        responses = aiter(read_stream(first))
+        assert (await anext(responses)).HasField("welcome")
+        acquire = pb.AcquireLease(lease_id="1", session_id="s")
+        await first.write(pb.DispatchRequest(acquire=acquire))
+        assert (await anext(responses)).HasField("grant")
+        second = stub.Dispatch()
+        await second.write(pb.DispatchRequest(hello=hello(2)))
+        with pytest.raises(SupersededError, match="stream 2 of this process"):
+            await anext(responses)
+        assert router.leases == 0
+        restated = pb.Restatement(engines=holdings("a", "1"))
+        await second.write(pb.DispatchRequest(restate=restated))
+        await until(lambda: router.leases == 1)
+        second.cancel()
+
+
+async def test_a_message_that_states_too_much_is_refused(tmp_path: Path) -> None:
+    too_many = [str(at) for at in range(1_025)]
+    async with noting_router(tmp_path) as router, open_channel(router.address) as channel:
+        call = router_pb2_grpc.RouterServiceStub(channel).Dispatch()
+        await call.write(pb.DispatchRequest(hello=hello(1)))
+        restated = pb.Restatement(engines=holdings("a", *too_many))
+        await call.write(pb.DispatchRequest(restate=restated))
+        responses = aiter(read_stream(call))
+        assert (await anext(responses)).HasField("welcome")
+        with pytest.raises(InvalidFieldError, match="at most 1024"):
+            await anext(responses)

@@ -1,0 +1,74 @@
+"""Which router is used, and when one is left."""
+
+import pytest
+
+from rollmesh.mesh.lines import PATIENCE, Heard, Silence
+from rollmesh.mesh.routers import Preference, addresses_of
+
+
+@pytest.mark.parametrize(
+    ("setting", "addresses"),
+    [
+        ("", ()),
+        ("a:1", ("a:1",)),
+        (" b:2 , a:1,,b:2", ("b:2", "a:1")),
+    ],
+)
+def test_a_setting_names_each_router_once_in_its_order(
+    setting: str, addresses: tuple[str, ...]
+) -> None:
+    assert addresses_of(setting) == addresses
+
+
+def test_the_first_that_is_up_is_used_and_left_at_once_when_it_goes_down() -> None:
+    routers = Preference(3, steady_ms=100)
+    assert routers.choose(0) is None
+    routers.up(1, 0)
+    routers.up(2, 0)
+    assert routers.choose(0) == 1
+    routers.down(1)
+    assert routers.choose(1) == 2
+    routers.down(2)
+    assert routers.choose(2) is None
+
+
+def test_a_preferred_router_is_returned_to_when_it_has_been_up_for_a_while() -> None:
+    routers = Preference(2, steady_ms=100)
+    routers.up(1, 0)
+    assert routers.choose(0) == 1
+    routers.up(0, 50)
+    assert routers.choose(149) == 1
+    routers.down(0)  # it begins again
+    routers.up(0, 149)
+    assert routers.choose(248) == 1
+    assert routers.choose(249) == 0
+
+
+def test_another_router_is_not_gone_to_because_it_has_been_up_for_longer() -> None:
+    routers = Preference(2, steady_ms=100)
+    routers.up(0, 0)
+    routers.up(1, 0)
+    assert routers.choose(0) == 0
+    assert routers.choose(1_000) == 0
+
+
+def ticks(silence: Silence, number: int, *, is_waiting: bool) -> list[Heard]:
+    return [silence.tick(is_waiting=is_waiting) for _ in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("is_waiting", "quiet"),
+    [pytest.param(True, 2, id="waiting"), pytest.param(False, 8, id="idle")],
+)
+def test_a_quiet_router_is_pinged_and_left_if_it_does_not_answer(
+    *, is_waiting: bool, quiet: int
+) -> None:
+    silence = Silence(PATIENCE)
+    enough = [Heard.ENOUGH]
+    for _ in range(3):
+        expected = enough * (quiet - 1) + [Heard.TOO_LITTLE] + enough * (PATIENCE - 1)
+        assert ticks(silence, quiet + PATIENCE - 1, is_waiting=is_waiting) == expected
+        silence.heard()  # in time
+    expected = enough * (quiet - 1) + [Heard.TOO_LITTLE] + enough * (PATIENCE - 1)
+    expected += [Heard.NOTHING]
+    assert ticks(silence, quiet + PATIENCE, is_waiting=is_waiting) == expected
