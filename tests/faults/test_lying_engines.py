@@ -37,6 +37,17 @@ async def nan(request: engine_pb2.GenerateRequest) -> Answers:
     yield answer(request, float("nan"))
 
 
+async def future(request: engine_pb2.GenerateRequest) -> Answers:
+    response = answer(request, -0.5)
+    response.policy_version = response.finish.version_spans[0].policy_version = 8
+    yield response
+
+
+async def twice(request: engine_pb2.GenerateRequest) -> Answers:
+    yield answer(request, -0.5)
+    yield answer(request, -0.5)
+
+
 async def nothing(request: engine_pb2.GenerateRequest) -> Answers:
     await asyncio.Event().wait()
     yield answer(request, -0.5)
@@ -76,6 +87,10 @@ async def replica(mesh: Mesh, name: str) -> router_pb2.Replica:
     return next(one for one in found if one.hello.replica_id == name)
 
 
+async def in_service(mesh: Mesh, name: str) -> bool:
+    return not (await replica(mesh, name)).HasField("exclusion")
+
+
 async def why_excluded(mesh: Mesh, name: str) -> str:
     exclusion = (await replica(mesh, name)).exclusion
     assert exclusion.reason in {
@@ -93,16 +108,22 @@ async def test_a_wrong_answer_reaches_nobody_and_its_engine_is_out_of_service(
     lies: list[tuple[Callable[[engine_pb2.GenerateRequest], Answers], bool, str, Info]] = [
         (nan, False, "NaN", idle),
         (nan, True, "NaN", idle),
+        (future, False, "offered up to 1", idle),
+        (future, True, "offered up to 1", idle),
+        (twice, False, "sent more after", idle),
+        (twice, True, "sent more after", idle),
         (nothing, True, "does not hold the request", idle),
         (nothing, False, "does not hold the request", idle),
         (nothing, True, "has not finished a step", stuck),
         (nothing, False, "has not finished a step", stuck),
     ]
     async with lying_mesh(tmp_path, tokenizer_dir) as mesh:
+        async with mesh.client() as client:
+            await client.push_weights({"w": np.zeros(1, np.float32)}, 1)
         for lie, stream, why, info in lies:
             async with liar(mesh) as engine:
-                found = await replica(mesh, "liar")
-                assert not found.HasField("exclusion")  # it registered anew
+                await engine.until_taken(1)
+                await until(lambda: in_service(mesh, "liar"))  # it registered anew
                 engine.answers, engine.info = lie, info
                 assert await ask(mesh, stream=stream) == REPLY
                 excluded = await until(lambda: why_excluded(mesh, "liar"))

@@ -13,7 +13,7 @@ from rollmesh.mesh.leases import LeaseClient
 from rollmesh.router import dispatch
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.leasing.circuit import CircuitState
-from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.engines import Engine, Target
 from rollmesh.router.leasing.leases import LeaseTable
 from rollmesh.router.membership.members import Members
 from rollmesh.router.servicer import RouterServicer
@@ -240,6 +240,21 @@ async def test_a_gateway_that_leaves_takes_its_waits_along(tmp_path: Path) -> No
                 await until(lambda: router.table.waiting == 1)
             waiting.cancel()
             await until(lambda: router.table.is_clear)
+
+
+async def test_gateways_hear_which_versions_engines_may_have(tmp_path: Path) -> None:
+    async with noting_router(tmp_path) as router:
+        router.table.fleet.aim("policy", Target(3, "push"), None)
+        router.table.fleet.aim("other", Target(9, "push"), None)
+        async with LeaseClient(router.address, "g", model="policy") as leases:
+            await until(lambda: leases.offered.of("policy").newest == 3)
+            router.table.fleet.aim("policy", Target(3, "push"), Target(4, "next"))
+            await until(lambda: leases.offered.of("policy").newest == 4)
+            epoch = leases.offered.of("policy").epoch
+            router.table.fleet.aim("policy", None, None)
+            await until(lambda: leases.offered.of("policy").newest is None)
+            assert leases.offered.of("policy").epoch > epoch
+            assert leases.offered.of("other").newest is None
 
 
 async def lose(leases: LeaseClient, error: Exception) -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.gateway.conversation.sampled import Returns, Sampled, Tops, joined, no_tops, show
+from rollmesh.gateway.conversation.sampled import Returns, show
+from rollmesh.mesh.generations.sampled import Sampled, Tops, joined, no_tops
 
 
 def run(*ids: int, tops: int = 2) -> Sampled:

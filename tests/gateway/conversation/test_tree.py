@@ -7,9 +7,9 @@ from hypothesis import given, strategies as st
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, ToolCall
 from rollmesh.gateway.conversation.reasons import Fidelity
-from rollmesh.gateway.conversation.sampled import Tops
 from rollmesh.gateway.conversation.tree import Tree, path_bytes
 from rollmesh.gateway.export.trajectories import export_turns
+from rollmesh.mesh.generations.sampled import Tops
 from rollmesh.runtime.codec.arrays import unpack_ids
 from rollmesh.v1 import chat_pb2, sampling_pb2, trajectory_pb2
 from tests.gateway.worlds import BARE, END, TOOLS, World, mask_of, random_world, said, user

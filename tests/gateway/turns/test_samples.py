@@ -7,7 +7,8 @@ from rollmesh.chat.parsing.answer import Answer
 from rollmesh.chat.parsing.decoding import IncrementalDecoder
 from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.gateway.conversation.nodes import Sample
-from rollmesh.gateway.turns.generate import Generation, checked_sample
+from rollmesh.gateway.turns.generate import Answering, checked_sample
+from rollmesh.mesh.generations.generation import Generation
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.v1 import engine_pb2, sampling_pb2
@@ -23,8 +24,8 @@ def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]])
         new_call_id=lambda: "id",
         one_call=False,
     )
-    generation = Generation(answer)
-    generation.begin("engine-0", 0)
+    generation = Generation(engine_pb2.GenerateRequest())
+    generation.begin("engine-0", "id")
     generation.take(
         engine_pb2.StreamGenerateResponse(
             token_ids_u32le=pack_ids(np.arange(tokens, dtype=np.uint32)),
@@ -38,7 +39,7 @@ def sample(tokenizer: Tokenizer, tokens: int, spans: list[tuple[int, int, int]])
             ),
         )
     )
-    return checked_sample(generation, prompt_tokens=1, prompt_crc32=0)
+    return checked_sample(Answering(answer, generation), prompt_tokens=1, prompt_crc32=0)
 
 
 @pytest.mark.parametrize(

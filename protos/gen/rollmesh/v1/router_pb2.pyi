@@ -674,7 +674,7 @@ Global___ForgetSession: _TypeAlias = ForgetSession  # noqa: Y015
 
 @_typing.final
 class DispatchResponse(_message.Message):
-    """The result of one `acquire`, an answer to another message, or news about an engine. A wait that the
+    """The result of one `acquire`, an answer to another message, or news about engines. A wait that the
     gateway cancelled has no result.
     """
 
@@ -686,6 +686,7 @@ class DispatchResponse(_message.Message):
     SILENT_ENGINE_FIELD_NUMBER: _builtins.int
     WELCOME_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    OFFERED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease. Empty unless the result is that of an `acquire`."""
     @_builtins.property
@@ -711,6 +712,10 @@ class DispatchResponse(_message.Message):
     def pong(self) -> Global___DispatchPong:
         """Answers a `ping`."""
 
+    @_builtins.property
+    def offered(self) -> Global___OfferedWeights:
+        """Other weights were offered to the engines of the stream's model, or these are the first news."""
+
     def __init__(
         self,
         *,
@@ -720,16 +725,45 @@ class DispatchResponse(_message.Message):
         silent_engine: Global___SilentEngine | None = ...,
         welcome: Global___DispatchWelcome | None = ...,
         pong: Global___DispatchPong | None = ...,
+        offered: Global___OfferedWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "pong", b"pong", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "offered", b"offered", "pong", b"pong", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "lease_id", b"lease_id", "pong", b"pong", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "lease_id", b"lease_id", "offered", b"offered", "pong", b"pong", "refusal", b"refusal", "result", b"result", "silent_engine", b"silent_engine", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["grant", "refusal", "silent_engine", "welcome", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["grant", "refusal", "silent_engine", "welcome", "pong", "offered"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___DispatchResponse: _TypeAlias = DispatchResponse  # noqa: Y015
+
+@_typing.final
+class OfferedWeights(_message.Message):
+    """The weights that a router has offered to engines. An engine that samples with a later version lies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    policy_version: _builtins.int
+    """The highest policy version that was offered. Not set if nothing was pushed, or it is forgotten."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        policy_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "model", b"model", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___OfferedWeights: _TypeAlias = OfferedWeights  # noqa: Y015
 
 @_typing.final
 class SilentEngine(_message.Message):

@@ -32,11 +32,11 @@ from rollmesh.gateway.sessions.registry import Gateway
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.dead_letters import DeadLetters
 from rollmesh.gateway.storage.outbox import Outbox
-from rollmesh.gateway.turns.engines import EngineClients
 from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prepare import Workers
 from rollmesh.gateway.turns.prompt import new_tree
 from rollmesh.gateway.turns.turns import TurnRunner
+from rollmesh.mesh.generations.engines import EngineClients
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.config import ConfigError

@@ -89,6 +89,7 @@ class Dispatch:
         self._tasks: asyncio.TaskGroup
         table.fleet.on_change = self._changed
         table.fleet.on_circuit = _log_circuit
+        table.fleet.on_offer = self._offered
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -122,6 +123,9 @@ class Dispatch:
             self._end(former, SupersededError(f"stream {number} of this process replaces this one"))
         self._outboxes[stream_id] = outbox
         outbox.send(router_pb2.DispatchResponse(welcome=self._welcome))
+        for model in self._table.fleet.offered_models():
+            if hello.model in {"", model}:
+                self._send(stream_id, self._news(model))
         warn_of_misfits(self._table.fleet)
         reader = self._tasks.create_task(self._read(stream_id, outbox, requests))
         reader.add_done_callback(lambda _: outbox.end())  # however it ended
@@ -141,6 +145,16 @@ class Dispatch:
         news = router_pb2.SilentEngine(engine_id=engine.engine_id, address=engine.address)
         for stream_id in {lease.stream_id for lease in engine.held}:
             self._send(stream_id, router_pb2.DispatchResponse(silent_engine=news))
+
+    def _offered(self, model: str) -> None:
+        """Tells gateways which policy versions the engines of their model may have."""
+        for stream_id in self._table.streams.of_model(model):
+            self._send(stream_id, self._news(model))
+
+    def _news(self, model: str) -> router_pb2.DispatchResponse:
+        newest = self._table.fleet.newest_version(model)
+        offered = router_pb2.OfferedWeights(model=model, policy_version=newest)
+        return router_pb2.DispatchResponse(offered=offered)
 
     def end_streams(self, gateway_id: str) -> None:
         """Ends the streams of a gateway that does not report any more; its leases are free."""

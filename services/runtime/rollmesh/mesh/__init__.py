@@ -1,4 +1,4 @@
-"""Clients of the router: registration of members, leases of engines, and the gateways of sessions.
+"""Clients of the router: members, leases of engines and generations on them, gateways of sessions.
 
 May import `runtime`.
 """

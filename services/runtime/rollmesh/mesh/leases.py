@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from rollmesh.mesh.holdings import Holdings, Restating
 from rollmesh.mesh.lines import LONG_PATIENCE, PATIENCE, TICK_S
 from rollmesh.mesh.links import Link
+from rollmesh.mesh.offered import OfferedVersions
 from rollmesh.mesh.routers import STEADY_MS, Preference, addresses_of
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -101,6 +102,8 @@ class LeaseClient(Background):
         self._ids = itertools.count(1)
         self._asked: dict[str, _Asked] = {}
         self._connected = asyncio.Event()
+        self.offered = OfferedVersions()
+        """The policy versions that the router has offered."""
         self.on_silent: Callable[[str], None] = _ignore
         """Called with the address of an engine that is leased and does not report any more."""
 
@@ -229,6 +232,8 @@ class LeaseClient(Background):
         """Takes the router's answer to a request, from which on a lease is held; or news."""
         if response.HasField("silent_engine"):
             self.on_silent(response.silent_engine.address)
+        if response.HasField("offered"):
+            self.offered.take(link.address, response.offered)
         asked = self._asked.get(response.lease_id)
         if link is not self._active or asked is None or asked.answer.done():
             return
@@ -246,6 +251,7 @@ class LeaseClient(Background):
         number = self._links.index(link)
         if link.line is None:
             self._preference.down(number)
+            self.offered.lose(link.address)
         else:
             self._preference.up(number, clock.monotonic_ms())
         self._choose()

@@ -109,7 +109,7 @@ class Link:
                         case "welcome":
                             backoff.reset()
                             self._up(line)
-                        case "grant" | "refusal" | "silent_engine":
+                        case "grant" | "refusal" | "silent_engine" | "offered":
                             self._answered(self, response)
                         case _:
                             pass

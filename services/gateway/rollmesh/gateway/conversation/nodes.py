@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from rollmesh.chat.messages import MessageGroup, RenderContext
 from rollmesh.chat.templates.path import Seen
 from rollmesh.gateway.conversation.reasons import Fidelity, Finish, Lineage
-from rollmesh.gateway.conversation.sampled import Tops
+from rollmesh.mesh.generations.sampled import Tops
 from rollmesh.runtime.codec.arrays import Logprobs, TokenIds
 from rollmesh.v1 import sampling_pb2
 

@@ -12,9 +12,9 @@ import numpy as np
 from rollmesh.chat.canonical import make_context
 from rollmesh.chat.messages import Message, RenderContext, ToolCall
 from rollmesh.gateway.conversation.nodes import Node, Sample
-from rollmesh.gateway.conversation.sampled import Tops
 from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
+from rollmesh.mesh.generations.sampled import Tops
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollmesh.runtime.errors import SessionClosedError
 from rollmesh.v1 import sampling_pb2, trajectory_pb2

@@ -5,10 +5,11 @@ import numpy as np
 from rollmesh.chat.parsing.events import ParserEvent
 from rollmesh.chat.tokenizer import ModelTokenizer
 from rollmesh.gateway.conversation.nodes import Node
-from rollmesh.gateway.conversation.sampled import Sampled, no_tops, show
+from rollmesh.gateway.conversation.sampled import show
 from rollmesh.gateway.conversation.session import PromptIds, Report, StreamEvent, Told, TurnRequest
-from rollmesh.gateway.turns.generate import Generation
+from rollmesh.gateway.turns.generate import Answering
 from rollmesh.gateway.turns.prepare import Workers
+from rollmesh.mesh.generations.sampled import Sampled, no_tops
 from rollmesh.runtime.codec.arrays import pack_ids
 
 
@@ -40,13 +41,13 @@ class Reporter:
     def with_tokens(
         self,
         request: TurnRequest,
-        generation: Generation,
+        answering: Answering,
         events: list[ParserEvent],
         *,
         over: bool = False,
     ) -> list[StreamEvent]:
         """Returns events, combined with the tokens that produced them if those are requested."""
-        run = generation.tell(over=over) if request.stream and request.returns else None
+        run = answering.tell(over=over) if request.stream and request.returns else None
         if run is None:
             return [*events]
         shown = show(run, request.returns, self._tokenizer)

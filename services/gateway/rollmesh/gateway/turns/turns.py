@@ -27,11 +27,11 @@ from rollmesh.gateway.conversation.spec import AnswerReceipt
 from rollmesh.gateway.conversation.tree import path_bytes
 from rollmesh.gateway.export.record import record_bytes
 from rollmesh.gateway.storage import journal
-from rollmesh.gateway.turns.engines import EngineClients
 from rollmesh.gateway.turns.generate import checked_sample
 from rollmesh.gateway.turns.generating import Generator
 from rollmesh.gateway.turns.prepare import Prepared, Preparer, Workers
 from rollmesh.gateway.turns.reporting import Reporter
+from rollmesh.mesh.generations.engines import EngineClients
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.runtime import clock
 from rollmesh.runtime.database import Database
@@ -131,28 +131,27 @@ class TurnRunner:
         tokens = prepared.prompt_tokens - known + sampling.max_tokens
         added = path_bytes(tokens, len(request.conversation.groups) + 1)
         self._limits.reserve(session, turn, record_bytes(session), added)
-        generation = await self._generator.generate(session, turn, request, prepared, sampling)
-        turn.emit(generation.answer.end_text())
-        if self._vllm_parser is not None and (whole := generation.answer.whole) is not None:
+        answering = await self._generator.generate(session, turn, request, prepared, sampling)
+        answer = answering.answer
+        turn.emit(answer.end_text())
+        if self._vllm_parser is not None and (whole := answer.whole) is not None:
             whole.take(await self._vllm_parser.read(whole.text, request.render_context.tools_json))
-        turn.emit(
-            self._reporter.with_tokens(request, generation, generation.answer.finish(), over=True)
-        )
+        turn.emit(self._reporter.with_tokens(request, answering, answer.finish(), over=True))
         sample = checked_sample(
-            generation,
+            answering,
             prompt_tokens=prepared.prompt_tokens,
             prompt_crc32=prepared.prompt_crc32,
         )
         reasons = set(prepared.prompt.match.reasons)
-        if generation.migrated:
+        if answering.generation.migrated:
             reasons.add(trajectory_pb2.FIDELITY_REASON_MIGRATED)
-        if generation.answer.malformed:
+        if answer.malformed:
             reasons.add(trajectory_pb2.FIDELITY_REASON_MALFORMED_TOOL_CALL)
-        if generation.answer.stopped_at is not None:
+        if answer.stopped_at is not None:
             reasons.add(trajectory_pb2.FIDELITY_REASON_STOP_STRING)
         if prepared.constraint is not None or is_masked(sampling):
             reasons.add(trajectory_pb2.FIDELITY_REASON_CONSTRAINED)
-        return prepared, generation.answer.message(), sample, frozenset(reasons)
+        return prepared, answer.message(), sample, frozenset(reasons)
 
     async def _commit(
         self,

@@ -30,6 +30,8 @@ class Fleet:
         """Called after a change that may let waiting requests go on."""
         self.on_circuit: Callable[[Engine], None] = _ignore
         """Called after the circuit of an engine changed its state."""
+        self.on_offer: Callable[[str], None] = _ignore
+        """Called with the name of a model after the weights changed that its engines may hold."""
         self._rank = rank
         self._targets: dict[str, Target] = {}  # by model
         self._offered: dict[str, Target] = {}  # by model
@@ -123,6 +125,16 @@ class Fleet:
                 shown[model] = weights
         for engine in self._models.get(model, ()):
             self.changed(engine)
+        self.on_offer(model)
+
+    def offered_models(self) -> Collection[str]:
+        """Returns the models to which weights were offered."""
+        return self._targets.keys() | self._offered.keys()
+
+    def newest_version(self, model: str) -> int | None:
+        """Returns the highest version that engines of a model may hold; None before a push."""
+        both = self._targets.get(model), self._offered.get(model)
+        return max((one.policy_version for one in both if one is not None), default=None)
 
     def of_model(self, model: str) -> list[Engine]:
         """Returns the engines of a model; an empty name means all models."""

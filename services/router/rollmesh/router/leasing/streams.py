@@ -61,6 +61,10 @@ class Streams(dict[str, Stream]):
         """Returns the ids of a gateway's streams."""
         return [id_ for id_, stream in self.items() if stream.hello.gateway_id == gateway_id]
 
+    def of_model(self, model: str) -> list[str]:
+        """Returns the ids of the streams that may lease engines of a model."""
+        return [id_ for id_, stream in self.items() if stream.hello.model in {"", model}]
+
     def former(self, hello: router_pb2.DispatchHello) -> str | None:
         """Returns the id of the stream that a new one replaces; None if there is none.
 

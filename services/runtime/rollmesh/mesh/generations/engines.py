@@ -10,11 +10,7 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     EngineDeadError,
     EngineFaultError,
-    EngineMismatchError,
-    ModelMismatchError,
-    PromptTooLongError,
     RollmeshError,
-    TokenOutOfVocabularyError,
 )
 from rollmesh.runtime.rpc.channels import (
     open_channel,
@@ -28,11 +24,10 @@ _ABORT_TIMEOUT_S = 10.0
 _ASK_TIMEOUT_S = 10.0
 _ASK_SUSPECT_S = 2.0
 _UNUSED_MS = 300_000
-_MISMATCHES = (PromptTooLongError, TokenOutOfVocabularyError, ModelMismatchError)
 
 
 class EngineClients:
-    """Clients for the engines that this gateway uses."""
+    """Clients for the engines that this process uses."""
 
     def __init__(self, stall_timeout_ms: int) -> None:
         """Starts without channels.
@@ -54,7 +49,6 @@ class EngineClients:
             timeout_ms: Longest generation, milliseconds.
 
         Raises:
-            EngineMismatchError: The engine rejected the prompt because it serves another model.
             EngineFaultError: The engine is silent without a known reason.
             EngineDeadError: The engine is silent and does not answer.
         """
@@ -62,21 +56,15 @@ class EngineClients:
         request_id = request.generate.request_id
         watch = _Watch(self._stall_timeout_ms, lambda within_s: engine.info(request_id, within_s))
         with engine.used():
-            try:
-                stream = engine.stub.StreamGenerate(
-                    request, timeout=timeout_ms / 1000, metadata=request_metadata()
-                )
-                with engine.watched(watch), watch.over(stream):
-                    async with aclosing(read_stream(stream)) as responses:
-                        async for response in responses:
-                            watch.heard()
-                            yield response
-                            watch.heard()
-            except _MISMATCHES as error:  # not the agent's fault
-                raise EngineMismatchError(
-                    f"engine {address} refused the prompt: {error.message}; "
-                    "start it and the gateway from the same model_path"
-                ) from error
+            stream = engine.stub.StreamGenerate(
+                request, timeout=timeout_ms / 1000, metadata=request_metadata()
+            )
+            with engine.watched(watch), watch.over(stream):
+                async with aclosing(read_stream(stream)) as responses:
+                    async for response in responses:
+                        watch.heard()
+                        yield response
+                        watch.heard()
 
     def suspect(self, address: str) -> None:
         """Has an engine asked at once about the generations on it: it may stand still."""

@@ -46,9 +46,11 @@ def continued(
     rest.CopyFrom(request)
     rest.request_id = request_id
     rest.token_ids_u32le += pack_ids(sampled)
-    rest.sampled_tokens = len(sampled)
-    rest.sampling.max_tokens -= len(sampled)
-    rest.sampling.min_tokens = max(rest.sampling.min_tokens - len(sampled), 0)
+    rest.sampled_tokens += len(sampled)
+    if request.sampling.HasField("max_tokens"):
+        rest.sampling.max_tokens -= len(sampled)
+    if request.sampling.HasField("min_tokens"):
+        rest.sampling.min_tokens = max(rest.sampling.min_tokens - len(sampled), 0)
     return rest
 
 
@@ -68,6 +70,7 @@ def ended(
     """
     if len(sampled) and int(sampled[-1]) in request.sampling.stop_token_ids:
         return sampling_pb2.FINISH_REASON_STOP
-    if len(sampled) >= request.sampling.max_tokens:
+    most = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
+    if most is not None and len(sampled) >= most:
         return sampling_pb2.FINISH_REASON_LENGTH
     return None
