@@ -65,7 +65,9 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Id of this generation, 1 to 128 characters, unique among the engine's running ones."""
     session_id: _builtins.str
-    """Id of the session, for logs. May be empty."""
+    """Id of the session, for logs. A router keeps the generations of a session on one engine as long as
+    the balance allows. May be empty.
+    """
     token_ids_u32le: _builtins.bytes
     """Ids of the prompt, at least one: unsigned 32-bit integers, little-endian."""
     top_logprobs: _builtins.int
@@ -402,16 +404,22 @@ class GetInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of a generation that the caller waits for. May be empty."""
+    model: _builtins.str
+    """Name of the model. INVALID_ARGUMENT (MODEL_MISMATCH) if the engine serves another one. Empty means
+    the engine's own, or the only one of a router's mesh.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -437,7 +445,7 @@ class GetInfoResponse(_message.Message):
     HOLDS_REQUEST_FIELD_NUMBER: _builtins.int
     STUCK_MS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
-    """Id of the engine, unique in the mesh."""
+    """Id of the engine, unique in the mesh. Empty if a router answers for all engines of a model."""
     model: _builtins.str
     """Name of the model, as agents send it."""
     backend: _builtins.str

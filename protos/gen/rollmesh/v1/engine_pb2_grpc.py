@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class EngineServiceStub(object):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs.
+    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
+    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
+    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
     """
 
     def __init__(self, channel):
@@ -93,7 +95,9 @@ class EngineServiceStub(object):
 
 
 class EngineServiceServicer(object):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs.
+    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
+    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
+    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
     """
 
     def Generate(self, request, context):
@@ -253,7 +257,9 @@ def add_EngineServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EngineService(object):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs.
+    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
+    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
+    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
     """
 
     @staticmethod

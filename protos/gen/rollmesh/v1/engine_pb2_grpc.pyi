@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EngineServiceStub:
-    """Generates tokens with one replica of the policy, and takes new weights while it runs."""
+    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
+    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
+    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -75,7 +78,10 @@ class EngineServiceStub:
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs."""
+    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
+    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
+    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -119,7 +125,10 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Empties the prefix cache."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generates tokens with one replica of the policy, and takes new weights while it runs."""
+    """Generates tokens with one replica of the policy, and takes new weights while it runs. A router
+    serves Generate, StreamGenerate, Abort and GetInfo too, with any engine of the model; if an engine
+    is lost, another one continues. It refuses the other methods with UNIMPLEMENTED (WRONG_SERVICE).
+    """
 
     @_abc_1.abstractmethod
     def Generate(

@@ -333,6 +333,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Pause the engines with PAUSE_MODE_ABORT or PAUSE_MODE_WAIT, or put them to sleep, and try again.
     """
+    ERROR_REASON_WRONG_SERVICE: _ErrorReason.ValueType  # 56
+    """UNIMPLEMENTED. A router serves the generations of EngineService, and not the calls that control
+    one engine.
+
+    Call the method of RouterService that the message names; it acts on all engines of a model.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below what to do.
@@ -642,6 +648,12 @@ ERROR_REASON_PREFIX_CACHE_IN_USE: ErrorReason.ValueType  # 55
 """FAILED_PRECONDITION. Running generations use the prefix cache, so it was not emptied.
 
 Pause the engines with PAUSE_MODE_ABORT or PAUSE_MODE_WAIT, or put them to sleep, and try again.
+"""
+ERROR_REASON_WRONG_SERVICE: ErrorReason.ValueType  # 56
+"""UNIMPLEMENTED. A router serves the generations of EngineService, and not the calls that control
+one engine.
+
+Call the method of RouterService that the message names; it acts on all engines of a model.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -113,6 +113,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def GetInfo(
         self, request: engine_pb2.GetInfoRequest, context: Context
     ) -> engine_pb2.GetInfoResponse:
+        self._check_model(request.model)
         load, limits = self._backend.load(), self._backend.limits
         return engine_pb2.GetInfoResponse(
             engine_id=self._engine_id,

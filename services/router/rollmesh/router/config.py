@@ -31,6 +31,11 @@ class RouterConfig(ServerConfig):
     """How an engine is picked for a turn."""
     queue_limit: Annotated[int, Bounds(0)] = 16_384
     """Maximum number of requests that wait for a lease; further ones are refused."""
+    generate_timeout_ms: Annotated[int, Bounds(1)] = 600_000
+    """Longest generation of a client that calls the router like an engine, milliseconds."""
+    stall_timeout_ms: Annotated[int, Bounds(1)] = 120_000
+    """Silence of an engine in such a generation after which it is probed, milliseconds. As at a
+    gateway."""
     circuit_losses: Annotated[int, Bounds(1)] = 3
     """Turns that gateways lose in a row on an engine before it gets no leases for a while."""
     circuit_first_ms: Annotated[int, Bounds(1)] = 1_000

@@ -29,6 +29,14 @@ CIRCUITS = Counter(
 FAULTS = Counter(
     "rollmesh_router_engine_faults_total", "Engines taken out of service for an impossible answer."
 )
+GENERATION_LOSSES = Counter(
+    "rollmesh_router_engine_losses_total",
+    "Generations of the router's own clients that were cut because their engine went away.",
+)
+GENERATION_MIGRATIONS = Counter(
+    "rollmesh_router_migrations_total",
+    "Generations of the router's own clients that another engine continued.",
+)
 ENGINES = Gauge("rollmesh_router_engines", "Registered engines.")
 LEASES = Gauge("rollmesh_router_leases", "Held leases.")
 SESSIONS = Gauge("rollmesh_router_sessions", "Sessions placed on an engine.")

@@ -1,6 +1,7 @@
 """The router as a service."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -8,13 +9,14 @@ import grpc
 
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
+from rollmesh.router.generations.servicer import GenerationServicer
 from rollmesh.router.leasing.circuit import CircuitLimits
 from rollmesh.router.leasing.leases import LeaseTable
 from rollmesh.router.leasing.policies import POLICIES
 from rollmesh.router.membership.members import Members
 from rollmesh.router.servicer import RouterServicer
 from rollmesh.router.weights.models import Models
-from rollmesh.v1 import router_pb2_grpc, server_pb2
+from rollmesh.v1 import engine_pb2_grpc, router_pb2_grpc, server_pb2
 
 
 class RouterService:
@@ -35,6 +37,7 @@ class RouterService:
         members = Members(config.missed_reports)
         models = Models(self.table.fleet, members, config.data_dir)
         self._servicer = RouterServicer(self.table, members, models, config)
+        self._generations = GenerationServicer(models, config, f"router-{uuid.uuid4().hex}")
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
@@ -44,6 +47,7 @@ class RouterService:
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""
         router_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, server)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self._generations, server)
 
     @asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
@@ -52,7 +56,7 @@ class RouterService:
         Raises:
             StoreError: The folder for weights cannot be read or written.
         """
-        async with self._servicer.running():
+        async with self._servicer.running(), self._generations.running(address):
             yield
 
     async def ready(self) -> None:

@@ -133,6 +133,13 @@ class RepeatConflictError(RollmeshError):
     reason = "REPEAT_CONFLICT"
 
 
+class WrongServiceError(RollmeshError):
+    """The server does not serve this method; another service of it does."""
+
+    code = "UNIMPLEMENTED"
+    reason = "WRONG_SERVICE"
+
+
 class RequestIdInUseError(RollmeshError):
     """A generation with this id is already running."""
 

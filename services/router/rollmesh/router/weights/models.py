@@ -69,6 +69,14 @@ class Models:
         problem = f"{model!r} is not in the mesh" if model else "is empty"
         raise InvalidFieldError(field, f"{problem}; give one of those there are ({names})")
 
+    def loads(self, model: str) -> list[router_pb2.ReplicaLoad]:
+        """Returns the last loads of the engines of a model."""
+        return [
+            hello.load
+            for hello in self._members.hellos()
+            if hello.kind == router_pb2.REPLICA_KIND_ENGINE and hello.model == model
+        ]
+
     def engines(self, model: str) -> list[Engine]:
         """Returns the registered engines of a model."""
         return self._fleet.of_model(model)

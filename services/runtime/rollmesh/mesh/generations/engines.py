@@ -66,6 +66,12 @@ class EngineClients:
                         yield response
                         watch.heard()
 
+    async def info(self, address: str) -> engine_pb2.GetInfoResponse:
+        """Returns the state of an engine."""
+        engine = await self._engine(address)
+        with engine.used():
+            return await engine.info("", _ASK_TIMEOUT_S)
+
     def suspect(self, address: str) -> None:
         """Has an engine asked at once about the generations on it: it may stand still."""
         engine = self._engines.get(address)

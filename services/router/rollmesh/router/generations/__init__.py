@@ -1,0 +1,1 @@
+"""Generations that a router runs itself, for clients of engines that are pointed at it."""
