@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from rollmesh.chat.templates.continuation import Continuation
 from rollmesh.chat.templates.jinja import load_template
 from rollmesh.chat.tokenizer import Tokenizer
+from tests.engine.engines import engine_with
 from tests.meshes import Mesh, scripted_mesh
 from tests.models import make_model_dir, make_tokenizer_dir
 
@@ -81,11 +82,18 @@ async def mesh(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Mesh]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def vllm_mesh(
+async def vllm_home(
     tmp_path_factory: pytest.TempPathFactory, model_dir: Path
 ) -> AsyncIterator[Mesh]:
-    """A mesh around vLLM, for tests that keep to sessions of their own; it starts slowly."""
+    """The one mesh around vLLM, and the one engine, of all tests that leave it whole."""
     engine: dict[str, Any] = {"backend": "vllm", "dtype": "float32", "enforce_eager": True}
     engine |= {"max_context_tokens": 2048, "model_path": model_dir}
     async with scripted_mesh(tmp_path_factory.mktemp("vllm-mesh"), model_dir, **engine) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def vllm_mesh(vllm_home: Mesh, model_dir: Path) -> AsyncIterator[Mesh]:
+    """A mesh around vLLM with the weights of `model_dir`, for tests with sessions of their own."""
+    async with engine_with(vllm_home.processes["engine"], model_dir):
+        yield vllm_home

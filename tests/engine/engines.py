@@ -2,15 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollmesh.runtime.rpc.channels import read_stream, typed_errors
-from rollmesh.v1 import engine_pb2, sampling_pb2
+from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
+from rollmesh.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 from tests import models
 from tests.processes import ServiceProcess
 from tests.waiting import until
@@ -113,6 +113,20 @@ class Engine:
 
         with typed_errors():
             return await self.stub.UpdateWeights(parts(), timeout=60)
+
+
+@asynccontextmanager
+async def engine_with(
+    process: ServiceProcess, model: Path, other: Path = Path()
+) -> AsyncIterator[Engine]:
+    """An engine with the weights of `model`, whatever was pushed to it before.
+
+    `other` has the weights that its tests push.
+    """
+    async with open_channel(process.address) as channel:
+        engine = Engine(process, engine_pb2_grpc.EngineServiceStub(channel), other)
+        await engine.update((await engine.info()).policy_version + 1, model)
+        yield engine
 
 
 def torch_logprobs(model: Path, ids: list[int]) -> np.ndarray:

@@ -84,6 +84,7 @@ def test_options_come_by_flag_by_file_and_by_a_mesh(tmp_path: Path) -> None:
         parse_config(EngineConfig, "engine", ["--vllm=7"], {})
 
 
+@pytest.mark.long
 async def test_a_model_that_does_not_fit_ends_with_the_reason_in_one_line(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
