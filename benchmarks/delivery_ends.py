@@ -7,7 +7,6 @@ Each reads plans from standard input, one JSON object per line, and answers each
 
 import asyncio
 import json
-import sqlite3
 import sys
 import tempfile
 import time
@@ -22,15 +21,16 @@ from benchmarks.memory import peak_mb
 from rollmesh.batches import ragged, rows_of, to_torch
 from rollmesh.client.deliveries.subscription import Subscription
 from rollmesh.client.sessions.trajectories import Delivery
-from rollmesh.gateway.storage import closed, journal
+from rollmesh.gateway.storage import closed
+from rollmesh.gateway.storage.model_files import ModelFiles
 from rollmesh.gateway.storage.outbox import Outbox
-from rollmesh.runtime.database import Database
+from rollmesh.gateway.storage.sqlite import open_sqlite
+from rollmesh.gateway.storage.transaction import Journal, Transaction
 from rollmesh.runtime.process.memory import keep_freed_memory
 from rollmesh.v1 import session_pb2
 
 _PRELOADED, _CHUNK = 2048, 256
 _LOOK_S = 0.02
-_MAX_UNDELIVERED = 100_000
 Figures = dict[str, Any]
 Records = Iterator[session_pb2.SessionRecord]
 
@@ -43,13 +43,11 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
     """
     records: Records = sessions(Shape(**plan["shape"]), plan["prefix"])
     with tempfile.TemporaryDirectory(prefix="bench-outbox-") as folder:
-        path = Path(folder) / "gateway.sqlite"
-        async with Database(path, journal.SCHEMA, journal.SCHEMA_VERSION) as database:
+        async with open_sqlite(Path(folder), ModelFiles("", ""), Path(folder)) as database:
             outbox = Outbox(
                 database,
                 plan["collector"],
                 new_tree=new_tree,
-                max_undelivered=_MAX_UNDELIVERED,
                 remembered=_CHUNK,
             )
             if "every_s" not in plan:
@@ -71,15 +69,15 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
     return {"began": began, "ended": ended, "stamps": stamps, "peak_mb": peak_mb("self")}
 
 
-async def _close(database: Database, records: list[session_pb2.SessionRecord]) -> None:
-    def write(db: sqlite3.Connection) -> None:
+async def _close(database: Journal, records: list[session_pb2.SessionRecord]) -> None:
+    def write(tx: Transaction) -> None:
         for record in records:
-            write_closed(db, record)
+            write_closed(tx, record)
 
     await database.run(write)
 
 
-async def _close_all(database: Database, outbox: Outbox, records: Records) -> None:
+async def _close_all(database: Journal, outbox: Outbox, records: Records) -> None:
     chunk = list(islice(records, _CHUNK))
     while chunk and not outbox.undelivered:  # noqa: ASYNC110 - the outbox has no event
         await asyncio.sleep(_LOOK_S)
@@ -93,7 +91,7 @@ async def _close_all(database: Database, outbox: Outbox, records: Records) -> No
 
 
 async def _close_slowly(
-    database: Database, outbox: Outbox, records: Records, every_s: float
+    database: Journal, outbox: Outbox, records: Records, every_s: float
 ) -> dict[str, float]:
     stamps: dict[str, float] = {}
     for record in records:

@@ -1,7 +1,5 @@
 """Writes closed one-row sessions to a gateway's journal, in the gateway's own format."""
 
-import sqlite3
-
 import numpy as np
 
 from rollmesh.chat.canonical import make_context
@@ -12,6 +10,7 @@ from rollmesh.gateway.conversation.spec import AnswerReceipt, SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
+from rollmesh.gateway.storage.transaction import Transaction
 from rollmesh.runtime.codec.token_arrays import unpack_tokens
 from rollmesh.v1 import gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
 
@@ -49,7 +48,7 @@ def tree_of(trajectory: trajectory_pb2.Trajectory) -> Tree:
     return tree
 
 
-def write_closed(db: sqlite3.Connection, record: session_pb2.SessionRecord) -> None:
+def write_closed(tx: Transaction, record: session_pb2.SessionRecord) -> None:
     """Writes a session with one trajectory, and its close."""
     spec = SessionSpec(
         record.session_id,
@@ -59,10 +58,10 @@ def write_closed(db: sqlite3.Connection, record: session_pb2.SessionRecord) -> N
         group_size=record.group_size,
     )
     tree = tree_of(record.trajectories[0])
-    journal.insert_session(db, spec)
+    journal.insert_session(tx, spec)
     for node in tree.nodes.values():
         answer = AnswerReceipt(f"a{node.node_id}", "f", "", 0)
-        journal.insert_turn(db, spec.session_id, [node], answer)
+        journal.insert_turn(tx, spec.session_id, [node], answer)
     request = gateway_pb2.CloseSessionRequest(
         session_id=record.session_id,
         outcome=record.outcome,
@@ -78,4 +77,4 @@ def write_closed(db: sqlite3.Connection, record: session_pb2.SessionRecord) -> N
         trajectory_ends(session),
         [],
     )
-    closed.close_session(db, close)
+    closed.close_session(tx, close)

@@ -22,7 +22,7 @@ _START_S = 60
 _SETTINGS = "-c max_connections=50 -c unix_socket_directories="
 _EMPTY = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'rollmesh%';
-DROP SCHEMA IF EXISTS rollmesh CASCADE"""
+DROP SCHEMA IF EXISTS rollmesh CASCADE; DROP SCHEMA IF EXISTS rollmesh_gateway CASCADE"""
 
 
 class PostgresServer:

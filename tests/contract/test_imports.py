@@ -9,7 +9,7 @@ from rollmesh.cli.up.plan import SERVICES
 
 LOADED = "import sys\nimport rollmesh.{service}.__main__\nprint(*sys.modules, sep='\\n')"
 FORBIDDEN = {"torch", "vllm", "transformers", "rollmesh.client", "rollmesh.integrations"}
-FORBIDDEN |= {"rollmesh.batches", "rollmesh.cli"}
+FORBIDDEN |= {"rollmesh.batches", "rollmesh.cli", "psycopg", "redis"}
 STANDS_ON = {  # apart from itself, the runtime and the stubs
     "router": set[str](),
     "engine": {"mesh"},

@@ -1,6 +1,5 @@
 """Sessions that are closed in a journal, without a gateway."""
 
-import sqlite3
 from collections.abc import Sequence
 
 from rollmesh.gateway.conversation.session import Session
@@ -9,6 +8,7 @@ from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import record_bytes, trajectory_ends
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.closed import Close
+from rollmesh.gateway.storage.transaction import Transaction
 from rollmesh.v1 import gateway_pb2, session_pb2
 from tests.gateway.worlds import END, World, said, user
 
@@ -19,20 +19,18 @@ def new_tree() -> Tree:
     return Tree(frozenset({END}))
 
 
-def write_open(db: sqlite3.Connection, spec: SessionSpec, tree: Tree) -> None:
+def write_open(tx: Transaction, spec: SessionSpec, tree: Tree) -> None:
     """Writes a session as its turns would have been committed and their answers sent."""
-    journal.insert_session(db, spec)
-    journal.insert_sent(db, [(spec.session_id, node_id) for node_id in tree.nodes])
+    journal.insert_session(tx, spec)
+    journal.insert_sent(tx, [(spec.session_id, node_id) for node_id in tree.nodes])
     for node in tree.nodes.values():
         answer = AnswerReceipt(f"a{node.node_id}", "f", "", 0)
-        journal.insert_turn(db, spec.session_id, [node], answer)
+        journal.insert_turn(tx, spec.session_id, [node], answer)
 
 
-def write_closed(
-    db: sqlite3.Connection, spec: SessionSpec, tree: Tree, size: int | None = None
-) -> None:
+def write_closed(tx: Transaction, spec: SessionSpec, tree: Tree, size: int | None = None) -> None:
     """Writes a session, and its close; `size` is what its record is said to have."""
-    write_open(db, spec, tree)
+    write_open(tx, spec, tree)
     session = Session(spec, tree)
     close = Close(
         spec.session_id,
@@ -43,12 +41,12 @@ def write_closed(
         trajectory_ends(session),
         [],
     )
-    closed.close_session(db, close)
+    closed.close_session(tx, close)
 
 
-def write_small(db: sqlite3.Connection, names: Sequence[str], size: int | None = None) -> None:
+def write_small(tx: Transaction, names: Sequence[str], size: int | None = None) -> None:
     """Writes closed sessions of one turn each."""
     for name in names:
         world = World()
         world.turn((user("x"),), said("A"))
-        write_closed(db, SessionSpec(name, 0), world.tree, size)
+        write_closed(tx, SessionSpec(name, 0), world.tree, size)

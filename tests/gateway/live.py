@@ -21,7 +21,8 @@ from rollmesh.engine.service import EngineService
 from rollmesh.engine.servicer import EngineServicer
 from rollmesh.gateway.config import GatewayConfig
 from rollmesh.gateway.service import GatewayService
-from rollmesh.gateway.sessions.registry import Gateway
+from rollmesh.gateway.sessions.gateway import Gateway
+from rollmesh.gateway.sessions.registry import Registry
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.service import RouterService
 from rollmesh.runtime.errors import EngineDeadError
@@ -143,6 +144,12 @@ class LiveGateway(GatewayService):
     def gateway(self) -> Gateway:
         return self._servicer.gateway
 
+    @property
+    def home(self) -> Registry:
+        home = self.gateway.home
+        assert home is not None
+        return home
+
 
 @asynccontextmanager
 async def served(service: Service, config: ServerConfig) -> AsyncIterator[str]:
@@ -196,7 +203,12 @@ class LiveMesh:
         return [one for backend in self._backends for one in backend.generations]
 
     @property
-    def gateway(self) -> Gateway:
+    def gateway(self) -> Registry:
+        assert self._service is not None
+        return self._service.home
+
+    @property
+    def all_journals(self) -> Gateway:
         assert self._service is not None
         return self._service.gateway
 

@@ -52,7 +52,7 @@ async def test_a_request_id_of_a_closed_session_opens_nothing_and_names_it(mesh:
 async def test_creates_in_flight_count_among_the_sessions(mesh: LiveMesh) -> None:
     await mesh.start_gateway(max_sessions=3)
     request = gateway_pb2.CreateSessionRequest()
-    calls = (mesh.gateway.create(request) for _ in range(8))
+    calls = (mesh.all_journals.create(request) for _ in range(8))
     found = await asyncio.gather(*calls, return_exceptions=True)
     refused = [one for one in found if isinstance(one, RollmeshError)]
     assert {error.reason for error in refused} == {"TOO_MANY_SESSIONS"}

@@ -10,7 +10,7 @@ import grpc
 
 from rollmesh.client.retries import retried
 from rollmesh.mesh.gateways import GatewayDirectory
-from rollmesh.runtime.errors import RemoteError, RollmeshError
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, request_metadata, typed_errors
 from rollmesh.v1 import collector_pb2_grpc, gateway_pb2_grpc, router_pb2_grpc
 
@@ -114,9 +114,9 @@ class Connections:
                         metadata=request_metadata(),
                         wait_for_ready=gateways.is_fixed,
                     )
-            except RemoteError as error:
-                if session_id and error.code == "UNAVAILABLE":
-                    gateways.lost(session_id)
+            except RollmeshError as error:
+                if session_id:
+                    gateways.failed(session_id, error)
                 raise
 
         return await retried(once, CALL_S)

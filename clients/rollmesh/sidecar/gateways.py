@@ -5,7 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import TypedDict
 
 from rollmesh.mesh.gateways import GatewayDirectory
-from rollmesh.runtime.errors import RemoteError, RollmeshError
+from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import read_stream, typed_errors
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.errors import ModelUnknownError
@@ -123,9 +123,8 @@ class Gateways:
         gateway = await self._directory.of(session_id)
         try:
             yield gateway
-        except RemoteError as error:
-            if error.code == "UNAVAILABLE":
-                self._directory.lost(session_id)
+        except RollmeshError as error:
+            self._directory.failed(session_id, error)
             raise
 
     def _call_options(self, request_id: str) -> _CallOptions:

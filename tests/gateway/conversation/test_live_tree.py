@@ -20,6 +20,7 @@ from rollmesh.client import SessionResult, Subscription
 from rollmesh.gateway.conversation.session import Session
 from rollmesh.gateway.export.record import write_record
 from rollmesh.gateway.storage import journal
+from rollmesh.gateway.storage.transaction import Transaction
 from rollmesh.runtime.codec.content import text_of
 from rollmesh.runtime.rpc.statuses import from_rpc_error
 from rollmesh.v1 import chat_pb2, gateway_pb2, sampling_pb2, session_pb2, trajectory_pb2
@@ -308,10 +309,10 @@ def test_whatever_happens_every_sampled_token_is_trained_once_or_excused(
 ) -> None:
     insert, dice = journal.insert_turn, random.Random(seed)
 
-    def insert_or_fail(db: sqlite3.Connection, *arguments: object) -> None:
+    def insert_or_fail(tx: Transaction, *arguments: object) -> None:
         if dice.random() < 0.1:
             raise sqlite3.OperationalError("as the dice want it")
-        insert(db, *arguments)  # type: ignore[arg-type]
+        insert(tx, *arguments)  # type: ignore[arg-type]
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "insert_turn", insert_or_fail)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from rollmesh.gateway.protocol.requests import read_choices
-from rollmesh.gateway.sessions.registry import Gateway
+from rollmesh.gateway.sessions.registry import Registry
 from rollmesh.gateway.storage import journal
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
@@ -46,7 +46,7 @@ def close_request(session_id: str, key: str = "") -> gateway_pb2.CloseSessionReq
     )
 
 
-async def chat(gateway: Gateway, session_id: str, retry_count: int = 0) -> int:
+async def chat(gateway: Registry, session_id: str, retry_count: int = 0) -> int:
     """One chat, as the servicer makes it; returns the node of its turn."""
     session = gateway.session(session_id)
     asked = chat_request(session_id)

@@ -12,18 +12,18 @@ from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.protocol.requests import read_choices
 from rollmesh.gateway.sessions.sent import SentAnswers
 from rollmesh.gateway.storage import journal
-from rollmesh.runtime.database import Database
+from rollmesh.gateway.storage.transaction import Journal
 from rollmesh.runtime.errors import StoreFullError
 from rollmesh.v1 import gateway_pb2
+from tests.gateway.journals import Opened
 from tests.gateway.live import LiveMesh
 from tests.gateway.worlds import World, said, user
 from tests.messages import said as message
 
 
 @pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    path = tmp_path / "journal.sqlite"
-    async with Database(path, journal.SCHEMA, journal.SCHEMA_VERSION) as running:
+async def database(opened: Opened) -> AsyncIterator[Journal]:
+    async with opened() as running:
         yield running
 
 
@@ -39,13 +39,13 @@ def add(sent: SentAnswers, session: Session, node: Node) -> None:
     sent.add(session, Turn(node.node_id, "a", "f"))
 
 
-async def recorded(database: Database) -> set[tuple[str, int]]:
-    rows = await database.run(lambda db: db.execute("SELECT * FROM sent").fetchall())
+async def recorded(database: Journal) -> set[tuple[str, int]]:
+    rows = await database.run(lambda tx: tx.db.rows("SELECT * FROM sent"))
     return set(rows)
 
 
 async def test_answers_of_closed_sessions_and_those_that_were_continued_are_not_recorded(
-    database: Database,
+    database: Journal,
 ) -> None:
     sent = SentAnswers(database)
     (open_, nodes), (closed, others) = talk("open"), talk("closed")
@@ -59,7 +59,7 @@ async def test_answers_of_closed_sessions_and_those_that_were_continued_are_not_
 
 
 async def test_a_journal_that_cannot_be_written_loses_only_the_record(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise StoreFullError("the disk is full")

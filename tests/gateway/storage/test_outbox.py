@@ -1,10 +1,8 @@
 """The outbox against a real server: nothing is lost, and errors delay no other session."""
 
 import asyncio
-import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,11 +14,12 @@ from rollmesh.gateway.export.record import write_record
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.dead_letters import DeadLetters
 from rollmesh.gateway.storage.outbox import Outbox
-from rollmesh.runtime.database import Database
+from rollmesh.gateway.storage.transaction import Journal, Transaction
 from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, gateway_pb2, session_pb2
 from tests.gateway.closing import COMPLETED, new_tree, write_closed, write_open, write_small
+from tests.gateway.journals import Opened
 from tests.gateway.worlds import World, random_world, said, user
 from tests.waiting import until
 
@@ -51,27 +50,28 @@ class Collector(collector_pb2_grpc.CollectorServiceServicer):
 
 def close(names: list[str], size: int | None = None) -> Callable[[Any], None]:
     """Returns a work that puts closed sessions into the journal."""
-    return lambda db: write_small(db, names, size)
+    return lambda tx: write_small(tx, names, size)
 
 
 @asynccontextmanager
 async def delivering(
-    folder: Path, names: list[str], check: Callable[[list[str]], None] = lambda _: None, **size: int
-) -> AsyncIterator[tuple[Collector, Outbox, Database]]:
+    opened: Opened,
+    names: list[str],
+    check: Callable[[list[str]], None] = lambda _: None,
+    **size: int,
+) -> AsyncIterator[tuple[Collector, Outbox, Journal]]:
     """Runs an outbox over a journal that has sessions."""
     collector = Collector(check)  # type: ignore[abstract]
     server = grpc.aio.server(interceptors=[RpcInterceptor()])
     collector_pb2_grpc.add_CollectorServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    path = folder / "gateway.sqlite"
-    async with Database(path, journal.SCHEMA, journal.SCHEMA_VERSION) as database:
+    async with opened() as database:
         await database.run(close(names, **size))
         outbox = Outbox(
             database,
             f"127.0.0.1:{port}",
             new_tree=new_tree,
-            max_undelivered=1000,
             remembered=10,
         )
         async with asyncio.TaskGroup() as group, asyncio.timeout(30):
@@ -82,7 +82,7 @@ async def delivering(
     await server.stop(None)
 
 
-async def forgotten(database: Database) -> None:
+async def forgotten(database: Journal) -> None:
     """Returns once the journal holds no closed session."""
 
     async def look() -> bool:
@@ -91,16 +91,15 @@ async def forgotten(database: Database) -> None:
     await until(look)
 
 
-def all_rows(db: sqlite3.Connection) -> int:
+def all_rows(tx: Transaction) -> int:
     """How many rows closed sessions still have, whatever is remembered of them."""
     tables = ("sessions", "nodes", "contexts", "session_contexts", "sent", "outbox")
-    counts = (db.execute(f"SELECT count(*) FROM {name}") for name in tables)  # noqa: S608
-    return sum(found.fetchone()[0] for found in counts)
+    return sum(tx.db.value(f"SELECT count(*) FROM {name}") for name in tables)  # noqa: S608
 
 
-async def test_sessions_go_once_in_order_and_several_in_a_call(tmp_path: Path) -> None:
+async def test_sessions_go_once_in_order_and_several_in_a_call(opened: Opened) -> None:
     names = [f"s{at}" for at in range(100)]
-    async with delivering(tmp_path, names) as (collector, outbox, database):
+    async with delivering(opened, names) as (collector, outbox, database):
         await collector.has(set(names))
         await forgotten(database)
         assert all(call == names[names.index(call[0]) :][: len(call)] for call in collector.taken)
@@ -113,24 +112,24 @@ async def test_sessions_go_once_in_order_and_several_in_a_call(tmp_path: Path) -
         assert outbox.undelivered == 0
 
 
-async def test_large_sessions_share_a_call_up_to_a_size(tmp_path: Path) -> None:
-    async with delivering(tmp_path, list("abcde"), size=1_500_000) as (collector, _, _):
+async def test_large_sessions_share_a_call_up_to_a_size(opened: Opened) -> None:
+    async with delivering(opened, list("abcde"), size=1_500_000) as (collector, _, _):
         await collector.has(set("abcde"))
         assert sorted(collector.taken) == [["a", "b"], ["c", "d"], ["e"]]
 
 
 async def test_no_more_is_read_the_more_was_delivered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, limits = closed.undelivered, []
 
-    def noted(db: sqlite3.Connection, limit: int) -> Any:
+    def noted(tx: Transaction, limit: int) -> Any:
         limits.append(limit)
-        return read(db, limit)
+        return read(tx, limit)
 
     monkeypatch.setattr(closed, "undelivered", noted)
     names = [f"s{at}" for at in range(1000)]
-    async with delivering(tmp_path, names) as (collector, _, database):
+    async with delivering(opened, names) as (collector, _, database):
         await collector.has(set(names))
         await forgotten(database)
     assert len(limits) > 10
@@ -138,7 +137,7 @@ async def test_no_more_is_read_the_more_was_delivered(
 
 
 async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_again_or_given_up(
-    tmp_path: Path,
+    opened: Opened,
 ) -> None:
     names, wrong = [f"s{at}" for at in range(200)], {"s3", "s4", "s5", "s70"}
 
@@ -146,7 +145,7 @@ async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_
         if wrong.intersection(ids):
             raise InvalidFieldError("group_size", "is another")
 
-    async with delivering(tmp_path, names, check) as (collector, outbox, database):
+    async with delivering(opened, names, check) as (collector, outbox, database):
         letters = DeadLetters(database, outbox, new_tree, lambda _: None)
         await collector.has(set(names) - wrong)
         await until(lambda: len(outbox.dead) >= len(wrong))
@@ -172,7 +171,7 @@ async def test_a_session_that_is_refused_for_good_is_set_aside_and_can_be_tried_
             await letters.drop(dropped)
 
 
-async def test_a_full_collector_gets_everything_once_it_has_room(tmp_path: Path) -> None:
+async def test_a_full_collector_gets_everything_once_it_has_room(opened: Opened) -> None:
     names, calls = [f"s{at}" for at in range(1000)], 0
 
     def check(ids: list[str]) -> None:
@@ -181,7 +180,7 @@ async def test_a_full_collector_gets_everything_once_it_has_room(tmp_path: Path)
         if calls < 6:
             raise StoreFullError("full", retry_delay_ms=1)
 
-    async with delivering(tmp_path, names, check) as (collector, outbox, database):
+    async with delivering(opened, names, check) as (collector, outbox, database):
         await collector.has(set(names))
         await forgotten(database)
         assert sorted(name for call in collector.taken for name in call) == sorted(names)
@@ -190,19 +189,19 @@ async def test_a_full_collector_gets_everything_once_it_has_room(tmp_path: Path)
 
 
 async def test_a_journal_that_cannot_write_for_a_while_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark, times = closed.mark_delivered, 0
 
-    def full_at_first(db: sqlite3.Connection, session_ids: list[str]) -> None:
+    def full_at_first(tx: Transaction, session_ids: list[str]) -> None:
         nonlocal times
         times += 1
         if times <= 2:
-            raise sqlite3.OperationalError("database or disk is full")
-        mark(db, session_ids)
+            raise StoreFullError("the disk is full")
+        mark(tx, session_ids)
 
     monkeypatch.setattr(closed, "mark_delivered", full_at_first)
-    async with delivering(tmp_path, ["a"]) as (collector, outbox, database):
+    async with delivering(opened, ["a"]) as (collector, outbox, database):
         await forgotten(database)
         await database.run(close(["b"]))
         outbox.added()
@@ -213,18 +212,18 @@ async def test_a_journal_that_cannot_write_for_a_while_ends_nothing(
 
 @pytest.mark.parametrize("mode", gateway_pb2.ExportMode.values()[1:])
 async def test_what_is_sent_is_the_record_of_the_tree_and_it_is_no_larger_than_was_said(
-    tmp_path: Path, mode: gateway_pb2.ExportMode.ValueType
+    opened: Opened, mode: gateway_pb2.ExportMode.ValueType
 ) -> None:
     worlds = {f"s{seed}": random_world(seed, 12) for seed in range(20)}
     specs = {name: SessionSpec(name, 0, export_mode=mode) for name in worlds}
 
-    def write(db: sqlite3.Connection) -> None:
+    def write(tx: Transaction) -> None:
         for name, world in worlds.items():
-            write_closed(db, specs[name], world.tree)
+            write_closed(tx, specs[name], world.tree)
 
-    async with delivering(tmp_path, []) as (collector, outbox, database):
+    async with delivering(opened, []) as (collector, outbox, database):
         await database.run(write)
-        sizes = dict(await database.run(lambda db: closed.undelivered(db, 100)))
+        sizes = dict(await database.run(lambda tx: closed.undelivered(tx, 100)))
         outbox.added(len(worlds))
         await collector.has(set(worlds))
         await forgotten(database)
@@ -235,7 +234,7 @@ async def test_what_is_sent_is_the_record_of_the_tree_and_it_is_no_larger_than_w
 
 
 async def test_a_large_session_is_read_and_removed_in_pieces_between_the_commits_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World()
     for _ in range(3 * closed.PIECE_NODES):
@@ -250,8 +249,8 @@ async def test_a_large_session_is_read_and_removed_in_pieces_between_the_commits
 
     monkeypatch.setattr(journal, "read_nodes", noted)
     monkeypatch.setattr("rollmesh.gateway.storage.outbox.read_nodes", noted)
-    async with delivering(tmp_path, []) as (collector, outbox, database):
-        await database.run(lambda db: write_closed(db, SessionSpec("s", 0), world.tree))
+    async with delivering(opened, []) as (collector, outbox, database):
+        await database.run(lambda tx: write_closed(tx, SessionSpec("s", 0), world.tree))
         outbox.added()
         await collector.has({"s"})
         await forgotten(database)
@@ -261,35 +260,35 @@ async def test_a_large_session_is_read_and_removed_in_pieces_between_the_commits
 
 
 async def test_a_closed_session_that_is_damaged_is_set_aside_and_the_others_go(
-    tmp_path: Path,
+    opened: Opened,
 ) -> None:
-    def damage(db: sqlite3.Connection) -> None:
-        write_small(db, ["a", "b", "c", "d"])
-        db.execute("UPDATE nodes SET sample = '[' WHERE session_id = 'b' AND sample IS NOT NULL")
-        db.execute("UPDATE sessions SET spec = '{}' WHERE session_id = 'c'")
+    def damage(tx: Transaction) -> None:
+        write_small(tx, ["a", "b", "c", "d"])
+        tx.db.run("UPDATE nodes SET sample = '[' WHERE session_id = 'b' AND sample IS NOT NULL")
+        tx.db.run("UPDATE sessions SET spec = '{}' WHERE session_id = 'c'")
 
-    async with delivering(tmp_path, []) as (collector, outbox, database):
+    async with delivering(opened, []) as (collector, outbox, database):
         await database.run(damage)
         outbox.added(4)
         await collector.has({"a", "d"})
         await until(lambda: not outbox.undelivered)
         assert outbox.dead == {"b", "c"}
-        contexts = await database.run(lambda db: db.execute("SELECT * FROM contexts").fetchall())
+        contexts = await database.run(lambda tx: tx.db.rows("SELECT * FROM contexts"))
         assert len(contexts) == 1  # of the sessions that were set aside
 
 
-async def test_frames_go_with_the_last_session_that_has_them(tmp_path: Path) -> None:
+async def test_frames_go_with_the_last_session_that_has_them(opened: Opened) -> None:
     world = World()
     world.turn((user("x"),), said("A"))
-    async with delivering(tmp_path, ["a"]) as (collector, outbox, database):
-        await database.run(lambda db: write_open(db, SessionSpec("open", 0), world.tree))
+    async with delivering(opened, ["a"]) as (collector, outbox, database):
+        await database.run(lambda tx: write_open(tx, SessionSpec("open", 0), world.tree))
         await collector.has({"a"})
         await until(lambda: not outbox.undelivered)
-        (stored,), damaged = await database.run(lambda db: journal.read_open(db, new_tree))
+        (stored,), damaged = await database.run(lambda tx: journal.read_open(tx, new_tree))
         assert (len(stored.tree.nodes), damaged) == (len(world.tree.nodes), {})
 
 
-async def test_the_newest_closes_are_remembered_and_those_that_wait(tmp_path: Path) -> None:
+async def test_the_newest_closes_are_remembered_and_those_that_wait(opened: Opened) -> None:
     names, wrong = [f"s{at}" for at in range(40)], {"s0"}
 
     def check(ids: list[str]) -> None:
@@ -297,7 +296,7 @@ async def test_the_newest_closes_are_remembered_and_those_that_wait(tmp_path: Pa
             raise StoreFullError("full", retry_delay_ms=1)
 
     gone: list[str] = []
-    async with delivering(tmp_path, [], check) as (collector, outbox, database):
+    async with delivering(opened, [], check) as (collector, outbox, database):
         outbox.forgotten = gone.extend
         for name in names:
             await database.run(close([name]))

@@ -20,8 +20,14 @@ class GatewayConfig(ServerConfig):
     """host:port of the collector."""
     gateway_id: str = "gateway-0"
     """Id of this gateway, unique in the mesh."""
+    journal: str = "sqlite"
+    """Journal: sqlite (a file in data_dir), or postgresql://user@host:port/database, which several
+    gateways share, so that each takes over the sessions of those that die or leave."""
+    journal_lease_ms: Annotated[int, Bounds(200)] = 4_000
+    """Time without a sign of life after which others take over a gateway's sessions, milliseconds.
+    Only with a journal in PostgreSQL."""
     data_dir: Path = Path("var/gateway")
-    """Directory of the journal."""
+    """Directory of the journal's file."""
     model_path: Path = Path("var/model")
     """Directory with the model's tokenizer, chat template and config."""
     model: str = "policy"

@@ -42,6 +42,11 @@ OPEN_SESSIONS = Gauge("rollmesh_gateway_open_sessions", "Sessions that take turn
 UNDELIVERED = Gauge(
     "rollmesh_gateway_undelivered_sessions", "Closed sessions that the collector has not taken."
 )
+JOURNALS = Gauge("rollmesh_gateway_journals", "Journals that the gateway serves.")
+TAKEOVERS = Counter(
+    "rollmesh_gateway_journal_takeovers_total",
+    "Journals taken from a shared database after the start: left by others, or lost in a commit.",
+)
 DEAD_LETTERS = Gauge(
     "rollmesh_gateway_dead_letters",
     "Sessions set aside: refused by the collector, without a record, or damaged in the journal.",

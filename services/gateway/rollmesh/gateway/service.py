@@ -27,11 +27,12 @@ from rollmesh.gateway.protocol.info import (
     write_tool_calls,
 )
 from rollmesh.gateway.servicer import GatewayServicer
-from rollmesh.gateway.sessions.idle import close_idle
-from rollmesh.gateway.sessions.registry import Gateway
-from rollmesh.gateway.storage import journal
-from rollmesh.gateway.storage.dead_letters import DeadLetters
+from rollmesh.gateway.sessions.gateway import Gateway
+from rollmesh.gateway.sessions.tenancy import Tenancy
+from rollmesh.gateway.storage.model_files import ModelFiles
 from rollmesh.gateway.storage.outbox import Outbox
+from rollmesh.gateway.storage.sqlite import open_sqlite
+from rollmesh.gateway.storage.transaction import Journal, Journals
 from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prepare import Workers
 from rollmesh.gateway.turns.prompt import new_tree
@@ -40,8 +41,6 @@ from rollmesh.mesh.generations.engines import EngineClients
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.config import ConfigError
-from rollmesh.runtime.database import Database
-from rollmesh.runtime.errors import StoreError
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, server_pb2
@@ -94,7 +93,8 @@ class GatewayService:
             config,
         )
         self._membership: Membership | None = None
-        self._database: Database | None = None
+        self._first: Journal | None = None
+        """The journal without which the gateway cannot go on, if there is one."""
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
@@ -115,56 +115,74 @@ class GatewayService:
         config = self._config
         self._log_formats()
         async with AsyncExitStack() as stack:
-            database = await stack.enter_async_context(
-                Database(config.data_dir / "journal.sqlite", journal.SCHEMA, journal.SCHEMA_VERSION)
-            )
-            self._database = database
-            await self._adopt(database)
+            first, shared = await stack.enter_async_context(self._open_journals())
             leases = await stack.enter_async_context(self._lease_client())
-            outbox = Outbox(
-                database,
-                config.collector,
-                new_tree=partial(new_tree, self._continuation),
-                max_undelivered=config.max_undelivered_sessions,
-                remembered=config.remembered_closes,
-            )
-            stack.push_async_callback(outbox.close)
-            runner = self._runner(stack, leases, database)
             async with asyncio.TaskGroup() as tasks:
                 gateway = Gateway(
                     new_tree=partial(new_tree, self._continuation),
-                    database=database,
-                    runner=runner,
-                    outbox=outbox,
+                    new_outbox=self._new_outbox,
+                    runner=self._runner(stack, leases),
                     tasks=tasks,
                     model=config.model,
+                    forgotten=leases.forget,
                     max_sessions=config.max_sessions,
+                    max_undelivered=config.max_undelivered_sessions,
+                    session_idle_ms=config.session_idle_ms,
+                    is_shared=shared is not None,
                 )
-                gateway.forgotten = leases.forget
-                await gateway.restore()
-                dead_letters = DeadLetters(
-                    database, outbox, partial(new_tree, self._continuation), gateway.reopen
-                )
-                self._servicer.begin(gateway, dead_letters)
-                metrics.OPEN_SESSIONS.set_function(lambda: gateway.live_sessions)
-                metrics.DEAD_LETTERS.set_function(lambda: dead_letters.count)
-                metrics.UNDELIVERED.set_function(lambda: gateway.undelivered_sessions)
-                owned = [
-                    tasks.create_task(outbox.run()),
-                    tasks.create_task(gateway.sent.run()),
-                    tasks.create_task(close_idle(gateway, config.session_idle_ms)),
-                ]
+                await gateway.hold(first)
+                self._servicer.begin(gateway)
+                _watch(gateway)
+                owned: list[asyncio.Task[None]] = []
+                if shared is not None:
+                    tenancy = Tenancy(shared, gateway, config.journal_lease_ms)
+                    owned.append(tasks.create_task(tenancy.run()))
+                else:
+                    self._first = first
                 async with Membership(
-                    config.router, self._hello(address, gateway), lambda: self._load(gateway)
+                    config.router, self._hello(address, first), gateway.load
                 ) as membership:
                     self._membership = membership
+                    gateway.changed = membership.notify
                     metrics.REGISTERED.set_function(lambda: membership.registered)
                     yield
+                gateway.changed = lambda: None
                 await gateway.stop()
                 for task in owned:
                     task.cancel()
 
-    def _runner(self, stack: AsyncExitStack, leases: LeaseClient, database: Database) -> TurnRunner:
+    @asynccontextmanager
+    async def _open_journals(self) -> AsyncIterator[tuple[Journal, Journals | None]]:
+        """Yields the journal for new sessions, and where it is shared, the others' too."""
+        config = self._config
+        if config.journal == "sqlite":
+            async with open_sqlite(
+                config.data_dir, self._model_files, config.model_path
+            ) as journal:
+                yield journal, None
+            return
+        try:  # not needed by the journal in a file
+            from rollmesh.gateway.storage.postgres import (  # noqa: PLC0415
+                ServedModel,
+                open_postgres,
+            )
+        except ImportError as error:
+            raise ConfigError(
+                "journal: PostgreSQL needs the psycopg package: pip install 'rollmesh[gateway]'"
+            ) from error
+        model = ServedModel(config.model, self._model_files)
+        async with open_postgres(config.journal, model, config.journal_lease_ms) as journals:
+            yield await journals.take() or await journals.create(), journals
+
+    def _new_outbox(self, journal: Journal) -> Outbox:
+        return Outbox(
+            journal,
+            self._config.collector,
+            new_tree=partial(new_tree, self._continuation),
+            remembered=self._config.remembered_closes,
+        )
+
+    def _runner(self, stack: AsyncExitStack, leases: LeaseClient) -> TurnRunner:
         """Returns the turn runner; the stack shuts down its threads and closes its channels."""
         config = self._config
         executor, long_executor = (
@@ -181,7 +199,6 @@ class GatewayService:
             answer_format=self._format,
             leases=leases,
             engines=engines,
-            database=database,
             model=config.model,
             workers=Workers(executor, FairExecutor(long_executor, config.workers)),
             max_context_tokens=self._max_context_tokens,
@@ -204,20 +221,19 @@ class GatewayService:
         await self._membership.wait_registered()
 
     async def drain(self) -> None:
-        """Deregisters from the router and refuses new sessions and turns."""
+        """Deregisters from the router, refuses new work, and leaves shared journals to others."""
         self._servicer.gateway.drain()
         if self._membership is not None:
             await self._membership.leave()
+        await self._servicer.gateway.hand_over()
 
     async def failed(self) -> str:
-        """Returns why, once the router refuses the gateway or the journal's files are gone."""
+        """Returns why, once the router refuses the gateway or the files of its journal are gone."""
         assert self._membership is not None
-        assert self._database is not None
         async with asyncio.TaskGroup() as group:
-            waits = [
-                group.create_task(self._membership.wait_refused()),
-                group.create_task(self._database.lost()),
-            ]
+            waits = [group.create_task(self._membership.wait_refused())]
+            if self._first is not None:
+                waits.append(group.create_task(_reason(self._first)))
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for one in waits:
                 one.cancel()
@@ -235,25 +251,6 @@ class GatewayService:
                 "refused until tool_parser is set",
                 extra=fields(give=known_parsers()),
             )
-
-    async def _adopt(self, database: Database) -> None:
-        """Checks that the journal's open sessions belong to the model that is served.
-
-        Raises:
-            StoreError: They belong to another model.
-        """
-        ours = self._model_files
-        try:
-            await database.run(lambda db: journal.adopt_model(db, ours))
-        except journal.OtherModelError as error:
-            part = next(at for at, name in enumerate(ours) if name != error.found[at])
-            raise StoreError(
-                f"{database.path}: holds {error.open_sessions} open sessions of another model: "
-                f"the SHA-256 of their {('tokenizer', 'chat template')[part]} is "
-                f"{error.found[part][:16]}..., that of {self._config.model_path} is "
-                f"{ours[part][:16]}...; start the gateway with their model until they are closed, "
-                "drop those that were set aside, or name another data_dir"
-            ) from error
 
     def _shown(self) -> tuple[str, ...]:
         """Returns the special tokens that an answer may contain before its end."""
@@ -273,7 +270,7 @@ class GatewayService:
         stack.push_async_callback(parser.close)
         return parser
 
-    def _hello(self, address: str, gateway: Gateway) -> router_pb2.ReplicaHello:
+    def _hello(self, address: str, journal: Journal) -> router_pb2.ReplicaHello:
         return router_pb2.ReplicaHello(
             replica_id=self._config.gateway_id,
             kind=router_pb2.REPLICA_KIND_GATEWAY,
@@ -281,7 +278,7 @@ class GatewayService:
             model=self._config.model,
             tokenizer_sha256=self._model_files.tokenizer_sha256,
             vocabulary_tokens=self._vocabulary_tokens,
-            journal_id=gateway.journal_id,
+            journal_id=journal.journal_id,
         )
 
     def _lease_client(self) -> LeaseClient:
@@ -293,13 +290,22 @@ class GatewayService:
             vocabulary_tokens=self._vocabulary_tokens,
         )
 
-    def _load(self, gateway: Gateway) -> router_pb2.ReplicaLoad:
-        return router_pb2.ReplicaLoad(live_sessions=gateway.live_sessions)
+
+def _watch(gateway: Gateway) -> None:
+    """Makes the metrics of a gateway."""
+    metrics.OPEN_SESSIONS.set_function(lambda: gateway.live_sessions)
+    metrics.DEAD_LETTERS.set_function(lambda: gateway.count_dead_letters)
+    metrics.UNDELIVERED.set_function(lambda: gateway.undelivered_sessions)
+    metrics.JOURNALS.set_function(lambda: len(gateway.registries))
 
 
-def _digests(config: GatewayConfig, template_sha256: str) -> journal.ModelFiles:
+async def _reason(journal: Journal) -> str:
+    return (await journal.lost()).message
+
+
+def _digests(config: GatewayConfig, template_sha256: str) -> ModelFiles:
     try:
-        return journal.ModelFiles(tokenizer_sha256(config.model_path), template_sha256)
+        return ModelFiles(tokenizer_sha256(config.model_path), template_sha256)
     except (OSError, ValueError) as error:
         raise ModelFilesError(str(error)) from error
 

@@ -9,8 +9,8 @@ from rollmesh.gateway.conversation.choices import gathered, merged
 from rollmesh.gateway.conversation.session import Answered, PromptIds, Session, Turn, TurnRequest
 from rollmesh.gateway.protocol.requests import read_choices
 from rollmesh.gateway.protocol.responses import write_answers, write_event, write_nodes
-from rollmesh.gateway.sessions.registry import Gateway
-from rollmesh.gateway.storage.dead_letters import DeadLetters
+from rollmesh.gateway.sessions.gateway import Gateway
+from rollmesh.gateway.sessions.registry import Registry
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     InvalidMessagesError,
@@ -41,7 +41,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._freed_memory = FreedMemory()
         self._large_requests = asyncio.Semaphore(_READ_AT_A_TIME)
         self._repeats = Repeats()
-        self._dead_letters: DeadLetters | None = None
 
     @property
     def gateway(self) -> Gateway:
@@ -49,15 +48,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         assert self._gateway is not None
         return self._gateway
 
-    @property
-    def dead_letters(self) -> DeadLetters:
-        """The dead letters; set together with the gateway."""
-        assert self._dead_letters is not None
-        return self._dead_letters
-
-    def begin(self, gateway: Gateway, dead_letters: DeadLetters) -> None:
+    def begin(self, gateway: Gateway) -> None:
         """Starts serving a gateway whose sessions have been rebuilt."""
-        self._gateway, self._dead_letters = gateway, dead_letters
+        self._gateway = gateway
 
     async def CreateSession(
         self, request: gateway_pb2.CreateSessionRequest, context: Context
@@ -78,29 +71,27 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 "model", f"is {request.model!r}; this gateway serves {self._info.model!r}"
             )
         _check_metadata(request.metadata)
-        spec = await self.gateway.create(request)
+        spec, key = await self.gateway.create(request)
         return gateway_pb2.CreateSessionResponse(
-            session_id=spec.session_id,
-            session_key=self.gateway.keys.key(spec.session_id),
-            model=spec.model,
+            session_id=spec.session_id, session_key=key, model=spec.model
         )
 
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: Context
     ) -> gateway_pb2.ChatResponse:
-        session = self._session(request)
+        registry, session = self._session(request)
         turns: list[Turn] = []
         is_complete = False
 
         def replied(_: Context) -> None:
             sent = is_complete and not context.cancelled()
             for turn in turns:
-                self.gateway.replies.replied(session, turn, sent=sent)
+                registry.replies.replied(session, turn, sent=sent)
 
         context.add_done_callback(replied)  # type: ignore[arg-type]  # a wrong stub
 
         async def answer(choice: TurnRequest) -> Answered:
-            turn, answered = await self.gateway.replies.chat(session, choice)
+            turn, answered = await registry.replies.chat(session, choice)
             turns.append(turn)
             return answered
 
@@ -115,10 +106,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def StreamChat(
         self, request: gateway_pb2.StreamChatRequest, context: Context
     ) -> AsyncIterator[gateway_pb2.StreamChatResponse]:
-        session = self._session(request.chat)
+        registry, session = self._session(request.chat)
         try:
             choices = await self._read(request.chat, session, stream=True)
-            answers = [self.gateway.replies.stream_chat(session, choice) for choice in choices]
+            answers = [registry.replies.stream_chat(session, choice) for choice in choices]
             is_told = False
             async with aclosing(merged(answers)) as events:
                 async for index, event in events:
@@ -129,9 +120,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         finally:
             self._freed_memory.served(request.ByteSize())
 
-    def _session(self, request: gateway_pb2.ChatRequest) -> Session:
-        self.gateway.keys.check(request.session_id, request.session_key)
-        return self.gateway.session(request.session_id)
+    def _session(self, request: gateway_pb2.ChatRequest) -> tuple[Registry, Session]:
+        registry = self._registry(request.session_id, request.session_key)
+        return registry, registry.session(request.session_id)
+
+    def _registry(self, session_id: str, key: str) -> Registry:
+        """Returns the registry of a session, whose key is checked."""
+        registry = self.gateway.of(session_id)
+        registry.keys.check(session_id, key)
+        return registry
 
     async def _read(
         self, request: gateway_pb2.ChatRequest, session: Session, *, stream: bool
@@ -156,20 +153,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def CloseSession(
         self, request: gateway_pb2.CloseSessionRequest, context: Context
     ) -> gateway_pb2.CloseSessionResponse:
-        self.gateway.keys.check(request.session_id, request.session_key)
+        registry = self._registry(request.session_id, request.session_key)
         if request.outcome == session_pb2.SESSION_OUTCOME_UNSPECIFIED:
             raise InvalidFieldError("outcome", "is not set; say how the session ended")
         if request.HasField("reward_timeout_ms") and not request.reward_timeout_ms:
             raise InvalidFieldError("reward_timeout_ms", "is 0; give at least 1, or leave it out")
         _check_metadata(request.metadata)
-        ids = await self.gateway.close(request)
+        ids = await registry.close(request)
         return gateway_pb2.CloseSessionResponse(trajectory_ids=ids)
 
     async def GetSession(
         self, request: gateway_pb2.GetSessionRequest, context: Context
     ) -> gateway_pb2.GetSessionResponse:
-        self.gateway.keys.check(request.session_id, request.session_key)
-        session = self.gateway.session(request.session_id)
+        registry = self._registry(request.session_id, request.session_key)
+        session = registry.session(request.session_id)
         return gateway_pb2.GetSessionResponse(
             session_id=request.session_id,
             nodes=write_nodes(session.tree, with_messages=request.with_messages),
@@ -184,7 +181,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         info.CopyFrom(self._info)
         info.live_sessions = self.gateway.live_sessions
         info.undelivered_sessions = self.gateway.undelivered_sessions
-        info.dead_letters = self.dead_letters.count
+        info.dead_letters = self.gateway.count_dead_letters
         return info
 
     async def ListDeadLetters(
@@ -193,7 +190,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         size = request.page_size or _DEFAULT_PAGE
         if size > _MAX_PAGE:
             raise InvalidFieldError("page_size", f"is {size}; give at most {_MAX_PAGE}")
-        letters = await self.dead_letters.list(request.page_token, size)
+        letters = await self.gateway.list_dead_letters(request.page_token, size)
         return gateway_pb2.ListDeadLettersResponse(
             dead_letters=letters,
             next_page_token=letters[-1].session_id if len(letters) == size else "",
@@ -202,14 +199,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def RetryDeadLetter(
         self, request: gateway_pb2.RetryDeadLetterRequest, context: Context
     ) -> gateway_pb2.RetryDeadLetterResponse:
-        letters = self.dead_letters
+        letters = self.gateway.of(request.session_id).dead_letters
         await self._repeats.once(request, lambda: letters.retry(request.session_id))
         return gateway_pb2.RetryDeadLetterResponse()
 
     async def DropDeadLetter(
         self, request: gateway_pb2.DropDeadLetterRequest, context: Context
     ) -> gateway_pb2.DropDeadLetterResponse:
-        letters = self.dead_letters
+        letters = self.gateway.of(request.session_id).dead_letters
         await self._repeats.once(request, lambda: letters.drop(request.session_id))
         return gateway_pb2.DropDeadLetterResponse()
 

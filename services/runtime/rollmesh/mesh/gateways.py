@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import grpc
 
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import NoGatewayError, RollmeshError
+from rollmesh.runtime.errors import (
+    JournalMovedError,
+    NoGatewayError,
+    RemoteError,
+    RollmeshError,
+    ShuttingDownError,
+)
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, router_pb2_grpc
 
@@ -36,6 +42,8 @@ class _Known:
 
     address: str
     model: str
+    epoch: int
+    """A gateway that names an earlier one serves the journal no more."""
 
 
 class GatewayDirectory:
@@ -101,9 +109,14 @@ class GatewayDirectory:
             await self._look_for(journal_id)
         return self._known[journal_id]
 
-    def lost(self, session_id: str) -> None:
-        """Notes that the gateway of a session did not answer: it may have returned elsewhere."""
-        self._lost.add(journal_of(session_id))
+    def failed(self, session_id: str, error: RollmeshError) -> None:
+        """Notes an error of a session's gateway; it is looked for again if it may be another one.
+
+        It did not answer, is about to stop, or does not serve the session's journal any more.
+        """
+        did_not_answer = isinstance(error, RemoteError) and error.code == "UNAVAILABLE"
+        if did_not_answer or isinstance(error, (JournalMovedError, ShuttingDownError)):
+            self._lost.add(journal_of(session_id))
 
     async def _look_for(self, journal_id: str) -> None:
         self._lost.discard(journal_id)
@@ -180,8 +193,12 @@ class GatewayDirectory:
         return response.gateways
 
     def _note(self, gateway: router_pb2.Gateway) -> None:
-        if gateway.journal_id:
-            self._known[gateway.journal_id] = _Known(gateway.address, gateway.model)
+        served = gateway.journals or [router_pb2.ServedJournal(journal_id=gateway.journal_id)]
+        for journal in served:
+            known = self._known.get(journal.journal_id)
+            if journal.journal_id and (known is None or journal.epoch >= known.epoch):
+                found = _Known(gateway.address, gateway.model, journal.epoch)
+                self._known[journal.journal_id] = found
 
     def _router_stub(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
         return router_pb2_grpc.RouterServiceStub(self._channel(self._router))

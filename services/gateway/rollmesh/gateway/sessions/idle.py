@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from rollmesh.gateway.conversation.session import Session
-from rollmesh.gateway.sessions.registry import Gateway
+from rollmesh.gateway.sessions.registry import Registry
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.telemetry.logs import fields
@@ -14,15 +14,15 @@ _log = logging.getLogger(__name__)
 _CHECK_S = 60.0
 
 
-async def close_idle(gateway: Gateway, idle_ms: int) -> None:
+async def close_idle(registry: Registry, idle_ms: int) -> None:
     """Closes sessions that have been idle for `idle_ms`; runs until it is cancelled."""
     while True:
-        for session in gateway.unused_since(clock.monotonic_ms() - idle_ms):
+        for session in registry.unused_since(clock.monotonic_ms() - idle_ms):
             _log.warning(
                 "closing an idle session", extra=fields(session_id=session.spec.session_id)
             )
             try:
-                await _close(gateway, session)
+                await _close(registry, session)
             except RollmeshError as error:  # retried in the next round
                 _log.warning(
                     "idle session not closed",
@@ -31,7 +31,7 @@ async def close_idle(gateway: Gateway, idle_ms: int) -> None:
         await asyncio.sleep(min(idle_ms / 4000, _CHECK_S))
 
 
-async def _close(gateway: Gateway, session: Session) -> None:
+async def _close(registry: Registry, session: Session) -> None:
     """Closes a session; one that cannot be closed is set aside and affects no other session."""
     request = gateway_pb2.CloseSessionRequest(
         session_id=session.spec.session_id,
@@ -39,8 +39,8 @@ async def _close(gateway: Gateway, session: Session) -> None:
         metadata={"closed_by": "idle"},
     )
     try:
-        await gateway.close(request)
+        await registry.close(request)
     except RollmeshError:
         raise
     except Exception as error:  # noqa: BLE001 - affects only this session
-        await gateway.set_aside(session, error)
+        await registry.set_aside(session, error)

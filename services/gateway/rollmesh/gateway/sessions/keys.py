@@ -10,14 +10,12 @@ import hmac
 
 from rollmesh.runtime.errors import SessionKeyWrongError
 
-SECRET_BYTES = 32
-
 
 class SessionKeys:
     """The keys of one journal's sessions."""
 
     def __init__(self, secret: bytes) -> None:
-        """Takes the journal's secret, `SECRET_BYTES` long."""
+        """Takes the journal's secret."""
         self._secret = secret
 
     def key(self, session_id: str) -> str:

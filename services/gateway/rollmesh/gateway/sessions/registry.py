@@ -1,4 +1,4 @@
-"""The gateway's sessions: opening, turns, retries, closing, and hand-over to the collector."""
+"""The sessions of one journal: opening, turns, retries, closing, and the way to the collector."""
 
 import asyncio
 import logging
@@ -18,32 +18,27 @@ from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.export.record import check_close, record_bytes, trajectory_ends
 from rollmesh.gateway.export.trajectories import trajectory_id
+from rollmesh.gateway.sessions.closing import check_repeat, closed_error, digest_of_close
 from rollmesh.gateway.sessions.ending import cancelled, end_turns
 from rollmesh.gateway.sessions.groups import GroupSizes
-from rollmesh.gateway.sessions.keys import SECRET_BYTES, SessionKeys
+from rollmesh.gateway.sessions.keys import SessionKeys
 from rollmesh.gateway.sessions.replies import Replies
 from rollmesh.gateway.sessions.sent import SentAnswers
 from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.closed import Close
-from rollmesh.gateway.storage.dead_letters import damaged_error
+from rollmesh.gateway.storage.dead_letters import DeadLetters, damaged_error
 from rollmesh.gateway.storage.journal import StoredSession
 from rollmesh.gateway.storage.outbox import Outbox, dead_letter
+from rollmesh.gateway.storage.transaction import Journal
 from rollmesh.gateway.turns.turns import TurnRunner
-from rollmesh.mesh.gateways import JOURNAL_ID_CHARS
 from rollmesh.runtime import clock
-from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import (
-    RepeatConflictError,
     RollmeshError,
-    SessionClosedError,
     SessionUnknownError,
     ShuttingDownError,
     StoreError,
-    StoreFullError,
-    TooManySessionsError,
 )
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.repeats import digest_of
 from rollmesh.runtime.tasks import begun
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import gateway_pb2
@@ -54,47 +49,63 @@ _LOST_IDS = 1024
 """Upper bound of a session's turns that had started to stream and were lost with the process."""
 
 
-class Gateway:
-    """All sessions of this gateway; everything here runs on the event loop."""
+class Registry:
+    """The sessions of one journal; everything here runs on the event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords, given once
         self,
         *,
         new_tree: Callable[[], Tree],
-        database: Database,
+        store: Journal,
         runner: TurnRunner,
         outbox: Outbox,
         tasks: asyncio.TaskGroup,
         model: str,
-        max_sessions: int,
+        groups: GroupSizes,
+        forgotten: Callable[[str], None],
     ) -> None:
-        """Starts without sessions; `restore` loads those of the journal."""
+        """Starts without sessions; `restore` loads those of the journal.
+
+        Args:
+            new_tree: Returns an empty tree.
+            store: The journal.
+            runner: Runs the turns.
+            outbox: The journal's closed sessions.
+            tasks: Owns the turns.
+            model: Name of the model that answers.
+            groups: Sizes of the groups, of all journals.
+            forgotten: Called with the id of each closed session, to drop its engine affinity.
+        """
         self._model = model
         self._new_tree = new_tree
-        self._database = database
+        self._journal = store
         self._runner = runner
         self._outbox = outbox
         self._tasks = tasks
-        self._max_sessions = max_sessions
+        self._groups = groups
+        self._forgotten = forgotten
         self._sessions: dict[str, Session] = {}
         self._by_request_id: dict[str, SessionSpec] = {}
         self._closed: set[str] = set()
-        self._groups = GroupSizes()
         self._opening: dict[str, asyncio.Future[SessionSpec]] = {}
         self._opens = 0
         """Number of new sessions that are being written to the journal."""
         self._closing: dict[str, tuple[bytes, asyncio.Future[list[str]]]] = {}
         """Closes that are being written to the journal, each with the digest of its request."""
-        self._draining = False
-        self.sent = SentAnswers(database)
-        self.replies = Replies(database, runner, tasks, self._begin, self.sent)
-        self.keys: SessionKeys
-        """Set by `restore`."""
-        self.journal_id = ""
-        """What ids of sessions begin with, so that everybody finds them. Set by `restore`."""
-        self.forgotten: Callable[[str], None] = lambda _: None
-        """Called with the id of each closed session, to drop its engine affinity."""
+        self._refusal: RollmeshError | None = None
+        self._empty_since_ms: int | None = None
+        self.over = asyncio.Event()
+        """Set when the journal was given up or lost."""
+        self.sent = SentAnswers(store)
+        self.replies = Replies(store, runner, tasks, self._begin, self.sent)
+        self.keys = SessionKeys(store.secret)
+        self.dead_letters = DeadLetters(store, outbox, new_tree, self.reopen)
         outbox.forgotten = self._closed.difference_update
+
+    @property
+    def journal(self) -> Journal:
+        """The journal."""
+        return self._journal
 
     @property
     def undelivered_sessions(self) -> int:
@@ -106,24 +117,40 @@ class Gateway:
         """Number of open sessions."""
         return len(self._sessions)
 
+    @property
+    def booked_sessions(self) -> int:
+        """Number of open sessions and of those that are being opened."""
+        return len(self._sessions) + self._opens
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether turns run, or sessions are being opened or closed."""
+        in_flight = any(session.in_flight for session in self._sessions.values())
+        return in_flight or bool(self._opens or self._closing)
+
+    def empty_ms(self) -> int:
+        """Returns how long the journal has had no sessions, as far as anybody looked."""
+        now_ms = clock.monotonic_ms()
+        if self._sessions or self._outbox.undelivered or self._outbox.dead or self.is_busy:
+            self._empty_since_ms = None
+            return 0
+        self._empty_since_ms = self._empty_since_ms or now_ms
+        return now_ms - self._empty_since_ms
+
     async def restore(self) -> None:
-        """Rebuilds the open sessions from the journal, and loads the secret of their keys.
+        """Rebuilds the open sessions from the journal.
 
         Raises:
             StoreError: The journal has open sessions of a model with another name.
         """
-        fresh = secrets.token_bytes(SECRET_BYTES)
-        self.keys = SessionKeys(await self._database.run(lambda db: journal.keep_secret(db, fresh)))
-        fresh_id = secrets.token_hex(JOURNAL_ID_CHARS // 2)
-        self.journal_id = await self._database.run(lambda db: journal.keep_id(db, fresh_id))
-        sessions, damaged = await self._database.run(
-            lambda db: journal.read_open(db, self._new_tree)
+        sessions, damaged = await self._journal.read(
+            lambda tx: journal.read_open(tx, self._new_tree)
         )
         self._check_models(sessions)
         for stored in sessions:
             self.reopen(stored)
-        self._closed |= await self._database.run(closed.read_closes)
-        self._outbox.dead = await self._database.run(closed.dead_ids)
+        self._closed |= await self._journal.read(closed.read_closes)
+        self._outbox.dead = await self._journal.read(closed.dead_ids)
         await self._outbox.set_aside(
             [
                 dead_letter(
@@ -137,7 +164,10 @@ class Gateway:
         _log.info(
             "sessions restored",
             extra=fields(
-                open=len(sessions), closed=len(self._closed), dead_letters=len(self._outbox.dead)
+                journal=self._journal.journal_id,
+                open=len(sessions),
+                closed=len(self._closed),
+                dead_letters=len(self._outbox.dead),
             ),
         )
 
@@ -145,7 +175,7 @@ class Gateway:
         others = [one.spec.model for one in sessions if one.spec.model != self._model]
         if others:
             raise StoreError(
-                f"{self._database.path}: holds {len(others)} open sessions of model "
+                f"the journal holds {len(others)} open sessions of model "
                 f"{others[0]!r}, and this gateway serves {self._model!r}; serve them under that "
                 "name until they are closed, or name another data_dir"
             )
@@ -162,9 +192,17 @@ class Gateway:
         if stored.spec.request_id:
             self._by_request_id.setdefault(stored.spec.request_id, stored.spec)
 
-    def drain(self) -> None:
-        """Refuses new sessions and turns from now on."""
-        self._draining = True
+    def refuse(self, error: RollmeshError) -> None:
+        """Refuses new sessions and turns from now on; the first error counts."""
+        self._refusal = self._refusal or error
+
+    def abandon(self, error: RollmeshError) -> None:
+        """Gives up the sessions: their turns end, and the store refuses those being committed."""
+        self._refusal = error
+        for session in self._sessions.values():
+            for turn in list(session.in_flight):
+                if not turn.committing:
+                    turn.cancel(error)
 
     def session(self, session_id: str) -> Session:
         """Returns an open session.
@@ -176,7 +214,7 @@ class Gateway:
         session = self._sessions.get(session_id)
         if session is None or session.closing:
             if session is not None or session_id in self._closed:
-                raise _closed(session_id)
+                raise closed_error(session_id)
             if session_id in self._outbox.dead:
                 raise damaged_error(session_id)
             raise SessionUnknownError(
@@ -186,34 +224,26 @@ class Gateway:
             )
         return session
 
+    def opened(self, request_id: str) -> asyncio.Future[SessionSpec] | None:
+        """Returns the open session that a request id opened, maybe while it is being written."""
+        opening = self._opening.get(request_id)
+        spec = self._by_request_id.get(request_id)
+        if opening is None and spec is not None:
+            opening = asyncio.get_running_loop().create_future()
+            opening.set_result(spec)
+        return opening
+
     async def create(self, request: gateway_pb2.CreateSessionRequest) -> SessionSpec:
-        """Opens a session, or returns the one that the same request id opened.
+        """Opens a session.
 
         Raises:
             SessionClosedError: The session opened by the same request id is closed.
-            TooManySessionsError: The gateway is full.
-            StoreFullError: Too many closed sessions wait for the collector.
             InvalidFieldError: The group has another size.
         """
-        known = self._by_request_id.get(request.request_id)
-        if known is not None:
-            return known
-        opening = self._opening.get(request.request_id)
-        if opening is not None:  # a repeat while the first is being written
-            return await asyncio.shield(opening)
-        if self._draining:
-            raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
-        if len(self._sessions) + self._opens >= self._max_sessions:
-            raise TooManySessionsError(
-                f"the gateway holds {self._max_sessions} open sessions; close some",
-                retry_delay_ms=_RETRY_MS,
-            )
-        if self._outbox.full:
-            raise StoreFullError(
-                "too many closed sessions wait for the collector", retry_delay_ms=_RETRY_MS
-            )
+        if self._refusal is not None:
+            raise self._refusal
         self._groups.check(request.group_id, request.group_size or 1)
-        session_id = self.journal_id + secrets.token_hex(12)
+        session_id = self._journal.journal_id + secrets.token_hex(12)
         spec = SessionSpec(
             session_id=session_id,
             opened_unix_ms=clock.unix_ms(),
@@ -233,24 +263,24 @@ class Gateway:
             self._opening[spec.request_id] = opening
             opening.add_done_callback(lambda _: self._opening.pop(spec.request_id))
         self._opens += 1
-        opening.add_done_callback(lambda _: self._opened())
+        opening.add_done_callback(lambda _: self._count_opened())
         return await asyncio.shield(opening)
 
-    def _opened(self) -> None:
+    def _count_opened(self) -> None:
         self._opens -= 1
 
     async def _open(self, spec: SessionSpec) -> SessionSpec:
-        await self._database.run(lambda db: journal.insert_session(db, spec))
+        await self._journal.run(lambda tx: journal.insert_session(tx, spec))
         self._sessions[spec.session_id] = Session(spec, self._new_tree())
         if spec.request_id:
             self._by_request_id[spec.request_id] = spec
         return spec
 
     def _begin(self, session: Session, request: TurnRequest) -> Turn:
-        if self._draining:
-            raise ShuttingDownError("the gateway is about to stop", retry_delay_ms=_RETRY_MS)
+        if self._refusal is not None:
+            raise self._refusal
         if session.closing:  # it may have closed while a thread read the request
-            raise _closed(session.spec.session_id)
+            raise closed_error(session.spec.session_id)
         turn = Turn.of(request, session.spec.session_id, session.tree.reserve_id())
         session.begin(turn)
         turn.task = self._tasks.create_task(self._run(session, turn, request))
@@ -267,10 +297,10 @@ class Gateway:
                 stays open.
             RepeatConflictError: It was closed with another outcome, other rewards or metadata.
         """
-        session_id, digest = request.session_id, _digest_of(request)
+        session_id, digest = request.session_id, digest_of_close(request)
         if session_id in self._closed:
-            first, leaves = await self._database.run(lambda db: closed.read_close(db, session_id))
-            _check_repeat(session_id, first, digest)
+            first, leaves = await self._journal.run(lambda tx: closed.read_close(tx, session_id))
+            check_repeat(session_id, first, digest)
             return [trajectory_id(session_id, leaf) for leaf in leaves]
         if session_id not in self._closing:
             session = self.session(session_id)
@@ -278,7 +308,7 @@ class Gateway:
             self._closing[session_id] = digest, closing
             closing.add_done_callback(lambda _: self._closing.pop(session_id))
         first, closing = self._closing[session_id]
-        _check_repeat(session_id, first, digest)
+        check_repeat(session_id, first, digest)
         return await asyncio.shield(closing)
 
     async def _close(
@@ -287,7 +317,7 @@ class Gateway:
         check_close(session, request.rewards)
         session.closing = True
         try:
-            await end_turns(session, _closed(request.session_id))
+            await end_turns(session, closed_error(request.session_id))
             # Check again: a turn that was being committed may have extended a leaf.
             check_close(session, request.rewards)
             session_id = request.session_id
@@ -300,7 +330,7 @@ class Gateway:
                 trajectory_ends(session),
                 session.mark_orphans(),
             )
-            await self._database.run(lambda db: closed.close_session(db, close))
+            await self._journal.run(lambda tx: closed.close_session(tx, close))
         except BaseException:
             session.closing = False
             raise
@@ -339,7 +369,7 @@ class Gateway:
         del self._sessions[session.spec.session_id]
         if self._by_request_id.get(session.spec.request_id) is session.spec:
             del self._by_request_id[session.spec.request_id]
-        self.forgotten(session.spec.session_id)
+        self._forgotten(session.spec.session_id)
 
     async def stop(self) -> None:
         """Ends the running turns, waits for those being committed, and records sent answers."""
@@ -353,7 +383,7 @@ class Gateway:
     async def _run(self, session: Session, turn: Turn, request: TurnRequest) -> None:
         """Runs one turn; any outcome, including an unexpected error, ends it."""
         try:
-            answered = await self._runner.run(session, turn, request)
+            answered = await self._runner.run(self._journal, session, turn, request)
             if turn.joins > 1:  # checked here: a retry may join during the commit
                 await self.replies.mark_replayed(session, answered.node)
             metrics.committed(answered.node)
@@ -364,26 +394,3 @@ class Gateway:
         except Exception as error:  # noqa: BLE001 - task edge: one turn must not end the others
             _log.exception("turn failed", extra=fields(session_id=session.spec.session_id))
             session.end(turn, RollmeshError(f"unexpected {type(error).__name__}; see the log"))
-
-
-def _digest_of(request: gateway_pb2.CloseSessionRequest) -> bytes:
-    """Returns the digest that identifies a repeat of a close; it excludes the session key."""
-    body = gateway_pb2.CloseSessionRequest()
-    body.CopyFrom(request)
-    body.ClearField("session_key")
-    return digest_of(body)
-
-
-def _check_repeat(session_id: str, first: bytes, digest: bytes) -> None:
-    if first != digest:
-        raise RepeatConflictError(
-            f"session {session_id} was already closed with another outcome, rewards or metadata, "
-            "which were kept; change its rewards with SetRewards at the collector",
-            session_id=session_id,
-        )
-
-
-def _closed(session_id: str) -> SessionClosedError:
-    return SessionClosedError(
-        f"session {session_id} is closed; open another", session_id=session_id
-    )

@@ -21,10 +21,10 @@ from rollmesh.gateway.conversation.session import (
 from rollmesh.gateway.sessions.ending import subscribed
 from rollmesh.gateway.sessions.sent import SentAnswers
 from rollmesh.gateway.storage import journal
+from rollmesh.gateway.storage.transaction import Journal
 from rollmesh.gateway.turns.reporting import retold
 from rollmesh.gateway.turns.turns import TurnRunner
 from rollmesh.runtime import clock
-from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.tasks import begun
@@ -39,14 +39,14 @@ class Replies:
 
     def __init__(
         self,
-        database: Database,
+        store: Journal,
         runner: TurnRunner,
         tasks: asyncio.TaskGroup,
         begin: Callable[[Session, TurnRequest], Turn],
         sent: SentAnswers,
     ) -> None:
         """Takes the dependencies; `begin` begins a turn for a request that is not a retry."""
-        self._database = database
+        self._journal = store
         self._runner = runner
         self._tasks = tasks
         self._begin = begin
@@ -140,7 +140,7 @@ class Replies:
         node.reasons |= {trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY}
         session_id = session.spec.session_id
         try:
-            await self._database.run(lambda db: journal.update_reasons(db, session_id, node))
+            await self._journal.run(lambda tx: journal.update_reasons(tx, session_id, node))
         except RollmeshError as error:
             node.reasons -= {
                 trajectory_pb2.FIDELITY_REASON_RETRY_REPLAY

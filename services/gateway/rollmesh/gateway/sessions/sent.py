@@ -6,7 +6,7 @@ from collections import deque
 
 from rollmesh.gateway.conversation.session import Session, Turn
 from rollmesh.gateway.storage import journal
-from rollmesh.runtime.database import Database
+from rollmesh.gateway.storage.transaction import Journal
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.telemetry.logs import fields
 
@@ -23,9 +23,9 @@ class SentAnswers:
     equal request gets it again and no sample is lost.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, store: Journal) -> None:
         """Starts empty; takes the journal."""
-        self._database = database
+        self._journal = store
         self._pending: deque[tuple[Session, int]] = deque(maxlen=_MAX_PENDING)
         self._added = asyncio.Event()
 
@@ -56,7 +56,7 @@ class SentAnswers:
         if not rows:
             return
         try:
-            await self._database.run(lambda db: journal.insert_sent(db, rows))
+            await self._journal.run(lambda tx: journal.insert_sent(tx, rows))
         except RollmeshError as error:
             _log.warning(
                 "sent answers not recorded", extra=fields(count=len(rows), error=str(error))

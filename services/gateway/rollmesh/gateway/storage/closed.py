@@ -6,7 +6,6 @@ batches, so that other commits can run in between.
 """
 
 import json
-import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -19,12 +18,24 @@ from rollmesh.gateway.conversation.spec import SessionSpec
 from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.storage import journal
 from rollmesh.gateway.storage.journal import StoredSession
+from rollmesh.gateway.storage.transaction import Transaction
 from rollmesh.runtime.codec.arrays import pack_ids, unpack_ids
 from rollmesh.runtime.errors import SessionUnknownError
 from rollmesh.v1 import gateway_pb2
 
 PIECE_NODES = 512
 """Number of nodes that one commit reads from a session; a commit deletes up to twice as many."""
+_NEXT = "(SELECT coalesce(max(n), 0) + 1 FROM {0} WHERE journal = ?1)"
+"""The next position of a journal in a table; only its gateway adds to it."""
+_ADD_TO_OUTBOX = (
+    "INSERT INTO outbox (journal, n, session_id, request, closed_unix_ms, bytes, state)"  # noqa: S608
+    f" VALUES (?1, {_NEXT.format('outbox')}, ?2, ?3, ?4, ?5, ?6)"
+)
+_ADD_CLOSE = (
+    "INSERT INTO closes (journal, n, session_id, request_id, leaves, digest)"  # noqa: S608
+    f" SELECT journal, {_NEXT.format('closes')}, session_id, request_id, ?3, ?4"
+    " FROM sessions WHERE journal = ?1 AND session_id = ?2"
+)
 
 
 class State(IntEnum):
@@ -65,79 +76,93 @@ class Letter(NamedTuple):
     """Rows of its nodes; initially the first `PIECE_NODES`."""
 
 
-def close_session(db: sqlite3.Connection, close: Close) -> None:
+def close_session(tx: Transaction, close: Close) -> None:
     """Adds a session to the outbox, and remembers the response to the close."""
     for node in close.orphans:
-        journal.update_reasons(db, close.session_id, node)
-    db.execute(
-        "INSERT INTO outbox (session_id, request, closed_unix_ms, bytes, state)"
-        " VALUES (?, ?, ?, ?, ?)",
-        (close.session_id, close.request, close.closed_unix_ms, close.record_bytes, State.WAITING),
+        journal.update_reasons(tx, close.session_id, node)
+    tx.db.run(
+        _ADD_TO_OUTBOX,
+        tx.journal_id,
+        close.session_id,
+        close.request,
+        close.closed_unix_ms,
+        close.record_bytes,
+        State.WAITING,
     )
-    leaves = pack_ids(np.array(close.leaves, np.uint32))
-    db.execute(
-        "INSERT INTO closes (session_id, request_id, leaves, digest)"
-        " SELECT session_id, request_id, ?2, ?3 FROM sessions WHERE session_id = ?1",
-        (close.session_id, leaves, close.digest),
+    tx.db.run(
+        _ADD_CLOSE,
+        tx.journal_id,
+        close.session_id,
+        pack_ids(np.array(close.leaves, np.uint32)),
+        close.digest,
     )
 
 
-def read_closes(db: sqlite3.Connection) -> set[str]:
+def read_closes(tx: Transaction) -> set[str]:
     """Returns the ids of the sessions whose close is remembered."""
-    return {session_id for (session_id,) in db.execute("SELECT session_id FROM closes")}
+    rows = tx.db.rows("SELECT session_id FROM closes WHERE journal = ?1", tx.journal_id)
+    return {session_id for (session_id,) in rows}
 
 
-def read_close(db: sqlite3.Connection, session_id: str) -> tuple[bytes, list[int]]:
+def read_close(tx: Transaction, session_id: str) -> tuple[bytes, list[int]]:
     """Returns the digest of a close, and the last node of each of the session's trajectories."""
-    digest, leaves = db.execute(
-        "SELECT digest, leaves FROM closes WHERE session_id = ?", (session_id,)
-    ).fetchone()
+    ((digest, leaves),) = tx.db.rows(
+        "SELECT digest, leaves FROM closes WHERE session_id = ?1", session_id
+    )
     return digest, [int(id_) for id_ in unpack_ids(leaves, "leaves")]
 
 
-def forget_closes(db: sqlite3.Connection, remembered: int) -> list[str]:
+def forget_closes(tx: Transaction, remembered: int) -> list[str]:
     """Forgets the oldest closes, except those still in the outbox; returns their session ids."""
-    rows = db.execute(
-        "DELETE FROM closes WHERE n <= (SELECT max(n) FROM closes) - ?"
-        " AND session_id NOT IN (SELECT session_id FROM outbox) RETURNING session_id",
-        (remembered,),
+    rows = tx.db.rows(
+        "DELETE FROM closes WHERE journal = ?1"
+        " AND n <= (SELECT max(n) FROM closes WHERE journal = ?1) - ?2"
+        " AND NOT EXISTS (SELECT 1 FROM outbox o WHERE o.session_id = closes.session_id)"
+        " RETURNING session_id",
+        tx.journal_id,
+        remembered,
     )
-    return [session_id for (session_id,) in rows.fetchall()]
+    return [session_id for (session_id,) in rows]
 
 
-def undelivered(db: sqlite3.Connection, count: int) -> list[tuple[str, int]]:
+def undelivered(tx: Transaction, count: int) -> list[tuple[str, int]]:
     """Returns the oldest sessions that wait for the collector, with their approximate sizes."""
-    rows = db.execute(
-        "SELECT session_id, bytes FROM outbox WHERE state = ? ORDER BY n LIMIT ?",
-        (State.WAITING, count),
+    rows = tx.db.rows(
+        "SELECT session_id, bytes FROM outbox WHERE journal = ?1 AND state = ?2"
+        " ORDER BY n LIMIT ?3",
+        tx.journal_id,
+        State.WAITING,
+        count,
     )
-    return rows.fetchall()
+    return [(session_id, size) for session_id, size in rows]
 
 
-def count_undelivered(db: sqlite3.Connection) -> int:
+def count_undelivered(tx: Transaction) -> int:
     """Returns how many closed sessions wait for the collector."""
-    row = db.execute("SELECT count(*) FROM outbox WHERE state = ?", (State.WAITING,)).fetchone()
-    return int(row[0])
+    return int(
+        tx.db.value(
+            "SELECT count(*) FROM outbox WHERE journal = ?1 AND state = ?2",
+            tx.journal_id,
+            State.WAITING,
+        )
+    )
 
 
-def read_letter(db: sqlite3.Connection, session_id: str) -> Letter:
+def read_letter(tx: Transaction, session_id: str) -> Letter:
     """Returns a closed session with its first nodes.
 
     Raises:
         DamagedSessionError: The session's data in the journal cannot be read.
+        RollmeshError: The journal cannot be read now.
     """
-    try:
-        (spec,) = db.execute(
-            "SELECT spec FROM sessions WHERE session_id = ?", (session_id,)
-        ).fetchone()
-        request, closed = db.execute(
-            "SELECT request, closed_unix_ms FROM outbox WHERE session_id = ?", (session_id,)
-        ).fetchone()
-        contexts = journal.read_contexts(db, session_id)
-        rows = journal.read_nodes(db, session_id, limit=PIECE_NODES)
-    except Exception as error:
-        raise journal.DamagedSessionError(f"{type(error).__name__}: {error}") from error
-    return Letter(session_id, spec, request, closed, contexts, rows)
+    with journal.damage(tx):
+        spec = journal.spec_row(tx, session_id)
+        ((request, closed_ms),) = tx.db.rows(
+            "SELECT request, closed_unix_ms FROM outbox WHERE session_id = ?1", session_id
+        )
+        contexts = journal.read_contexts(tx, session_id)
+        rows = journal.read_nodes(tx, session_id, limit=PIECE_NODES)
+    return Letter(session_id, spec, request, closed_ms, contexts, rows)
 
 
 def rebuilt(letter: Letter, new_tree: Callable[[], Tree]) -> StoredSession:
@@ -148,104 +173,117 @@ def rebuilt(letter: Letter, new_tree: Callable[[], Tree]) -> StoredSession:
     return stored
 
 
-def mark_delivered(db: sqlite3.Connection, session_ids: Iterable[str]) -> None:
+def mark_delivered(tx: Transaction, session_ids: Iterable[str]) -> None:
     """Marks sessions as delivered; `sweep` removes them."""
-    rows = [(State.DELIVERED, session_id) for session_id in session_ids]
-    db.executemany("UPDATE outbox SET state = ? WHERE session_id = ?", rows)
+    tx.db.run_many(
+        "UPDATE outbox SET state = ?1 WHERE session_id = ?2",
+        [(State.DELIVERED, session_id) for session_id in session_ids],
+    )
 
 
-def sweep(db: sqlite3.Connection) -> bool:
+def sweep(tx: Transaction) -> bool:
     """Removes one batch of delivered data; returns whether more may be left."""
     left = 2 * PIECE_NODES
     while left > 0:
-        row = db.execute(
-            "SELECT session_id FROM outbox WHERE state = ? ORDER BY n LIMIT 1", (State.DELIVERED,)
-        ).fetchone()
+        row = tx.db.row(
+            "SELECT session_id FROM outbox WHERE journal = ?1 AND state = ?2 ORDER BY n LIMIT 1",
+            tx.journal_id,
+            State.DELIVERED,
+        )
         if row is None:
             return False
-        gone = db.execute(
-            "DELETE FROM nodes WHERE rowid IN"
-            " (SELECT rowid FROM nodes WHERE session_id = ? LIMIT ?)",
-            (*row, left),
-        ).rowcount
+        gone = tx.db.run(
+            "DELETE FROM nodes WHERE n IN"
+            " (SELECT n FROM nodes WHERE session_id = ?1 ORDER BY n LIMIT ?2)",
+            row[0],
+            left,
+        )
         if gone < left:
-            _forget(db, row[0])
+            _forget(tx, row[0])
         left -= gone + 1
     return True
 
 
-def _forget(db: sqlite3.Connection, session_id: str) -> None:
+def _forget(tx: Transaction, session_id: str) -> None:
     """Removes the remains of a session without nodes, and render contexts used only by it."""
-    keys = db.execute(
-        "DELETE FROM session_contexts WHERE session_id = ? RETURNING context_key", (session_id,)
-    ).fetchall()
-    db.executemany(
-        "DELETE FROM contexts WHERE context_key = ?1"
-        " AND NOT EXISTS (SELECT 1 FROM session_contexts WHERE context_key = ?1)",
+    keys = tx.db.rows(
+        "DELETE FROM session_contexts WHERE session_id = ?1 RETURNING journal, context_key",
+        session_id,
+    )
+    tx.db.run_many(
+        "DELETE FROM contexts WHERE journal = ?1 AND context_key = ?2"
+        " AND NOT EXISTS (SELECT 1 FROM session_contexts WHERE journal = ?1 AND context_key = ?2)",
         keys,
     )
-    db.execute("DELETE FROM sent WHERE session_id = ?", (session_id,))
-    db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
-    db.execute("DELETE FROM outbox WHERE session_id = ?", (session_id,))
+    for table in ("sent", "sessions", "outbox"):
+        tx.db.run(f"DELETE FROM {table} WHERE session_id = ?1", session_id)  # noqa: S608
 
 
-def set_aside(db: sqlite3.Connection, letters: Iterable[gateway_pb2.DeadLetter]) -> None:
+def set_aside(tx: Transaction, letters: Iterable[gateway_pb2.DeadLetter]) -> None:
     """Makes sessions dead letters: open ones are no longer served, closed ones not sent."""
     for letter in letters:
-        db.execute(
-            "INSERT OR REPLACE INTO dead_letters (session_id, reason, message, unix_ms)"
-            " VALUES (?, ?, ?, ?)",
-            (letter.session_id, letter.reason, letter.message, letter.unix_ms),
+        tx.db.run(
+            "INSERT INTO dead_letters (session_id, journal, reason, message, unix_ms)"
+            " VALUES (?1, ?2, ?3, ?4, ?5) ON CONFLICT (session_id) DO UPDATE"
+            " SET reason = excluded.reason, message = excluded.message, unix_ms = excluded.unix_ms",
+            letter.session_id,
+            tx.journal_id,
+            letter.reason,
+            letter.message.replace("\0", ""),  # which PostgreSQL does not store
+            letter.unix_ms,
         )
-        db.execute(
-            "UPDATE outbox SET state = ? WHERE session_id = ?", (State.DEAD, letter.session_id)
+        tx.db.run(
+            "UPDATE outbox SET state = ?1 WHERE session_id = ?2", State.DEAD, letter.session_id
         )
         # A repeated CreateSession with the same request id then opens a working session.
-        db.execute(
-            "UPDATE sessions SET request_id = NULL WHERE session_id = ?", (letter.session_id,)
-        )
+        tx.db.run("UPDATE sessions SET request_id = NULL WHERE session_id = ?1", letter.session_id)
 
 
-def dead_letters(db: sqlite3.Connection, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
+def dead_letters(tx: Transaction, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
     """Returns up to `count` dead letters with session ids after the given one, in id order."""
-    rows = db.execute(
-        "SELECT session_id, reason, message, unix_ms FROM dead_letters WHERE session_id > ?"
-        " ORDER BY session_id LIMIT ?",
-        (after, count),
+    rows = tx.db.rows(
+        "SELECT session_id, reason, message, unix_ms FROM dead_letters"
+        " WHERE journal = ?1 AND session_id > ?2 ORDER BY session_id LIMIT ?3",
+        tx.journal_id,
+        after,
+        count,
     )
     names = ("session_id", "reason", "message", "unix_ms")
-    return [gateway_pb2.DeadLetter(**dict(zip(names, row, strict=True))) for row in rows.fetchall()]
+    return [gateway_pb2.DeadLetter(**dict(zip(names, row, strict=True))) for row in rows]
 
 
-def dead_ids(db: sqlite3.Connection) -> set[str]:
+def dead_ids(tx: Transaction) -> set[str]:
     """Returns the ids of all sessions that were set aside."""
-    return {session_id for (session_id,) in db.execute("SELECT session_id FROM dead_letters")}
+    rows = tx.db.rows("SELECT session_id FROM dead_letters WHERE journal = ?1", tx.journal_id)
+    return {session_id for (session_id,) in rows}
 
 
-def revive(
-    db: sqlite3.Connection, session_id: str, new_tree: Callable[[], Tree]
-) -> StoredSession | None:
+def revive(tx: Transaction, session_id: str, new_tree: Callable[[], Tree]) -> StoredSession | None:
     """Revives a session: a closed one waits for the collector again, an open one is returned.
 
     Raises:
         SessionUnknownError: It is not a dead letter.
         DamagedSessionError: It still cannot be read, and stays a dead letter.
     """
-    if not db.execute("DELETE FROM dead_letters WHERE session_id = ?", (session_id,)).rowcount:
+    if not tx.db.run("DELETE FROM dead_letters WHERE session_id = ?1", session_id):
         raise SessionUnknownError(
             f"session_id: {session_id!r} is not a dead letter; ListDeadLetters lists all"
         )
-    sent = db.execute(
-        "UPDATE outbox SET state = ? WHERE session_id = ?", (State.WAITING, session_id)
-    ).rowcount
-    return None if sent else journal.read_session(db, session_id, new_tree)
+    sent = tx.db.run(
+        "UPDATE outbox SET state = ?1 WHERE session_id = ?2", State.WAITING, session_id
+    )
+    return None if sent else journal.read_session(tx, session_id, new_tree)
 
 
-def give_up(db: sqlite3.Connection, session_id: str) -> None:
+def give_up(tx: Transaction, session_id: str) -> None:
     """Drops a dead letter; `sweep` removes its data."""
-    db.execute("DELETE FROM dead_letters WHERE session_id = ?", (session_id,))
-    db.execute(
-        "INSERT INTO outbox (session_id, request, closed_unix_ms, bytes, state)"
-        " VALUES (?1, x'', 0, 0, ?2) ON CONFLICT (session_id) DO UPDATE SET state = ?2",
-        (session_id, State.DELIVERED),
+    tx.db.run("DELETE FROM dead_letters WHERE session_id = ?1", session_id)
+    tx.db.run(
+        f"{_ADD_TO_OUTBOX} ON CONFLICT (session_id) DO UPDATE SET state = excluded.state",
+        tx.journal_id,
+        session_id,
+        b"",
+        0,
+        0,
+        State.DELIVERED,
     )

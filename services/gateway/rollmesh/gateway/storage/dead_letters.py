@@ -6,7 +6,7 @@ from rollmesh.gateway.conversation.tree import Tree
 from rollmesh.gateway.storage import closed
 from rollmesh.gateway.storage.journal import DamagedSessionError, StoredSession
 from rollmesh.gateway.storage.outbox import Outbox
-from rollmesh.runtime.database import Database
+from rollmesh.gateway.storage.transaction import Journal
 from rollmesh.runtime.errors import SessionDamagedError, SessionUnknownError
 from rollmesh.v1 import gateway_pb2
 
@@ -16,13 +16,13 @@ class DeadLetters:
 
     def __init__(
         self,
-        database: Database,
+        journal: Journal,
         outbox: Outbox,
         new_tree: Callable[[], Tree],
         reopen: Callable[[StoredSession], None],
     ) -> None:
         """Takes the journal, the outbox for closed sessions, and `reopen` for open ones."""
-        self._database = database
+        self._journal = journal
         self._outbox = outbox
         self._new_tree = new_tree
         self._reopen = reopen
@@ -34,7 +34,7 @@ class DeadLetters:
 
     async def list(self, after: str, count: int) -> list[gateway_pb2.DeadLetter]:
         """Returns up to `count` dead letters with session ids after the given one, in id order."""
-        return await self._database.run(lambda db: closed.dead_letters(db, after, count))
+        return await self._journal.run(lambda tx: closed.dead_letters(tx, after, count))
 
     async def retry(self, session_id: str) -> None:
         """Revives a session: a closed one is sent again, an open one is reopened.
@@ -45,8 +45,8 @@ class DeadLetters:
         """
         self._check(session_id)
         try:
-            stored = await self._database.run(
-                lambda db: closed.revive(db, session_id, self._new_tree)
+            stored = await self._journal.run(
+                lambda tx: closed.revive(tx, session_id, self._new_tree)
             )
         except DamagedSessionError as error:
             raise damaged_error(session_id, f": {error}") from error
@@ -63,7 +63,7 @@ class DeadLetters:
             SessionUnknownError: It is not a dead letter.
         """
         self._check(session_id)
-        await self._database.run(lambda db: closed.give_up(db, session_id))
+        await self._journal.run(lambda tx: closed.give_up(tx, session_id))
         self._outbox.dead.discard(session_id)
         self._outbox.wake()
 

@@ -7,7 +7,6 @@ transient error never makes a session a dead letter.
 
 import asyncio
 import logging
-import sqlite3
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,11 +19,11 @@ from rollmesh.gateway.export.record import exported_lineages, write_record
 from rollmesh.gateway.storage import closed
 from rollmesh.gateway.storage.closed import PIECE_NODES, Letter
 from rollmesh.gateway.storage.journal import DamagedSessionError, read_nodes
+from rollmesh.gateway.storage.transaction import Journal, Transaction
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.session_records import check_session
-from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
@@ -123,23 +122,21 @@ class Outbox:
 
     def __init__(
         self,
-        database: Database,
+        journal: Journal,
         collector: str,
         *,
         new_tree: Callable[[], Tree],
-        max_undelivered: int,
         remembered: int,
     ) -> None:
         """Starts empty; `run` reads the waiting sessions from the journal.
 
         Args:
-            database: The journal.
+            journal: The journal.
             collector: Address of the collector, `host:port`.
             new_tree: Returns an empty tree.
-            max_undelivered: Number of waiting sessions at which the outbox is full.
             remembered: Number of closes that are remembered after delivery.
         """
-        self._database = database
+        self._journal = journal
         self._new_tree = new_tree
         self._channel: grpc.aio.Channel = open_channel(collector)
         self._ingest = self._channel.unary_unary(
@@ -147,7 +144,6 @@ class Outbox:
             request_serializer=bytes,
             response_deserializer=collector_pb2.IngestResponse.FromString,
         )
-        self._max_undelivered = max_undelivered
         self._remembered = remembered
         self._changed = asyncio.Event()
         self._calls = asyncio.Semaphore(_CALLS)
@@ -164,11 +160,6 @@ class Outbox:
         self.forgotten: Callable[[list[str]], None] = lambda _: None
         """Called with the session ids of closes that are no longer remembered."""
 
-    @property
-    def full(self) -> bool:
-        """Whether new sessions should be refused until the collector catches up."""
-        return self.undelivered >= self._max_undelivered
-
     def added(self, count: int = 1) -> None:
         """Notifies the outbox of closed sessions in the journal."""
         self.undelivered += count
@@ -180,7 +171,7 @@ class Outbox:
 
     async def run(self) -> None:
         """Delivers sessions until it is cancelled when the gateway stops."""
-        self.undelivered = await self._database.run(closed.count_undelivered)
+        self.undelivered = await self._journal.run(closed.count_undelivered)
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._calls.acquire()
@@ -197,7 +188,7 @@ class Outbox:
         Raises:
             RollmeshError: The journal cannot be written; the sessions are unchanged.
         """
-        await self._database.run(lambda db: closed.set_aside(db, letters))
+        await self._journal.run(lambda tx: closed.set_aside(tx, letters))
         self.dead.update(letter.session_id for letter in letters)
 
     async def _next(self) -> _Parcel:
@@ -206,7 +197,7 @@ class Outbox:
             self._changed.clear()
             delivered, self._delivered = self._delivered, []
             try:
-                turn = await self._database.run(lambda db: self._turn(db, delivered))  # noqa: B023
+                turn = await self._journal.run(lambda tx: self._turn(tx, delivered))  # noqa: B023
             except RollmeshError as error:  # transient: a full disk or write backlog
                 _log.warning(
                     "deliveries not recorded", extra=fields(reason=error.reason, error=str(error))
@@ -227,15 +218,15 @@ class Outbox:
             if not (turn.more or turn.damaged):
                 await self._changed.wait()
 
-    def _turn(self, db: sqlite3.Connection, delivered: list[str]) -> _Turn:
+    def _turn(self, tx: Transaction, delivered: list[str]) -> _Turn:
         """Removes delivered data and reads the next sessions in a single transaction."""
-        closed.mark_delivered(db, delivered)
-        more = closed.sweep(db)
-        forgotten = closed.forget_closes(db, self._remembered)
+        closed.mark_delivered(tx, delivered)
+        more = closed.sweep(tx)
+        forgotten = closed.forget_closes(tx, self._remembered)
         letters: list[Letter] = []
         damaged: list[gateway_pb2.DeadLetter] = []
         size = 0
-        for session_id, length in closed.undelivered(db, len(self._busy) + _CALL_SESSIONS):
+        for session_id, length in closed.undelivered(tx, len(self._busy) + _CALL_SESSIONS):
             if session_id in self._busy:
                 continue
             size += length
@@ -243,14 +234,14 @@ class Outbox:
             if letters and (alone or size > _CALL_BYTES):
                 break
             try:
-                letters.append(closed.read_letter(db, session_id))
+                letters.append(closed.read_letter(tx, session_id))
             except DamagedSessionError as error:
                 reason = gateway_pb2.DEAD_LETTER_REASON_DAMAGED
                 damaged.append(dead_letter(session_id, reason, error))
                 continue
             if alone or len(letters) == _CALL_SESSIONS:
                 break
-        closed.set_aside(db, damaged)
+        closed.set_aside(tx, damaged)
         return _Turn(letters, damaged, forgotten, more)
 
     async def _hand_over(self, parcel: _Parcel) -> None:
@@ -324,8 +315,8 @@ class Outbox:
         count = len(letter.rows)
         while count == PIECE_NODES:
             last = letter.rows[-1][0]
-            rows = await self._database.run(
-                lambda db: read_nodes(db, letter.session_id, last, PIECE_NODES)  # noqa: B023
+            rows = await self._journal.run(
+                lambda tx: read_nodes(tx, letter.session_id, last, PIECE_NODES)  # noqa: B023
             )
             letter.rows.extend(rows)
             count = len(rows)

@@ -27,6 +27,7 @@ from rollmesh.gateway.conversation.spec import AnswerReceipt
 from rollmesh.gateway.conversation.tree import path_bytes
 from rollmesh.gateway.export.record import record_bytes
 from rollmesh.gateway.storage import journal
+from rollmesh.gateway.storage.transaction import Journal
 from rollmesh.gateway.turns.generate import checked_sample
 from rollmesh.gateway.turns.generating import Generator
 from rollmesh.gateway.turns.prepare import Prepared, Preparer, Workers
@@ -34,7 +35,6 @@ from rollmesh.gateway.turns.reporting import Reporter
 from rollmesh.mesh.generations.engines import EngineClients
 from rollmesh.mesh.leases import LeaseClient
 from rollmesh.runtime import clock
-from rollmesh.runtime.database import Database
 from rollmesh.runtime.errors import DeadlineError, RollmeshError
 from rollmesh.runtime.process import faults
 from rollmesh.v1 import gateway_pb2, trajectory_pb2
@@ -51,7 +51,6 @@ class TurnRunner:
         answer_format: AnswerFormat,
         leases: LeaseClient,
         engines: EngineClients,
-        database: Database,
         workers: Workers,
         vllm_parser: VllmParser | None,
         model: str,
@@ -65,7 +64,6 @@ class TurnRunner:
     ) -> None:
         """Takes the dependencies and limits of a turn."""
         self._format = answer_format
-        self._database = database
         self._preparer = Preparer(
             tokenizer=tokenizer,
             continuation=continuation,
@@ -96,8 +94,12 @@ class TurnRunner:
         """Returns what a request wants from a turn in addition to its answer."""
         return await self._reporter.report(node, request)
 
-    async def run(self, session: Session, turn: Turn, request: TurnRequest) -> Answered:
-        """Samples and commits one turn; the timeout does not interrupt the commit.
+    async def run(
+        self, store: Journal, session: Session, turn: Turn, request: TurnRequest
+    ) -> Answered:
+        """Samples one turn and commits it to the session's journal.
+
+        The timeout does not interrupt the commit.
 
         Raises:
             RollmeshError: The turn failed and nothing was committed.
@@ -109,7 +111,7 @@ class TurnRunner:
             message = f"the turn took longer than {self._turn_timeout_ms} ms"
             raise DeadlineError(message) from error
         turn.committing = True
-        return await self._commit(session, turn, *sampled)
+        return await self._commit(store, session, turn, *sampled)
 
     async def _sample(
         self, session: Session, turn: Turn, request: TurnRequest
@@ -155,6 +157,7 @@ class TurnRunner:
 
     async def _commit(
         self,
+        store: Journal,
         session: Session,
         turn: Turn,
         prepared: Prepared,
@@ -190,7 +193,7 @@ class TurnRunner:
         )
         session_id = session.spec.session_id
         try:
-            await self._database.run(lambda db: journal.insert_turn(db, session_id, added, receipt))
+            await store.run(lambda tx: journal.insert_turn(tx, session_id, added, receipt))
         except RollmeshError:
             for one in reversed(added):
                 tree.detach(one)

@@ -37,6 +37,7 @@ class RegisteredGateway:
             journal_id=self.hello.journal_id,
             live_sessions=self.live_sessions,
             draining=self.hello.load.draining,
+            journals=self.hello.load.journals,
         )
 
 

@@ -1,0 +1,34 @@
+"""Real journals for tests, in a file and in a database."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from rollmesh.gateway.storage.model_files import ModelFiles
+from rollmesh.gateway.storage.sqlite import open_sqlite
+from rollmesh.gateway.storage.transaction import Journal, Journals
+
+MODEL = ModelFiles("tokenizer", "template")
+Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[Journal]]
+"""Opens a journal."""
+
+
+def sqlite_journal(folder: Path) -> AbstractAsyncContextManager[Journal]:
+    return open_sqlite(folder, MODEL, folder)
+
+
+@asynccontextmanager
+async def postgres_journals(
+    url: str, *, model: str = "policy", files: ModelFiles = MODEL, lease_ms: int = 60_000
+) -> AsyncIterator[Journals]:
+    from rollmesh.gateway.storage.postgres import ServedModel, open_postgres  # noqa: PLC0415
+
+    async with open_postgres(url, ServedModel(model, files), lease_ms) as journals:
+        yield journals
+
+
+@asynccontextmanager
+async def postgres_journal(url: str) -> AsyncIterator[Journal]:
+    async with postgres_journals(url) as journals:
+        yield await journals.create()
