@@ -10,6 +10,7 @@ import grpc
 
 from rollmesh.client.retries import retried
 from rollmesh.mesh.gateways import GatewayDirectory
+from rollmesh.mesh.router_calls import Routers
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, request_metadata, typed_errors
 from rollmesh.v1 import collector_pb2_grpc, gateway_pb2_grpc, router_pb2_grpc
@@ -24,7 +25,7 @@ class MeshAddresses:
     """Where a mesh is reached; `rollmesh up` prints them."""
 
     router: str = ""
-    """host:port."""
+    """host:port of the router, or several separated by commas: the preferred one first."""
     gateway: str = ""
     """host:port of the gateway, if there is only one; otherwise the router knows them."""
     collector: str = ""
@@ -48,6 +49,7 @@ class Connections:
         self.addresses = addresses
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._gateways = GatewayDirectory(addresses.router, addresses.gateway)
+        self._routers = Routers(addresses.router)
 
     async def __aenter__(self) -> Self:
         """Returns itself."""
@@ -61,6 +63,7 @@ class Connections:
     ) -> None:
         """Closes the channels."""
         await self._gateways.aclose()
+        await self._routers.aclose()
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
@@ -121,8 +124,9 @@ class Connections:
 
         return await retried(once, CALL_S)
 
-    def _router(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
-        return router_pb2_grpc.RouterServiceStub(self._channel(self.addresses.router))
+    async def _router(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
+        """Returns a router that answers."""
+        return await self._routers.stub()
 
     def _collector(self) -> "collector_pb2_grpc.CollectorServiceAsyncStub":
         return collector_pb2_grpc.CollectorServiceStub(self._channel(self.addresses.collector))

@@ -63,12 +63,12 @@ class EngineCalls(Connections):
         request = router_pb2.PauseEnginesRequest(
             mode=chosen("mode", mode, PAUSE_MODES), model=model, request_id=uuid.uuid4().hex
         )
-        return await self._controlled(self._router().PauseEngines, request)
+        return await self._controlled((await self._router()).PauseEngines, request)
 
     async def resume_engines(self, model: str = "") -> list[router_pb2.EngineResult]:
         """Resumes sampling."""
         request = router_pb2.ResumeEnginesRequest(model=model, request_id=uuid.uuid4().hex)
-        return await self._controlled(self._router().ResumeEngines, request)
+        return await self._controlled((await self._router()).ResumeEngines, request)
 
     async def sleep_engines(self, level: int = 1, model: str = "") -> list[router_pb2.EngineResult]:
         """Frees accelerator memory; turns of sessions wait until engines wake up.
@@ -80,24 +80,24 @@ class EngineCalls(Connections):
         request = router_pb2.SleepEnginesRequest(
             level=level, model=model, request_id=uuid.uuid4().hex
         )
-        return await self._controlled(self._router().SleepEngines, request)
+        return await self._controlled((await self._router()).SleepEngines, request)
 
     async def wake_up_engines(self, model: str = "") -> list[router_pb2.EngineResult]:
         """Allocates the memory again and samples again."""
         request = router_pb2.WakeUpEnginesRequest(model=model, request_id=uuid.uuid4().hex)
-        return await self._controlled(self._router().WakeUpEngines, request)
+        return await self._controlled((await self._router()).WakeUpEngines, request)
 
     async def reset_prefix_caches(self, model: str = "") -> list[router_pb2.EngineResult]:
         """Empties the prefix caches; an engine whose running generations use its own fails."""
         request = router_pb2.ResetPrefixCachesRequest(model=model, request_id=uuid.uuid4().hex)
-        return await self._controlled(self._router().ResetPrefixCaches, request)
+        return await self._controlled((await self._router()).ResetPrefixCaches, request)
 
     async def abort_generations(self, model: str = "") -> list[router_pb2.EngineResult]:
         """Aborts all running generations; turns of sessions continue or begin again."""
         request = router_pb2.AbortGenerationsRequest(
             all=True, model=model, request_id=uuid.uuid4().hex
         )
-        return await self._controlled(self._router().AbortGenerations, request)
+        return await self._controlled((await self._router()).AbortGenerations, request)
 
     @staticmethod
     async def _controlled(method: Any, request: Any) -> list[router_pb2.EngineResult]:

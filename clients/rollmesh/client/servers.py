@@ -18,7 +18,10 @@ class ServerCalls(Connections):
         found: dict[str, server_pb2.GetServerInfoResponse] = {}
         for name in ("router", "gateway", "collector"):
             stub: server_pb2_grpc.ServerServiceAsyncStub
-            stub = server_pb2_grpc.ServerServiceStub(self._channel(getattr(self.addresses, name)))
+            address = getattr(self.addresses, name)
+            if name == "router":
+                address = await self._routers.address()
+            stub = server_pb2_grpc.ServerServiceStub(self._channel(address))
             with typed_errors():
                 found[name] = await stub.GetServerInfo(request, timeout=CALL_S)
         return found

@@ -14,7 +14,8 @@ class SidecarConfig(ListeningConfig):
     port: Port = 8000
     """Port to listen on; 0 takes a free one."""
     router: str = "127.0.0.1:7100"
-    """host:port of the router, which knows the gateway of every session."""
+    """host:port of the router, which knows the gateway of every session; or several separated by
+    commas."""
     gateway: str = ""
     """host:port of the gateway, if there is only one; the router is then not asked."""
     unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"

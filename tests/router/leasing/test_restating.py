@@ -31,6 +31,12 @@ def holdings(engine: str, *leases: str, sessions: tuple[str, ...] = ()) -> list[
     return [pb.EngineHoldings(engine_id=engine, lease_ids=leases, sessions=placed)]
 
 
+def granted(leases: LeaseTable, lease: str, session: str) -> str:
+    grant = leases.acquire("g", lease, session)
+    assert grant is not None
+    return grant.engine_id
+
+
 def test_restated_leases_are_booked_once_and_released_as_any_others() -> None:
     leases = table("a")
     for _ in range(2):
@@ -97,6 +103,45 @@ def test_an_engine_with_more_leases_than_slots_gets_no_more_until_some_have_ende
         leases.acquire("g", "4", "s")
     leases.release("g", "2")
     assert leases.acquire("g", "4", "s") is not None
+
+
+def test_generations_that_other_routers_leased_take_slots() -> None:
+    leases = table("a", "b", capacity=3)
+    engine = leases.engines["a"]
+    leases.restate("g", holdings("a", sessions=("s",)))
+    assert granted(leases, "1", "s") == "a"
+    engine.report(3)
+    leases.fleet.changed(engine)
+    assert (engine.elsewhere, engine.busy) == (2, 3)
+    assert granted(leases, "2", "s") == "b"
+    engine.report(1)
+    leases.fleet.changed(engine)
+    leases.forget("s")
+    assert granted(leases, "3", "t") == "a"
+
+
+def test_a_generation_that_ended_on_the_way_of_a_report_is_nobody_elses() -> None:
+    leases = table("a")
+    engine = leases.engines["a"]
+    granted(leases, "1", "s")
+    leases.release("g", "1")
+    engine.report(1)
+    assert engine.elsewhere == 0
+    engine.report(1)  # now it must be another's
+    assert engine.elsewhere == 1
+
+
+def test_restated_leases_are_those_that_the_engine_reported() -> None:
+    leases = table("a")
+    engine = leases.engines["a"]
+    engine.report(3)
+    leases.restate("g", holdings("a", "1", "2"))
+    assert (engine.leases, engine.elsewhere) == (2, 1)
+    leases.restate("g", holdings("b", "3", "4"))
+    other = Engine("b", "b:1", "m", 8)
+    other.report(3)
+    leases.add_engine(other)
+    assert (other.leases, other.elsewhere) == (2, 1)
 
 
 def test_an_awaited_engine_that_lied_stays_out_of_service() -> None:

@@ -36,6 +36,10 @@ def test_a_preferred_router_is_returned_to_when_it_has_been_up_for_a_while() -> 
     routers = Preference(2, steady_ms=100)
     routers.up(1, 0)
     assert routers.choose(0) == 1
+    routers.up(0, 0)
+    assert routers.choose(0) == 0  # it was not up before
+    routers.down(0)
+    assert routers.choose(20) == 1
     routers.up(0, 50)
     assert routers.choose(149) == 1
     routers.down(0)  # it begins again

@@ -46,7 +46,7 @@ class WeightCalls(Connections):
             WeightsPushError: An engine did not apply them.
         """
         return await push_weights(
-            self._router(), weights, policy_version, mode, model, allow_partial=allow_partial
+            await self._router(), weights, policy_version, mode, model, allow_partial=allow_partial
         )
 
     async def policy_version(self, model: str = "") -> int:
@@ -56,8 +56,9 @@ class WeightCalls(Connections):
     async def forget_weights(self, model: str = "") -> router_pb2.ForgetWeightsResponse:
         """Makes the router forget the pushed weights; the next push may have any version."""
         request = router_pb2.ForgetWeightsRequest(model=model)
+        stub = await self._router()
         with typed_errors():
-            return await self._router().ForgetWeights(request, timeout=CALL_S)
+            return await stub.ForgetWeights(request, timeout=CALL_S)
 
     async def init_weight_transfer(
         self,
@@ -77,10 +78,13 @@ class WeightCalls(Connections):
         Raises:
             WeightsPushError: An engine did not connect.
         """
-        return await init_transfers(self._router(), backend, init_info, by_engine or {}, model)
+        return await init_transfers(
+            await self._router(), backend, init_info, by_engine or {}, model
+        )
 
     async def replicas(self) -> router_pb2.ListReplicasResponse:
         """Returns the replicas in the mesh."""
         request = router_pb2.ListReplicasRequest()
-        with typed_errors():
-            return await self._router().ListReplicas(request, timeout=CALL_S)
+        return await self._routers.ask(
+            lambda stub, limit_s: stub.ListReplicas(request, timeout=limit_s), CALL_S
+        )

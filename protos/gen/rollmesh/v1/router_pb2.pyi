@@ -297,9 +297,11 @@ class ReplicaLoad(_message.Message):
     policy_version: _builtins.int
     """Version of the weights in use. Engines only."""
     running: _builtins.int
-    """Number of generations being sampled. Engines only."""
+    """Number of generations being sampled. Those beyond the leases that a router granted were leased by
+    another router, and count against `lease_capacity`. Engines only.
+    """
     waiting: _builtins.int
-    """Number of generations waiting to be sampled. Engines only."""
+    """Number of generations waiting to be sampled; they count as those above. Engines only."""
     live_sessions: _builtins.int
     """Number of open sessions. Gateways only."""
     draining: _builtins.bool

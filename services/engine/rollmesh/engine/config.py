@@ -13,7 +13,8 @@ class EngineConfig(ServerConfig):
     """Settings of an engine."""
 
     router: str = "127.0.0.1:7100"
-    """host:port of the router to register with; empty runs the engine standalone."""
+    """host:port of the router to register with, or several separated by commas; empty runs the
+    engine standalone."""
     engine_id: str = "engine-0"
     """Id of this engine, unique in the mesh."""
     model: str = "policy"

@@ -15,7 +15,8 @@ class GatewayConfig(ServerConfig):
     port: Port = 7200
     """Port to listen on; 0 picks a free one."""
     router: str = "127.0.0.1:7100"
-    """host:port of the router."""
+    """host:port of the router, or several separated by commas: engines are leased through the first
+    that answers. Give all gateways the same order."""
     collector: str = "127.0.0.1:7300"
     """host:port of the collector."""
     gateway_id: str = "gateway-0"

@@ -5,9 +5,10 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from rollmesh.mesh.router_calls import Routers
 from rollmesh.runtime.errors import RollmeshError
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import router_pb2, router_pb2_grpc
+from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.v1 import router_pb2
 
 FORGET = "forget-weights"
 _TIMEOUT_S = 60.0
@@ -20,7 +21,7 @@ def forget_weights(argv: Sequence[str]) -> int:
         description="Makes a router forget the pushed weights, so that the next push may have any "
         "version. Engines keep their weights until then.",
     )
-    parser.add_argument("--router", default="127.0.0.1:7100", help="host:port of the router")
+    parser.add_argument("--router", default="127.0.0.1:7100", help="host:port of the routers")
     parser.add_argument("--model", default="", help="name of the model, if there are several")
     options = parser.parse_args(argv)
     try:
@@ -33,8 +34,12 @@ def forget_weights(argv: Sequence[str]) -> int:
 
 
 async def _forget(router: str, model: str) -> router_pb2.ForgetWeightsResponse:
-    async with open_channel(router) as channel:
+    routers = Routers(router)
+    try:
+        stub = await routers.stub()
         with typed_errors():
-            return await router_pb2_grpc.RouterServiceStub(channel).ForgetWeights(
+            return await stub.ForgetWeights(
                 router_pb2.ForgetWeightsRequest(model=model), timeout=_TIMEOUT_S
             )
+    finally:
+        await routers.aclose()

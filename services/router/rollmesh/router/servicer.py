@@ -281,6 +281,7 @@ def _update_header(header: router_pb2.PushWeightsHeader) -> engine_pb2.UpdateWei
 def _take_load(engine: Engine, load: router_pb2.ReplicaLoad) -> None:
     engine.policy_version, engine.push_id = load.policy_version, load.push_id
     engine.draining, engine.paused, engine.sleeping = load.draining, load.paused, load.sleeping
+    engine.report(load.running + load.waiting)
 
 
 def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.ReplicaHello:

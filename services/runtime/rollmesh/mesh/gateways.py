@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from rollmesh.mesh.router_calls import Routers
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     JournalMovedError,
@@ -53,10 +54,10 @@ class GatewayDirectory:
         """Connects when first used.
 
         Args:
-            router: `host:port` of the router.
+            router: `host:port` of the router, or several separated by commas.
             gateway: `host:port` of the gateway, if there is only one; the router is then not asked.
         """
-        self._router = router
+        self._routers = Routers(router)
         self._only = gateway
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._known: dict[str, _Known] = {}  # by journal
@@ -141,10 +142,10 @@ class GatewayDirectory:
         """
         if self._only:
             return self._stub(self._only)
-        with typed_errors():
-            response = await self._router_stub().PlaceSession(
-                router_pb2.PlaceSessionRequest(model=model), timeout=_LIST_TIMEOUT_S
-            )
+        request = router_pb2.PlaceSessionRequest(model=model)
+        response = await self._routers.ask(
+            lambda stub, limit_s: stub.PlaceSession(request, timeout=limit_s), _LIST_TIMEOUT_S
+        )
         self._note(response.gateway)
         return self._stub(response.gateway.address)
 
@@ -164,11 +165,12 @@ class GatewayDirectory:
             return self._stub(self._only)
         gateways = await self._read()
         if not gateways:
-            raise NoGatewayError("no gateway is registered; try again", retry_delay_ms=_RETRY_MS)
+            raise _no_gateway()
         return self._stub(gateways[0].address)
 
     async def aclose(self) -> None:
         """Closes the channels."""
+        await self._routers.aclose()
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
@@ -183,14 +185,25 @@ class GatewayDirectory:
             self._listed_ms = clock.monotonic_ms()
 
     async def _read(self) -> Sequence[router_pb2.Gateway]:
-        with typed_errors():
-            response = await self._router_stub().ListGateways(
-                router_pb2.ListGatewaysRequest(), timeout=_LIST_TIMEOUT_S
-            )
-        for gateway in response.gateways:
+        """Returns the gateways. A router that has none, as after a restart, is passed over."""
+
+        async def list_them(
+            stub: "router_pb2_grpc.RouterServiceAsyncStub", limit_s: float
+        ) -> Sequence[router_pb2.Gateway]:
+            request = router_pb2.ListGatewaysRequest()
+            response = await stub.ListGateways(request, timeout=limit_s)
+            if not response.gateways:
+                raise _no_gateway()
+            return response.gateways
+
+        try:
+            gateways = await self._routers.ask(list_them, _LIST_TIMEOUT_S)
+        except NoGatewayError:
+            gateways = ()
+        for gateway in gateways:
             self._note(gateway)
-        self._models = sorted({gateway.model for gateway in response.gateways})
-        return response.gateways
+        self._models = sorted({gateway.model for gateway in gateways})
+        return gateways
 
     def _note(self, gateway: router_pb2.Gateway) -> None:
         served = gateway.journals or [router_pb2.ServedJournal(journal_id=gateway.journal_id)]
@@ -200,9 +213,6 @@ class GatewayDirectory:
                 found = _Known(gateway.address, gateway.model, journal.epoch)
                 self._known[journal.journal_id] = found
 
-    def _router_stub(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
-        return router_pb2_grpc.RouterServiceStub(self._channel(self._router))
-
     def _stub(self, address: str) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
         return gateway_pb2_grpc.GatewayServiceStub(self._channel(address))
 
@@ -210,3 +220,7 @@ class GatewayDirectory:
         if address not in self._channels:
             self._channels[address] = open_channel(address)
         return self._channels[address]
+
+
+def _no_gateway() -> NoGatewayError:
+    return NoGatewayError("no gateway is registered; try again", retry_delay_ms=_RETRY_MS)

@@ -1,8 +1,8 @@
-"""Registration with the router.
+"""Registration with the routers.
 
-A replica waits for the router at its start. If the router goes away later, or removes a replica
-that was silent for too long, the replica keeps serving and registers again. A refusal by the router
-is final.
+A replica waits for one of them at its start. If a router goes away later, or removes a replica that
+was silent for too long, the replica keeps serving and registers again. A refusal by any of them is
+final.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from contextlib import aclosing, suppress
 
 import grpc
 
+from rollmesh.mesh.routers import addresses_of
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import RollmeshError
@@ -24,15 +25,15 @@ from rollmesh.v1 import router_pb2, router_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _REPORT_MS = 1_000
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 0.5
 _LOG_MS = 30_000  # between two warnings that the router is away
 _FINAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS}
 
 
 class Membership(Background):
-    """The `Register` stream of one replica; reconnects when the router comes back.
+    """The registration of one replica with every router; reconnects when a router comes back.
 
-    Entering starts to register; leaving ends the stream, and the router forgets the replica.
+    Entering starts to register; leaving ends the streams, and the routers forget the replica.
     """
 
     def __init__(
@@ -41,75 +42,121 @@ class Membership(Background):
         hello: router_pb2.ReplicaHello,
         load: Callable[[], router_pb2.ReplicaLoad],
     ) -> None:
-        """Takes the router's `host:port`, the replica's identity, and a function for its load."""
+        """Identifies the replica.
+
+        Args:
+            router: `host:port` of the router, or several separated by commas.
+            hello: Identity of the replica.
+            load: Returns its load.
+        """
         super().__init__()
-        self._router = router
-        self._hello = router_pb2.ReplicaHello()
-        self._hello.CopyFrom(hello)
-        self._hello.instance_id = uuid.uuid4().hex
-        self._hello.report_interval_ms = _REPORT_MS
-        self._load = load
-        self._changed = asyncio.Event()
-        self._registered = asyncio.Event()
-        self._refused = asyncio.Event()
-        self._refusal: RollmeshError | None = None
-        self._next_log_ms = 0
-        self._left = False
+        said = router_pb2.ReplicaHello()
+        said.CopyFrom(hello)
+        said.instance_id = uuid.uuid4().hex
+        said.report_interval_ms = _REPORT_MS
+        self._one_changed = asyncio.Event()
+        self._streams = [
+            _Registration(address, said, load, self._one_changed)
+            for address in addresses_of(router)
+        ]
 
     def notify(self) -> None:
         """Reports the load now instead of within a second."""
-        self._changed.set()
+        for stream in self._streams:
+            stream.notify()
 
     @property
     def registered(self) -> bool:
-        """Whether the replica is registered now."""
-        return self._registered.is_set() and self._refusal is None
+        """Whether the replica is registered with a router now."""
+        return any(stream.registered for stream in self._streams)
 
     async def wait_registered(self) -> None:
-        """Waits until the replica is registered.
+        """Waits until the replica is registered with one of the routers.
 
         Raises:
-            RollmeshError: The router refused it: its id is in use, or a field is wrong.
+            RollmeshError: A router refused it: its id is in use, or a field is wrong.
         """
-        await self._registered.wait()
-        if self._refusal is not None:
-            raise self._refusal
+        while not self.registered:
+            if (refusal := self._refusal()) is not None:
+                raise refusal
+            self._one_changed.clear()
+            await self._one_changed.wait()
 
     async def wait_refused(self) -> str:
-        """Waits until the router refuses the replica; returns the reason."""
-        await self._refused.wait()
-        return str(self._refusal)
+        """Waits until a router refuses the replica; returns the reason."""
+        while (refusal := self._refusal()) is None:
+            self._one_changed.clear()
+            await self._one_changed.wait()
+        return str(refusal)
 
     async def leave(self) -> None:
-        """Ends the stream for good."""
-        self._left = True
+        """Ends the streams for good."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.shield(self._task)
 
+    def _refusal(self) -> RollmeshError | None:
+        refusals = (stream.refusal for stream in self._streams)
+        return next((one for one in refusals if one is not None), None)
+
     async def _stay(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for stream in self._streams:
+                tasks.create_task(stream.stay())
+
+
+class _Registration:
+    """The `Register` stream to one router."""
+
+    def __init__(
+        self,
+        router: str,
+        hello: router_pb2.ReplicaHello,
+        load: Callable[[], router_pb2.ReplicaLoad],
+        turned: asyncio.Event,
+    ) -> None:
+        """Takes the address, the identity, the load, and an event to set at each change."""
+        self._router = router
+        self._hello = hello
+        self._load = load
+        self._turned = turned
+        self._changed = asyncio.Event()
+        self._next_log_ms = 0
+        self.registered = False
+        """Whether the replica is registered now."""
+        self.refusal: RollmeshError | None = None
+        """Why the router refused it for good."""
+
+    def notify(self) -> None:
+        """Reports the load now."""
+        self._changed.set()
+
+    async def stay(self) -> None:
+        """Keeps the stream open until the router refuses the replica."""
         backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         _log.info("registering", extra=fields(router=self._router))
-        async with open_channel(self._router) as channel:
-            while not self._left:
+        while True:
+            was_registered = False
+            # A new channel each time: its own pause between connections would be too long.
+            async with open_channel(self._router, own_connection=True) as channel:
                 try:
                     await self._hold_stream(channel)
                 except RollmeshError as error:
                     if status_code_of(error) in _FINAL:
-                        self._refusal = error
-                        self._refused.set()
-                        self._registered.set()  # wakes the waiters
+                        self.refusal = error
                         return
                     self._log_absence(error)
-                if self._registered.is_set():
-                    backoff.reset()
-                self._registered.clear()
-                await asyncio.sleep(backoff.next_s())
+                finally:
+                    was_registered, self.registered = self.registered, False
+                    self._turned.set()
+            if was_registered:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
 
     def _log_absence(self, error: RollmeshError) -> None:
         now_ms = clock.monotonic_ms()
-        if now_ms >= self._next_log_ms or self._registered.is_set():
+        if now_ms >= self._next_log_ms or self.registered:
             self._next_log_ms = now_ms + _LOG_MS
             _log.warning(
                 "waiting for the router",
@@ -124,7 +171,8 @@ class Membership(Background):
             async with aclosing(read_stream(call)) as responses:
                 async for _ in responses:
                     _log.info("registered", extra=fields(router=self._router))
-                    self._registered.set()
+                    self.registered = True
+                    self._turned.set()
         finally:
             ended.set()  # lets the call's own task end
             self._changed.set()

@@ -14,14 +14,14 @@ class Preference:
     """Which of several routers is used. All members prefer the same order.
 
     The first one that is up is used. If the one in use goes down, the first of the others that are
-    up follows at once. A router that comes up later than another in use is returned to if it is
-    preferred, once it has been up for 10 s: one that dies again and again is left once, not every
-    time.
+    up follows at once. A router that was down is returned to when it has been up for 10 s: one that
+    dies again and again is left once, not every time.
     """
 
     def __init__(self, count: int, steady_ms: int = STEADY_MS) -> None:
         """Starts with all of them down."""
         self._up_ms: list[int | None] = [None] * count
+        self._was_down = [False] * count
         self._steady_ms = steady_ms
         self.current: int | None = None
         """The one in use; None if none is up."""
@@ -35,8 +35,9 @@ class Preference:
         self._up_ms[number] = now_ms
 
     def down(self, number: int) -> None:
-        """Notes that a router is down."""
+        """Notes that a router has gone down."""
         self._up_ms[number] = None
+        self._was_down[number] = True
 
     def choose(self, now_ms: int) -> int | None:
         """Chooses and returns the router to use; None if none is up."""
@@ -46,7 +47,10 @@ class Preference:
         for number, up_ms in enumerate(self._up_ms):
             if number == current:
                 break
-            if up_ms is not None and (current is None or up_ms + self._steady_ms <= now_ms):
+            if up_ms is None:
+                continue
+            steady_ms = self._steady_ms if self._was_down[number] else 0
+            if current is None or up_ms + steady_ms <= now_ms:
                 current = number
                 break
         self.current = current

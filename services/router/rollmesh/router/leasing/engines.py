@@ -50,6 +50,10 @@ class Engine:
     """Why its last weight update failed; empty if it succeeded."""
     circuit: Circuit = field(default_factory=Circuit)
     held: set[Lease] = field(default_factory=set)
+    most_held: int = 0
+    """The most leases on it at a time since its last report."""
+    elsewhere: int = 0
+    """Generations that it reported and that no lease accounts for: those of other routers."""
     sessions: set[str] = field(default_factory=set)
     """Ids of the sessions that are placed on it."""
     last_picked: int = 0
@@ -63,9 +67,29 @@ class Engine:
         return len(self.held)
 
     @property
+    def busy(self) -> int:
+        """Number of leases on it, with those of other routers."""
+        return len(self.held) + self.elsewhere
+
+    @property
     def has_slot(self) -> bool:
         """Whether it can take one more lease."""
-        return len(self.held) < self.capacity and self.circuit.admits
+        return self.busy < self.capacity and self.circuit.admits
+
+    def book(self, lease: Lease) -> None:
+        """Takes a slot."""
+        self.held.add(lease)
+        self.most_held = max(self.most_held, len(self.held))
+
+    def report(self, generations: int) -> None:
+        """Takes the number of generations that it holds.
+
+        Those that this router knows of are subtracted, ended ones included: a report and a release
+        may overtake one another. So what other routers book is seen within a report, and may be
+        underestimated until the next.
+        """
+        self.elsewhere = max(0, generations - self.most_held)
+        self.most_held = len(self.held)
 
 
 def misfit(engine: Engine, gateway: router_pb2.DispatchHello) -> str:

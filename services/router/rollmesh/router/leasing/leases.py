@@ -110,7 +110,9 @@ class LeaseTable:
             return
         for lease in former.held:
             lease.engine, lease.epoch = engine, engine.circuit.epoch
-        engine.held, former.held = former.held, set()
+            engine.book(lease)
+        engine.elsewhere = max(0, engine.elsewhere - len(former.held))
+        former.held = set()
         self._placements.move(former, engine)
         self.fleet.touch(engine)
         self._queue.no_longer_for(former)
@@ -165,6 +167,7 @@ class LeaseTable:
             for lease_id in held.lease_ids:
                 if lease_id and lease_id not in stream.leases and lease_id not in stream.waiting:
                     stream.book(Lease(stream_id, lease_id, engine, engine.circuit.epoch))
+                    engine.elsewhere = max(0, engine.elsewhere - 1)  # it was there
                     self.leases += 1
             for one in held.sessions:
                 if one.session_id:

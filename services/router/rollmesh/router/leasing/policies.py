@@ -28,8 +28,8 @@ class Candidates(Protocol):
 
 
 def least_active(engine: Engine) -> Rank:
-    """Ranks by sessions, then by leases; ties go to the least recently picked."""
-    return len(engine.sessions), engine.leases, engine.last_picked, engine.number
+    """Ranks by sessions, then by all leases; ties go to the least recently picked."""
+    return len(engine.sessions), engine.busy, engine.last_picked, engine.number
 
 
 def least_recent(engine: Engine) -> Rank:
@@ -43,7 +43,7 @@ class Policy:
 
     rank: Callable[[Engine], Rank]
     """The candidate with the lowest rank is picked if no preference holds. Ranks are unique. A rank
-    changes only with the engine's sessions, leases and `last_picked`."""
+    changes only with the engine's sessions, leases, load and `last_picked`."""
     sticky: bool = True
     """Whether a session stays on its engine, where its KV cache is."""
     siblings_share: bool = True

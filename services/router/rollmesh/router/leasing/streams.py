@@ -33,7 +33,7 @@ class Stream:
     def book(self, lease: Lease) -> None:
         """Takes a slot of the lease's engine."""
         self.leases[lease.lease_id] = lease
-        lease.engine.held.add(lease)
+        lease.engine.book(lease)
 
 
 class Settled(NamedTuple):
