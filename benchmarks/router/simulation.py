@@ -7,6 +7,7 @@ running generations and keeps the KV cache of the contexts it used last.
 import heapq
 import itertools
 import random
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,11 +22,13 @@ _ENGINES, _SLOTS = 4, 8
 _GROUPS, _GROUP = 18, 8
 """Groups in flight, and sessions in each: the trainer starts a group when one ends."""
 _KV_TOKENS = 400_000
+_TASKS, _KINDS, _SHARED_TOKENS = 300, 5, 3_000
+"""Prompts that groups draw from, and kinds of agents, whose prompts begin with the same tokens."""
 _STEP_S, _STEP_PER_RUNNING_S = 0.010, 0.0004
 """Time of a token with nobody else, and what each running generation adds."""
 _PREFILL_PER_S = 15_000
-_PROMPT, _ANSWER, _TOOL = (8_000, 0.5), (800, 0.9), (400, 1.0)
-"""Tokens of a group's prompt, an answer and a tool's result: median and sigma of a log-normal."""
+_PROMPT, _ANSWER, _TOOL = (5_000, 0.6), (800, 0.9), (400, 1.0)
+"""Tokens of a task, an answer and a tool's result: median and sigma of a log-normal."""
 _TOOL_S, _LONG_TOOL_S = (4.0, 1.5), 120.0
 _LONG_TOOLS = 0.02
 """Share of tool calls, such as builds, that take at least `_LONG_TOOL_S` (Pareto, 1.5)."""
@@ -51,6 +54,8 @@ class Group:
     """The sessions of one prompt."""
 
     name: str
+    task: str
+    kind: str
     prompt_tokens: int
     started_s: float
     left: int = _GROUP
@@ -81,9 +86,8 @@ class SimulatedEngine:
 
     def hit(self, agent: Agent) -> int:
         """Returns how many tokens of an agent's context are cached."""
-        return min(
-            max(self.cached.get(agent.name, 0), self.cached.get(agent.group.name, 0)), agent.tokens
-        )
+        names = agent.name, agent.group.task, agent.group.kind
+        return min(max(self.cached.get(name, 0) for name in names), agent.tokens)
 
     def keep(self, name: str, tokens: int) -> None:
         """Caches a context and evicts those that were not used for longest."""
@@ -134,7 +138,14 @@ class Week:
         self._groups_started += 1
         number = self._groups_started
         chance = random.Random(number)
-        group = Group(f"group-{number}", _tokens(chance, _PROMPT), self._now_s)
+        task = chance.randrange(_TASKS)
+        group = Group(
+            f"group-{number}",
+            f"task-{task}",
+            f"kind-{task % _KINDS}",
+            _SHARED_TOKENS + _tokens(random.Random(task), _PROMPT),
+            self._now_s,
+        )
         for at in range(_GROUP):
             own = random.Random(number * 1000 + at)
             self._ask(Agent(f"session-{number}-{at}", group, own, group.prompt_tokens))
@@ -148,6 +159,7 @@ class Week:
             lease_id,
             agent.name,
             group_id=agent.group.name,
+            prefixes=[zlib.crc32(agent.group.kind.encode()), zlib.crc32(agent.group.task.encode())],
             wait_ms=_WAIT_MS,
             now_ms=self._now_ms,
         )
@@ -164,7 +176,8 @@ class Week:
         answer = _tokens(agent.chance, _ANSWER)
         prefill = (agent.tokens - hit) / _PREFILL_PER_S / _STEP_S
         engine.advance(self._now_s)
-        engine.keep(agent.group.name, agent.group.prompt_tokens)
+        engine.keep(agent.group.kind, _SHARED_TOKENS)
+        engine.keep(agent.group.task, agent.group.prompt_tokens)
         agent.tokens += answer
         engine.keep(agent.name, agent.tokens)
 

@@ -580,6 +580,7 @@ class AcquireLease(_message.Message):
     EXCLUDED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     SUSPENDED_WAIT_MS_FIELD_NUMBER: _builtins.int
+    PREFIX_CRC32S_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, chosen by the gateway, unique on the stream."""
     session_id: _builtins.str
@@ -602,6 +603,12 @@ class AcquireLease(_message.Message):
         no other engine fits when it has waited 200 ms, or at its deadline.
         """
 
+    @_builtins.property
+    def prefix_crc32s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """CRC-32 (IEEE) of the first 256, 512, 1,024 ... ids of the prompt as little-endian bytes, the shortest
+        first, at most 32. The policy `prefix_affinity` looks for engines that were leased for them.
+        """
+
     def __init__(
         self,
         *,
@@ -611,10 +618,11 @@ class AcquireLease(_message.Message):
         excluded_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         wait_ms: _builtins.int = ...,
         suspended_wait_ms: _builtins.int = ...,
+        prefix_crc32s: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "session_id", b"session_id", "suspended_wait_ms", b"suspended_wait_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_engine_ids", b"excluded_engine_ids", "group_id", b"group_id", "lease_id", b"lease_id", "prefix_crc32s", b"prefix_crc32s", "session_id", b"session_id", "suspended_wait_ms", b"suspended_wait_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

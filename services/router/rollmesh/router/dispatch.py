@@ -204,6 +204,7 @@ class Dispatch:
                 acquire.session_id,
                 group_id=acquire.group_id,
                 excluded=acquire.excluded_engine_ids,
+                prefixes=acquire.prefix_crc32s,
                 wait_ms=acquire.wait_ms,
                 now_ms=now_ms,
             )

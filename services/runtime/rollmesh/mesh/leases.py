@@ -114,6 +114,7 @@ class LeaseClient(Background):
         session_id: str,
         group_id: str = "",
         excluded: Sequence[str] = (),
+        prefixes: Sequence[int] = (),
         deadline_ms: int,
     ) -> AsyncIterator[router_pb2.LeaseGrant]:
         """Holds a lease on an engine while the block runs.
@@ -126,6 +127,7 @@ class LeaseClient(Background):
             session_id: Id of the session.
             group_id: Id of its group; may be empty.
             excluded: Ids of engines that have failed this turn.
+            prefixes: Digests of the beginnings of the prompt, the shortest first.
             deadline_ms: Longest wait, for a router and then in its queue, milliseconds.
 
         Raises:
@@ -135,7 +137,10 @@ class LeaseClient(Background):
             NoEngineError: No engine, or no router, was available until the deadline.
         """
         request = router_pb2.AcquireLease(
-            session_id=session_id, group_id=group_id, excluded_engine_ids=excluded
+            session_id=session_id,
+            group_id=group_id,
+            excluded_engine_ids=excluded,
+            prefix_crc32s=prefixes,
         )
         lease_id, grant = await self._acquire_until(request, deadline_ms)
         release = router_pb2.ReleaseLease(lease_id=lease_id)

@@ -125,6 +125,7 @@ class Generator:
             timeout_ms=self._turn_timeout_ms,
             is_sent=lambda: turn.has_emitted,
             group_id=spec.group_id,
+            prefixes=prepared.prefixes,
         )
 
     async def _answer_of(

@@ -1,7 +1,6 @@
 """Turns a chat request into tokens: those that the tree holds, and those the template adds."""
 
 import asyncio
-import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rollmesh.gateway.conversation.matching import Bookmark, Match
 from rollmesh.gateway.conversation.session import Session, TurnRequest
 from rollmesh.gateway.turns.fairness import FairExecutor
 from rollmesh.gateway.turns.prompt import Prompt, build_prompt
+from rollmesh.mesh.prefixes import prefix_crc32s
 from rollmesh.runtime.codec.arrays import pack_ids
 from rollmesh.runtime.errors import ContextLengthExceededError, InvalidMessagesError
 from rollmesh.v1 import engine_pb2, sampling_pb2
@@ -64,6 +64,8 @@ class Prepared:
     """Number of prompt ids."""
     prompt_crc32: int
     """CRC-32 that the engine must report for the prompt it received."""
+    prefixes: list[int]
+    """CRC-32 of its beginnings, the shortest first."""
     inside_reasoning: bool
     """Whether the generation prompt opens the reasoning."""
     constraint: engine_pb2.Constraint | None
@@ -162,9 +164,9 @@ class Preparer:
         )
         ids = prompt.ids()
         packed = pack_ids(ids)
-        crc32 = zlib.crc32(packed)
+        prefixes, crc32 = prefix_crc32s(packed)
         bad = bad_sequences(request.bad_words, self._tokenizer)
-        return Prepared(prompt, packed, len(ids), crc32, inside, constraint, bad)
+        return Prepared(prompt, packed, len(ids), crc32, prefixes, inside, constraint, bad)
 
     def sampling(self, request: TurnRequest, prepared: Prepared) -> sampling_pb2.SamplingParams:
         """Returns the sampling parameters for the engine.

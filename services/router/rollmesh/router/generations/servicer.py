@@ -14,6 +14,7 @@ from rollmesh.mesh.generations.failover import Failover, Order
 from rollmesh.mesh.generations.generation import Generation
 from rollmesh.mesh.generations.sampled import Sampled
 from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.prefixes import prefix_crc32s
 from rollmesh.router import metrics
 from rollmesh.router.config import RouterConfig
 from rollmesh.router.leasing.engines import Engine
@@ -236,6 +237,7 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
                 lease_timeout_ms=limit_ms,
                 timeout_ms=limit_ms,
                 is_sent=lambda: running.sent,
+                prefixes=prefix_crc32s(complete.token_ids_u32le)[0],
             ),
         )
         return running

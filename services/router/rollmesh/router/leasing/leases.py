@@ -20,6 +20,7 @@ from rollmesh.router.leasing.fleet import Fleet
 from rollmesh.router.leasing.placements import Placements
 from rollmesh.router.leasing.policies import POLICIES, Policy, pick
 from rollmesh.router.leasing.pools import Choice
+from rollmesh.router.leasing.prefixes import Prefixes
 from rollmesh.router.leasing.streams import Request, Settled, Stream, Streams
 from rollmesh.router.leasing.waits import Waits
 from rollmesh.runtime.errors import (
@@ -32,7 +33,7 @@ from rollmesh.v1 import router_pb2
 
 QUEUE_LIMIT = 16_384
 _NO_ENGINE_MS = 200
-_MOST_SETTLED, _MOST_EXCLUDED = 256, 256
+_MOST_SETTLED, _MOST_EXCLUDED, _MOST_PREFIXES = 256, 256, 32
 _NONE: frozenset[Engine] = frozenset()
 _CIRCUITS = CircuitLimits()
 
@@ -69,6 +70,7 @@ class LeaseTable:
         self._policy = policy
         self._circuits = circuits
         self._awaited = AwaitedEngines(awaited_ms)
+        self._prefixes = Prefixes()
         self._placements = Placements(self.fleet.touch)
         self._queue = Waits(queue_limit)
         self._asked = itertools.count(1)
@@ -176,7 +178,7 @@ class LeaseTable:
                     )
             self.fleet.touch(engine)
 
-    def acquire(
+    def acquire(  # noqa: PLR0913 - keywords
         self,
         stream_id: str,
         lease_id: str,
@@ -184,6 +186,7 @@ class LeaseTable:
         *,
         group_id: str = "",
         excluded: Sequence[str] = (),
+        prefixes: Sequence[int] = (),
         wait_ms: int = 0,
         now_ms: int = 0,
     ) -> router_pb2.LeaseGrant | None:
@@ -198,6 +201,7 @@ class LeaseTable:
                 gets one of them if no other engine fits when it has waited 200 ms, or at its
                 deadline. By then an engine that died is known to be gone, and one that was
                 restarted is another.
+            prefixes: Digests of the beginnings of the prompt, the shortest first, at most 32.
             wait_ms: Longest wait for a slot; 0 refuses at once.
             now_ms: The time.
 
@@ -218,6 +222,8 @@ class LeaseTable:
                 "acquire",
                 "lease_id and session_id must be set, and no lease may have this lease_id",
             )
+        if len(prefixes) > _MOST_PREFIXES:
+            raise InvalidLeaseError("acquire", f"prefix_crc32s: give at most {_MOST_PREFIXES}")
         if len(excluded) > _MOST_EXCLUDED:
             raise InvalidLeaseError(
                 "acquire", f"excluded_engine_ids: give at most {_MOST_EXCLUDED}, those of this turn"
@@ -232,6 +238,7 @@ class LeaseTable:
             stream=stream,
             lease_id=lease_id,
             choice=Choice(stream.pool, left_out),
+            prefixes=prefixes if self._policy.prefix_margin is not None else (),
         )
         self.fleet.half_open(now_ms)
         placed = self._placements.engine_of(session_id) if wait_ms else None
@@ -327,9 +334,11 @@ class LeaseTable:
             self._policy,
             placed=placed,
             sibling=self._placements.engine_of_group(request.group_id) if not placed else None,
+            holders=self._prefixes.holders(request.prefixes),
         )
         if engine is None:
             return None
+        self._prefixes.used(request.prefixes, engine)
         engine.last_picked = next(self._picks)
         epoch = engine.circuit.grant()
         stream.book(Lease(stream.stream_id, request.lease_id, engine, epoch))
@@ -383,6 +392,7 @@ class LeaseTable:
     def _empty(self, engine: Engine) -> None:
         """Ends the leases of an engine that is gone, and leaves its sessions without one."""
         self._placements.forget_engine(engine)
+        self._prefixes.forget(engine)
         for lease in tuple(engine.held):
             del self.streams[lease.stream_id].leases[lease.lease_id]
             self._free(lease)

@@ -1,5 +1,6 @@
 """The `Dispatch` streams of gateways: their leases, and the requests that wait for one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ class Request(Waiting):
     lease_id: str
     choice: Choice
     """The engines that can serve it."""
+    prefixes: Sequence[int]
+    """Digests of the beginnings of its prompt, the shortest first."""
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
@@ -50,6 +50,8 @@ class Order:
     is_sent: Callable[[], bool]
     """Returns whether a part was sent to somebody who cannot take it back."""
     group_id: str = ""
+    prefixes: Sequence[int] = ()
+    """Digests of the beginnings of its prompt, the shortest first."""
     stop_reason: sampling_pb2.FinishReason.ValueType | None = None
     """Why no more is wanted; None while it goes on."""
     running: tuple[str, str] | None = None
@@ -158,6 +160,7 @@ class Failover:
                 session_id=order.session_id,
                 group_id=order.group_id,
                 excluded=lost,
+                prefixes=order.prefixes,
                 deadline_ms=order.lease_timeout_ms,
             )
             order.waiting = waiting = asyncio.timeout(None)
