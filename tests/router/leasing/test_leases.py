@@ -477,6 +477,106 @@ def test_a_sleeping_engine_is_waited_for_and_a_paused_one_is_used_if_there_is_no
     assert granted(leases.acquire("g", "3", "s")) == "b"  # it was on the one that is paused
 
 
+RESTING = pytest.mark.parametrize(
+    ("state", "ending"),
+    [
+        pytest.param({"sleeping": True}, "NO_ENGINE", id="asleep"),
+        pytest.param({"paused": True}, "ENGINES_BUSY", id="paused-and-full"),
+        pytest.param({"policy_version": 6}, "NO_ENGINE", id="being-updated"),
+        pytest.param(
+            {"sleeping": True, "policy_version": 6, "update_error": "it sleeps"},
+            "NO_ENGINE",
+            id="asleep-with-old-weights",
+        ),
+    ],
+)
+
+
+def resting(state: dict[str, Any]) -> LeaseTable:
+    """Two engines that do not sample; the only slot of each is taken."""
+    leases = table("a", "b", capacity=1)
+    leases.fleet.aim("m", Target(7, ""), None)
+    for at, name in enumerate(("a", "b")):
+        change(leases, name, policy_version=7)
+        granted(leases.acquire("g", f"held-{at}", f"s{at}"))
+        change(leases, name, **state)
+    return leases
+
+
+@RESTING
+def test_a_wait_begins_again_while_no_engine_samples_up_to_its_last_moment(
+    state: dict[str, Any], ending: str
+) -> None:
+    leases = resting(state)
+    assert leases.acquire("g", "1", "t", wait_ms=100, suspended_ms=250) is None
+    assert leases.acquire("g", "2", "u", wait_ms=100) is None
+    assert leases.acquire("g", "3", "v", wait_ms=100, suspended_ms=50) is None  # less than the wait
+    assert ended(leases, 100) == {"2": ending, "3": ending}
+    assert leases.due_ms(100) == 200
+    assert ended(leases, 200) == {}
+    assert leases.due_ms(200) == 250
+    assert ended(leases, 250) == {"1": ending}
+    assert leases.prolonged == 2
+
+
+@RESTING
+def test_a_wait_ends_in_time_once_an_engine_samples(state: dict[str, Any], ending: str) -> None:
+    leases = resting(state)
+    assert leases.acquire("g", "1", "t", wait_ms=100, suspended_ms=1000) is None
+    assert ended(leases, 100) == {}
+    awake = {name: not state[name] for name in ("sleeping", "paused") if name in state}
+    change(leases, "b", policy_version=7, update_error="", **awake)
+    assert ended(leases, 199) == {}  # it samples, and is full
+    assert ended(leases, 200) == {"1": "ENGINES_BUSY"}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param({"draining": True, "sleeping": True}, id="draining"),
+        pytest.param({"fault": "it lies", "sleeping": True}, id="faulty"),
+        pytest.param({"policy_version": 6, "update_error": "does not fit"}, id="update-failed"),
+    ],
+)
+def test_an_engine_that_may_never_sample_again_is_not_waited_for_longer(
+    state: dict[str, Any],
+) -> None:
+    leases = table("a")
+    leases.fleet.aim("m", Target(7, ""), None)
+    change(leases, "a", **{"policy_version": 7, **state})
+    assert leases.acquire("g", "1", "t", wait_ms=100, suspended_ms=1000) is None
+    assert ended(leases, 100) == {"1": "NO_ENGINE"}
+    leases.remove_engine("a")
+    assert leases.acquire("g", "2", "t", wait_ms=100, suspended_ms=1000, now_ms=100) is None
+    assert ended(leases, 200) == {"2": "NO_ENGINE"}
+
+
+def test_engines_of_another_kind_are_not_waited_for() -> None:
+    leases = LeaseTable()
+    leases.add_engine(Engine("a", "a:1", "m", 1, tokenizer_sha256="x", sleeping=True))
+    leases.open_stream("g", hello("m", "y"))
+    leases.open_stream("h", hello("n"))
+    leases.open_stream("i", hello("m", "x"))
+    for stream in ("g", "h", "i"):
+        assert leases.acquire(stream, stream, "s", wait_ms=100, suspended_ms=1000) is None
+    assert ended(leases, 100) == {"g": "NO_ENGINE", "h": "NO_ENGINE"}
+
+
+def test_one_step_prolongs_a_bounded_number_of_waits_and_their_order_stays() -> None:
+    leases = resting({"sleeping": True})
+    leases.remove_engine("b")
+    for at in range(300):
+        name = f"{at:03}"
+        assert leases.acquire("g", name, name, wait_ms=100 + at % 2, suspended_ms=1000) is None
+    assert ended(leases, 101) == {}
+    assert (leases.prolonged, leases.due_ms(101)) == (256, 101)
+    assert ended(leases, 101) == {}
+    assert (leases.prolonged, leases.due_ms(101)) == (300, 201)
+    leases.release("g", "held-0")
+    change(leases, "a", sleeping=False)
+    assert ended(leases, 102) == {"000": "a"}  # the earliest deadline, of the first that asked
+
+
 def lose(leases: LeaseTable, lease_id: str, now_ms: int, engine: str = "a") -> None:
     assert granted(leases.acquire("g", lease_id, "s", now_ms=now_ms)) == engine
     leases.release("g", lease_id, pb.LEASE_OUTCOME_LOST, now_ms=now_ms)

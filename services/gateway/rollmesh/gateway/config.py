@@ -73,7 +73,8 @@ class GatewayConfig(ServerConfig):
     """Number of delivered sessions, the newest, whose close can be repeated. Repeating an older
     close fails with SESSION_UNKNOWN. Closes that wait for the collector are always remembered."""
     lease_timeout_ms: Annotated[int, Bounds(1)] = 30_000
-    """Longest wait for an engine lease, milliseconds."""
+    """Longest wait for an engine lease, milliseconds. While engines are there and each is paused,
+    asleep or being updated, the turn waits up to its own limit instead."""
     turn_timeout_ms: Annotated[int, Bounds(1)] = 600_000
     """Longest duration of a turn, milliseconds."""
     stall_timeout_ms: Annotated[int, Bounds(1)] = 120_000

@@ -206,6 +206,7 @@ class Dispatch:
                 excluded=acquire.excluded_engine_ids,
                 prefixes=acquire.prefix_crc32s,
                 wait_ms=acquire.wait_ms,
+                suspended_ms=acquire.suspended_wait_ms,
                 now_ms=now_ms,
             )
         except RollmeshError as error:

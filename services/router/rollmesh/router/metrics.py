@@ -21,6 +21,10 @@ QUEUE_REFUSALS = Counter(
     "Requests that got no lease although they could wait, by reason: full (the queue), deadline.",
     ["reason"],
 )
+PROLONGED = Gauge(
+    "rollmesh_router_prolonged_waits",
+    "Waits that began again because every engine was paused, asleep or being updated.",
+)
 CIRCUITS = Counter(
     "rollmesh_router_circuit_changes_total",
     "Changes of the circuits of engines, by new state: open, half-open, closed.",
@@ -54,4 +58,5 @@ def watch(table: LeaseTable) -> None:
     LEASES.set_function(lambda: table.leases)
     SESSIONS.set_function(lambda: table.sessions)
     QUEUE.set_function(lambda: table.waiting)
+    PROLONGED.set_function(lambda: table.prolonged)
     OPEN_CIRCUITS.set_function(lambda: table.fleet.open_circuits)

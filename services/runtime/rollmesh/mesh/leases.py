@@ -116,6 +116,7 @@ class LeaseClient(Background):
         excluded: Sequence[str] = (),
         prefixes: Sequence[int] = (),
         deadline_ms: int,
+        suspended_ms: int = 0,
     ) -> AsyncIterator[router_pb2.LeaseGrant]:
         """Holds a lease on an engine while the block runs.
 
@@ -129,6 +130,8 @@ class LeaseClient(Background):
             excluded: Ids of engines that have failed this turn.
             prefixes: Digests of the beginnings of the prompt, the shortest first.
             deadline_ms: Longest wait, for a router and then in its queue, milliseconds.
+            suspended_ms: Longest wait while engines are there and each is paused, asleep or being
+                updated, milliseconds; `deadline_ms` applies otherwise.
 
         Raises:
             InvalidLeaseError: The mesh has several models and none was named.
@@ -142,7 +145,7 @@ class LeaseClient(Background):
             excluded_engine_ids=excluded,
             prefix_crc32s=prefixes,
         )
-        lease_id, grant = await self._acquire_until(request, deadline_ms)
+        lease_id, grant = await self._acquire_until(request, deadline_ms, suspended_ms)
         release = router_pb2.ReleaseLease(lease_id=lease_id)
         try:
             yield grant
@@ -174,21 +177,33 @@ class LeaseClient(Background):
             self._active.line.release(release)
 
     async def _acquire_until(
-        self, request: router_pb2.AcquireLease, deadline_ms: int
+        self, request: router_pb2.AcquireLease, deadline_ms: int, suspended_ms: int
     ) -> tuple[str, router_pb2.LeaseGrant]:
-        """Waits for a router and in its queue; asks again if the router goes away."""
+        """Waits for a router and in its queue; asks again if the router goes away.
+
+        A wait that is longer than `deadline_ms` already, because no engine sampled, begins again at
+        the next router.
+        """
         deadline = clock.monotonic_ms() + deadline_ms
+        last = deadline + max(suspended_ms - deadline_ms, 0)
         with suppress(TimeoutError):
             while (left_ms := deadline - clock.monotonic_ms()) > 0:
                 async with asyncio.timeout(left_ms / 1000):
                     await self._connected.wait()
-                request.wait_ms = min(max(deadline - clock.monotonic_ms(), 1), _MOST_WAIT_MS)
-                with suppress(ConnectionError):
-                    async with asyncio.timeout((request.wait_ms + _ANSWER_MS) / 1000):
+                now = clock.monotonic_ms()
+                request.wait_ms = _uint32(deadline - now)
+                request.suspended_wait_ms = _uint32(last - now)
+                try:
+                    async with asyncio.timeout((request.suspended_wait_ms + _ANSWER_MS) / 1000):
                         answer = await self._ask(request)
-                    if answer.HasField("grant"):
-                        return answer.lease_id, answer.grant
-                    raise _refusal(answer)
+                except ConnectionError:
+                    now = clock.monotonic_ms()
+                    if now > deadline:
+                        deadline = min(now + deadline_ms, last)
+                    continue
+                if answer.HasField("grant"):
+                    return answer.lease_id, answer.grant
+                raise _refusal(answer)
         raise NoEngineError(
             f"no router could be reached within {deadline_ms} ms; try again",
             retry_delay_ms=_BUSY_MS,
@@ -285,6 +300,10 @@ class LeaseClient(Background):
             self._connected.set()
         if former is not None and former.line is not None:
             former.leave()  # it frees what it holds for this gateway
+
+
+def _uint32(ms: int) -> int:
+    return min(max(ms, 1), _MOST_WAIT_MS)
 
 
 def _refusal(answer: router_pb2.DispatchResponse) -> RollmeshError:

@@ -154,6 +154,16 @@ def is_fenced(engine: Engine, target: Target | None, offered: Target | None) -> 
     return held == offered if target is None else held != target
 
 
+def will_sample(engine: Engine, *, fenced: bool) -> bool:
+    """Returns whether an engine that cannot be leased now will sample without a restart.
+
+    It sleeps, or it is being brought up to date. An engine whose update failed may never be.
+    """
+    if engine.fault or engine.draining:
+        return False
+    return engine.sleeping or (fenced and not engine.update_error)
+
+
 def _why_fenced(engine: Engine, target: Target | None) -> str:
     held = engine.policy_version
     if target is None:

@@ -4,7 +4,15 @@ import itertools
 from collections.abc import Callable, Collection
 
 from rollmesh.router.leasing.circuit import CircuitState
-from rollmesh.router.leasing.engines import Engine, Target, is_fenced, misfit, why_unfit
+from rollmesh.router.leasing.engines import (
+    Engine,
+    Target,
+    fits,
+    is_fenced,
+    misfit,
+    why_unfit,
+    will_sample,
+)
 from rollmesh.router.leasing.policies import Rank
 from rollmesh.router.leasing.pools import Kind, Pool, kind_of
 from rollmesh.router.leasing.ranking import Ranking
@@ -170,6 +178,19 @@ class Fleet:
     def fenced(self, engine: Engine) -> bool:
         """Returns whether an engine is fenced: it does not hold the target weights of its model."""
         return is_fenced(engine, *self._weights(engine))
+
+    def is_suspended(self, pool: Pool) -> bool:
+        """Returns whether engines that fit a pool are there, and none of them samples now.
+
+        Each is paused, sleeps, or is being brought up to date.
+        """
+        if not all(engine.paused for engine in pool.engines):
+            return False
+        model = pool.gateway.model
+        return bool(pool.engines) or any(
+            will_sample(engine, fenced=self.fenced(engine)) and fits(engine, pool.gateway)
+            for engine in (self._models.get(model, ()) if model else self.engines.values())
+        )
 
     def exclusion(self, engine: Engine) -> router_pb2.Exclusion | None:
         """Returns why some gateways of its model cannot lease an engine; None if all can."""

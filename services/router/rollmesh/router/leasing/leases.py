@@ -26,14 +26,12 @@ from rollmesh.router.leasing.waits import Waits
 from rollmesh.runtime.errors import (
     EnginesBusyError,
     InvalidLeaseError,
-    NoEngineError,
     RollmeshError,
 )
 from rollmesh.v1 import router_pb2
 
 QUEUE_LIMIT = 16_384
-_NO_ENGINE_MS = 200
-_MOST_SETTLED, _MOST_EXCLUDED, _MOST_PREFIXES = 256, 256, 32
+_MOST_SETTLED = 256
 _NONE: frozenset[Engine] = frozenset()
 _CIRCUITS = CircuitLimits()
 
@@ -72,7 +70,7 @@ class LeaseTable:
         self._awaited = AwaitedEngines(awaited_ms)
         self._prefixes = Prefixes()
         self._placements = Placements(self.fleet.touch)
-        self._queue = Waits(queue_limit)
+        self._queue = Waits(queue_limit, self.fleet)
         self._asked = itertools.count(1)
         self._picks = itertools.count(1)
 
@@ -87,6 +85,11 @@ class LeaseTable:
     def sessions(self) -> int:
         """Number of sessions placed on an engine."""
         return self._placements.placed
+
+    @property
+    def prolonged(self) -> int:
+        """Number of waits that began again because no engine sampled."""
+        return self._queue.prolonged
 
     @property
     def waiting(self) -> int:
@@ -178,7 +181,7 @@ class LeaseTable:
                     )
             self.fleet.touch(engine)
 
-    def acquire(  # noqa: PLR0913 - keywords
+    def acquire(  # noqa: PLR0913 - keywords, each with a default
         self,
         stream_id: str,
         lease_id: str,
@@ -188,6 +191,7 @@ class LeaseTable:
         excluded: Sequence[str] = (),
         prefixes: Sequence[int] = (),
         wait_ms: int = 0,
+        suspended_ms: int = 0,
         now_ms: int = 0,
     ) -> router_pb2.LeaseGrant | None:
         """Grants a lease for one turn of a session, or lets the request wait for `settle`.
@@ -203,6 +207,7 @@ class LeaseTable:
                 restarted is another.
             prefixes: Digests of the beginnings of the prompt, the shortest first, at most 32.
             wait_ms: Longest wait for a slot; 0 refuses at once.
+            suspended_ms: Longest wait while engines are there and none of them samples.
             now_ms: The time.
 
         Returns:
@@ -216,18 +221,7 @@ class LeaseTable:
                 or the queue is full.
         """
         stream = self.streams[stream_id]
-        taken = lease_id in stream.leases or lease_id in stream.waiting
-        if taken or not lease_id or not session_id:
-            raise InvalidLeaseError(
-                "acquire",
-                "lease_id and session_id must be set, and no lease may have this lease_id",
-            )
-        if len(prefixes) > _MOST_PREFIXES:
-            raise InvalidLeaseError("acquire", f"prefix_crc32s: give at most {_MOST_PREFIXES}")
-        if len(excluded) > _MOST_EXCLUDED:
-            raise InvalidLeaseError(
-                "acquire", f"excluded_engine_ids: give at most {_MOST_EXCLUDED}, those of this turn"
-            )
+        stream.check_new(lease_id, session_id, excluded, prefixes)
         left_out = frozenset(self.engines[one] for one in excluded if one in self.engines)
         request = Request(
             number=next(self._asked),
@@ -239,6 +233,7 @@ class LeaseTable:
             lease_id=lease_id,
             choice=Choice(stream.pool, left_out),
             prefixes=prefixes if self._policy.prefix_margin is not None else (),
+            last_ms=now_ms + max(wait_ms, suspended_ms),
         )
         self.fleet.half_open(now_ms)
         placed = self._placements.engine_of(session_id) if wait_ms else None
@@ -248,7 +243,7 @@ class LeaseTable:
         if grant is not None:
             return grant
         if not wait_ms:
-            raise self._refusal(request, now_ms)
+            raise self._queue.refusal(request, now_ms)
         if self._queue.is_full:
             raise EnginesBusyError(
                 f"{self.waiting} requests wait for an engine already",
@@ -370,17 +365,8 @@ class LeaseTable:
         else:
             self._queue.remove(request)
         if result is None:
-            result = self._refusal(request, now_ms)
+            result = self._queue.refusal(request, now_ms)
         return Settled(stream.stream_id, request.lease_id, now_ms - request.asked_ms, result)
-
-    def _refusal(self, request: Request, now_ms: int) -> RollmeshError:
-        fitting, pool = request.choice.fitting, request.stream.pool
-        if not fitting:
-            why = self.fleet.why_none(request.stream.hello)
-            return NoEngineError(why, retry_delay_ms=_NO_ENGINE_MS)
-        return EnginesBusyError(
-            f"all {fitting} engines are full", retry_delay_ms=self._queue.delay_ms(pool, now_ms)
-        )
 
     def _await_no_longer(self, engine_id: str) -> None:
         """Gives up an engine that did not register in time."""

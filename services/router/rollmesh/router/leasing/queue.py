@@ -247,6 +247,10 @@ class Queue(Generic[_Slots, _Request]):
         self._round = max(self._round, self._lines[slots].serve(request))
         self._tidy(slots)
 
+    def prolong(self, request: _Request, until_ms: int) -> None:
+        """Lets a request wait beyond its deadline; its place in the order stays."""
+        self._deadlines.set(request, (until_ms, request.number))
+
     def next(self) -> _Request | None:
         """Returns the request that gets a slot now; None if nobody waits for a free one."""
         firsts = [line.first() for slots, line in self._lines.items() if slots.any_free()]
@@ -254,13 +258,13 @@ class Queue(Generic[_Slots, _Request]):
 
     def overdue(self, now_ms: int) -> _Request | None:
         """Returns a request whose deadline has passed; None if there is none."""
-        request = self._deadlines.first()
-        return request if request is not None and request.deadline_ms <= now_ms else None
+        due_ms = self.first_deadline_ms()
+        return self._deadlines.first() if due_ms is not None and due_ms <= now_ms else None
 
     def first_deadline_ms(self) -> int | None:
         """Returns the earliest deadline; None if nobody waits."""
         request = self._deadlines.first()
-        return None if request is None else request.deadline_ms
+        return None if request is None else self._deadlines.key(request)[0]
 
     def _forget(self, request: _Request) -> _Slots:
         self._deadlines.discard(request)

@@ -7,8 +7,10 @@ from typing import NamedTuple
 from rollmesh.router.leasing.engines import Lease
 from rollmesh.router.leasing.pools import Choice, Pool
 from rollmesh.router.leasing.queue import Waiting
-from rollmesh.runtime.errors import RollmeshError, SupersededError
+from rollmesh.runtime.errors import InvalidLeaseError, RollmeshError, SupersededError
 from rollmesh.v1 import router_pb2
+
+_MOST_EXCLUDED, _MOST_PREFIXES = 256, 32
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +23,8 @@ class Request(Waiting):
     """The engines that can serve it."""
     prefixes: Sequence[int]
     """Digests of the beginnings of its prompt, the shortest first."""
+    last_ms: int
+    """End of its wait if no engine samples until then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +36,26 @@ class Stream:
     pool: Pool
     leases: dict[str, Lease] = field(default_factory=dict)
     waiting: dict[str, Request] = field(default_factory=dict)
+
+    def check_new(
+        self, lease_id: str, session_id: str, excluded: Sequence[str], prefixes: Sequence[int]
+    ) -> None:
+        """Checks the arguments of a request for a lease.
+
+        Raises:
+            InvalidLeaseError: An id is missing or in use, or there are too many of something.
+        """
+        if lease_id in self.leases or lease_id in self.waiting or not lease_id or not session_id:
+            raise InvalidLeaseError(
+                "acquire",
+                "lease_id and session_id must be set, and no lease may have this lease_id",
+            )
+        if len(prefixes) > _MOST_PREFIXES:
+            raise InvalidLeaseError("acquire", f"prefix_crc32s: give at most {_MOST_PREFIXES}")
+        if len(excluded) > _MOST_EXCLUDED:
+            raise InvalidLeaseError(
+                "acquire", f"excluded_engine_ids: give at most {_MOST_EXCLUDED}, those of this turn"
+            )
 
     def book(self, lease: Lease) -> None:
         """Takes a slot of the lease's engine."""

@@ -2,16 +2,63 @@
 
 from rollmesh.router.leasing.awaited import AwaitedSlots
 from rollmesh.router.leasing.engines import Engine
+from rollmesh.router.leasing.fleet import Fleet
 from rollmesh.router.leasing.pools import Choice, Pool
 from rollmesh.router.leasing.queue import Line, Queue
 from rollmesh.router.leasing.streams import Request
+from rollmesh.runtime.errors import EnginesBusyError, NoEngineError, RollmeshError
 
 _PATIENCE_MS = 200
+_NO_ENGINE_MS = 200
+_MOST_PROLONGED = 256
 _NONE: frozenset[Engine] = frozenset()
 
 
 class Waits(Queue[Choice | AwaitedSlots, Request]):
     """The queue; some lines wait for engines of the fleet, some for one that is awaited."""
+
+    def __init__(self, limit: int, fleet: Fleet) -> None:
+        """Starts empty.
+
+        Args:
+            limit: Maximum number of waiting requests.
+            fleet: The engines.
+        """
+        super().__init__(limit)
+        self._fleet = fleet
+        self.prolonged = 0
+        """Number of waits that began again because no engine sampled."""
+
+    def overdue(self, now_ms: int) -> Request | None:
+        """Returns a request whose wait is over; None if there is none.
+
+        The wait begins again while engines are there and none of them samples, for as long as the
+        request allows. At most 256 waits begin again in one step.
+        """
+        suspended: dict[Pool, bool] = {}
+        for _ in range(_MOST_PROLONGED):
+            request = super().overdue(now_ms)
+            if request is None or request.last_ms <= now_ms:
+                return request
+            pool = request.stream.pool
+            if pool not in suspended:
+                suspended[pool] = self._fleet.is_suspended(pool)
+            if not suspended[pool]:
+                return request
+            self.prolonged += 1
+            wait_ms = request.deadline_ms - request.asked_ms
+            self.prolong(request, min(now_ms + wait_ms, request.last_ms))
+        return None
+
+    def refusal(self, request: Request, now_ms: int) -> RollmeshError:
+        """Returns why a request got no slot."""
+        fitting, pool = request.choice.fitting, request.stream.pool
+        if not fitting:
+            why = self._fleet.why_none(request.stream.hello)
+            return NoEngineError(why, retry_delay_ms=_NO_ENGINE_MS)
+        return EnginesBusyError(
+            f"all {fitting} engines are full", retry_delay_ms=self.delay_ms(pool, now_ms)
+        )
 
     def add_for(self, request: Request, awaited: Engine | None) -> None:
         """Adds a request; it waits for one engine to register if that is given."""

@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollmesh.mesh.generations.checking import newest_version
 from rollmesh.mesh.generations.continuing import ended, why_not_continued
@@ -12,6 +12,7 @@ from rollmesh.mesh.generations.engines import EngineClients
 from rollmesh.mesh.generations.generation import Generation
 from rollmesh.mesh.generations.sampled import Sampled
 from rollmesh.mesh.leases import LeaseClient
+from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     EngineDeadError,
@@ -26,9 +27,11 @@ from rollmesh.runtime.errors import (
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 
 _ATTEMPTS = 8
-"""Attempts in a row, none of which brings a token that is kept, before a generation fails."""
+"""Engines lost in a row, none of which brought a token that is kept, before a generation fails."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
 _RETRY_MS = 1000
+_LAST_WORD_MS = 1000
+"""Time before the limit at which a wait for engines ends, so that the error says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,9 +47,10 @@ class Order:
     min_chunk_tokens: int
     """As in StreamGenerateRequest."""
     lease_timeout_ms: int
-    """Longest wait for a lease, milliseconds."""
+    """Longest wait for a lease while an engine samples, or if there is none, milliseconds."""
     timeout_ms: int
-    """Longest generation on one engine, milliseconds."""
+    """Longest generation on one engine, and longest wait for engines that are paused, asleep or
+    being updated, milliseconds."""
     is_sent: Callable[[], bool]
     """Returns whether a part was sent to somebody who cannot take it back."""
     group_id: str = ""
@@ -58,6 +62,8 @@ class Order:
     """Address of the engine that samples, and the id of the generation there."""
     waiting: asyncio.Timeout | None = None
     """Ends the wait for a lease."""
+    began_ms: int = field(default_factory=clock.monotonic_ms)
+    """When it was wanted, on the monotonic clock."""
 
     @property
     def is_complete(self) -> bool:
@@ -155,6 +161,7 @@ class Failover:
         Raises:
             RollmeshError: The engine is lost, or refuses the request.
         """
+        now_ms = clock.monotonic_ms()
         async with AsyncExitStack() as stack:
             lease = self._leases.lease(
                 session_id=order.session_id,
@@ -162,6 +169,7 @@ class Failover:
                 excluded=lost,
                 prefixes=order.prefixes,
                 deadline_ms=order.lease_timeout_ms,
+                suspended_ms=max(order.began_ms + order.timeout_ms - _LAST_WORD_MS - now_ms, 0),
             )
             order.waiting = waiting = asyncio.timeout(None)
             try:
@@ -240,19 +248,23 @@ class _Attempts:
         self._backoff = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
 
     async def failed(self, engine_id: str, error: RollmeshError, *, in_vain: bool) -> None:
-        """Notes that an engine was lost, and waits before the next one.
+        """Notes that an engine was lost, or aborted, and waits before the next one.
+
+        An engine that aborted did what an operator asked, so it may be tried again, however often.
 
         Raises:
             RollmeshError: The error, after the last attempt.
         """
+        was_lost = not isinstance(error, GenerationAbortedError)
         if not in_vain:
             self.lost.clear()
             self._backoff.reset()
-        elif len(self.lost) == _ATTEMPTS - 1:
+        elif was_lost and len(self.lost) == _ATTEMPTS - 1:
             raise error from error.__cause__
         else:
             await asyncio.sleep(self._backoff.next_s())
-        self.lost.append(engine_id)
+        if was_lost:
+            self.lost.append(engine_id)
 
 
 def _lost(loss: RollmeshError, engine_id: str) -> EngineLostError:
