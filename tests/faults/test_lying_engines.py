@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from rollmesh.chat.tokenizer import Tokenizer
 from rollmesh.runtime.codec.arrays import pack_ids, pack_logprobs
 from rollmesh.v1 import engine_pb2, router_pb2, sampling_pb2
 from tests.meshes import Mesh, scripted_mesh
@@ -60,9 +61,10 @@ async def lying_mesh(folder: Path, model: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-async def ask(mesh: Mesh, *, stream: bool) -> str:
+async def ask(mesh: Mesh, *, stream: bool, **fields: Any) -> str:
     """Has one turn in a session of its own."""
-    chat: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
+    messages = [{"role": "user", "content": SAID}]
+    chat: dict[str, Any] = {"model": "policy", "messages": messages, **fields}
     async with mesh.client() as client, client.session() as session:
         create = mesh.openai(session).chat.completions.create
         if not stream:
@@ -150,3 +152,22 @@ async def test_an_engine_that_is_slow_and_says_so_is_waited_for(
                 assert engine.asked >= 3
                 assert (await replica(mesh, "liar")).leases == 0
                 assert not await why_excluded(mesh, "liar")
+
+
+async def test_a_stop_string_of_an_engine_that_lies_ends_no_answer(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    ids = Tokenizer(tokenizer_dir).encode("Nothing is right here")
+
+    async def enough(request: engine_pb2.GenerateRequest) -> Answers:
+        yield engine_pb2.StreamGenerateResponse(
+            token_ids_u32le=pack_ids(ids),
+            logprobs_f32le=pack_logprobs(np.full(len(ids), -0.5, np.float32)),
+            policy_version=0,
+        )
+        yield answer(request, float("nan"))
+
+    async with lying_mesh(tmp_path, tokenizer_dir) as mesh, liar(mesh) as engine:
+        engine.answers = enough
+        assert await ask(mesh, stream=False, stop=["is"]) == "It "
+        assert "NaN" in await until(lambda: why_excluded(mesh, "liar"))

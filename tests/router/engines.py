@@ -49,6 +49,9 @@ class NotingEngine(engine_pb2_grpc.EngineServiceServicer):
         async for answer in self.answers(request.generate):
             yield answer
 
+    async def Abort(self, request: Any, context: Any) -> Any:
+        return engine_pb2.AbortResponse()
+
     async def GetInfo(self, request: Any, context: Any) -> Any:
         self.asked += 1
         self.changed.set()

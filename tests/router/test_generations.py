@@ -315,3 +315,25 @@ async def test_no_engine_is_a_typed_error(tmp_path: Path) -> None:
         with pytest.raises(RollmeshError) as caught:
             await whole(fleet, request("r"))
         assert caught.value.reason == "NO_ENGINE"
+
+
+async def test_a_router_stops_when_its_last_generation_has_ended(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        flags = {"data_dir": tmp_path / "router", "grace_ms": 600_000}
+        router = await stack.enter_async_context(running("router", tmp_path, **flags))
+        given = {"backend": "scripted", "tokens_per_second": 8, "reply_tokens": TOKENS}
+        engine = await stack.enter_async_context(
+            running("engine", tmp_path, router=router.address, **given)
+        )
+        channel = await stack.enter_async_context(open_channel(router.address))
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        call = stub.StreamGenerate(  # without a deadline
+            engine_pb2.StreamGenerateRequest(generate=request("r"), max_chunk_tokens=4)
+        )
+        messages = aiter(read_stream(call))
+        await anext(messages)
+        stopping = asyncio.ensure_future(router.terminate())
+        rest = [one async for one in messages]
+        assert rest[-1].finish.reason == sampling_pb2.FINISH_REASON_STOP
+        await engine.kill()
+        assert await stopping == 0

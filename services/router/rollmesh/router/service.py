@@ -63,7 +63,8 @@ class RouterService:
         """Returns at once: members may register at any time."""
 
     async def drain(self) -> None:
-        """Does nothing: members see their streams end."""
+        """Takes no more generations of its own; members see their streams end."""
+        self._generations.drain()
 
     async def failed(self) -> str:
         """Waits forever: a router can only fail together with its process."""

@@ -137,6 +137,7 @@ class Generator:
             async for run in runs:
                 if run is None:
                     turn.begin_again()
+                    order.stop_reason = None  # a stop string is void too
                     answer = self._answer(request, prepared, stop_ids)
                     answering = Answering(answer, order.generation)
                     continue

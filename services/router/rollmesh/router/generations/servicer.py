@@ -26,6 +26,7 @@ from rollmesh.runtime.errors import (
     NoEngineError,
     RequestIdInUseError,
     RollmeshError,
+    ShuttingDownError,
     StartingError,
     WrongServiceError,
 )
@@ -65,6 +66,7 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
         self._sessions: OrderedDict[tuple[str, str], None] = OrderedDict()  # last used last
         self._leases: dict[str, asyncio.Future[LeaseClient]] = {}  # by model
         self._router = ""
+        self._draining = False
         self._ended = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -78,6 +80,11 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
             finally:
                 self._ended.set()
         await self._engines.close()
+
+    def drain(self) -> None:
+        """Refuses new generations, and leaves the router after the last one."""
+        self._draining = True
+        self._end_if_idle()
 
     async def Generate(
         self, request: engine_pb2.GenerateRequest, context: Context
@@ -196,6 +203,8 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
         generate = request.generate
         if not 0 < len(generate.request_id) <= _MAX_ID_CHARS:
             raise InvalidFieldError("request_id", f"give 1 to {_MAX_ID_CHARS} characters")
+        if self._draining:
+            raise ShuttingDownError("the router is about to stop", retry_delay_ms=_RETRY_MS)
         if generate.request_id in self._running:
             raise RequestIdInUseError(
                 f"request_id: {generate.request_id!r} is running; give each attempt its own id"
@@ -213,6 +222,11 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
             raise DeadlineError(f"the generation took longer than {limit_ms} ms") from error
         finally:
             del self._running[generate.request_id]
+            self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self._draining and not self._running:
+            self._ended.set()
 
     async def _prepared(self, request: engine_pb2.StreamGenerateRequest, limit_ms: int) -> _Running:
         complete = engine_pb2.GenerateRequest()
@@ -267,8 +281,8 @@ class GenerationServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _leases_of(self, model: str) -> "asyncio.Future[LeaseClient]":
         """Returns the leases of a model's engines; there are as many as the mesh has models."""
-        if self._tasks is None or self._ended.is_set():
-            raise StartingError("the router is starting or about to stop", retry_delay_ms=_RETRY_MS)
+        if self._tasks is None:
+            raise StartingError("the router is starting", retry_delay_ms=_RETRY_MS)
         if model not in self._leases:
             self._leases[model] = asyncio.get_running_loop().create_future()
             self._tasks.create_task(self._hold(model, self._leases[model]))

@@ -109,7 +109,7 @@ class Failover:
 
         If an engine is lost, another one continues from the tokens that it sampled. Where that is
         not exact, the generation begins anew, unless `is_sent`: then None is yielded, and what was
-        yielded before is void.
+        yielded before is void. The caller resets `stop_reason` if it set it because of that.
 
         Raises:
             EngineLostError: The engines were lost, and the generation cannot go on.
