@@ -14,6 +14,7 @@ from rollmesh.runtime.errors import InvalidFieldError
 from rollmesh.v1 import collector_pb2, router_pb2
 from tests.meshes import delivered
 from tests.several_models import ANSWERS, JUDGE, POLICY, QUESTION, Fleet, two_models
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASK: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -150,3 +151,18 @@ async def test_weights_of_one_model_never_fence_the_other(fleet: Fleet, client: 
         assert stored.model == session.model
         got = [one.policy_versions[one.loss_mask] for one in stored.trajectories]
         assert [set(one.tolist()) for one in got] == [{version} for version in expected]
+
+
+async def test_a_model_without_a_gateway_is_still_another_one(fleet: Fleet, client: Client) -> None:
+    async with client.session(model=POLICY) as session:
+        await fleet.processes[f"gateway {JUDGE}"].kill()
+        agent = fleet.openai(session)
+
+        async def is_gone() -> bool:
+            return [one.id async for one in agent.models.list()] == [POLICY]
+
+        await until(is_gone)
+        await fleet.start("sidecar")  # it has never heard of the judge's gateway
+        with pytest.raises(openai.NotFoundError, match="another model of this mesh"):
+            await agent.chat.completions.create(model=JUDGE, messages=ASK)
+        await fleet.start(f"gateway {JUDGE}")

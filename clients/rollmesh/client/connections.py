@@ -11,7 +11,7 @@ import grpc
 from rollmesh.client.retries import retried
 from rollmesh.mesh.gateways import GatewayDirectory
 from rollmesh.mesh.router_calls import Routers
-from rollmesh.runtime.errors import RollmeshError
+from rollmesh.runtime.errors import RemoteError, RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, request_metadata, typed_errors
 from rollmesh.v1 import collector_pb2_grpc, gateway_pb2_grpc, router_pb2_grpc
 
@@ -97,7 +97,8 @@ class Connections:
         """Makes a repeatable call at the gateway of a session, or places a new session.
 
         A gateway that does not answer may have returned elsewhere, or another may serve its journal
-        by now, so every repetition asks where to go.
+        by now, so every repetition asks where to go. A new session is asked for a second time where
+        the first call got no answer, because it may be open there.
 
         Args:
             session_id: The session; empty: the call opens one, at the gateway with the fewest.
@@ -107,8 +108,15 @@ class Connections:
         """
         gateways = self._gateways
 
+        doubtful: gateway_pb2_grpc.GatewayServiceAsyncStub | None = None
+
         async def once(timeout_s: float) -> Any:
-            stub = await (gateways.of(session_id) if session_id else gateways.place(model))
+            nonlocal doubtful
+            again, doubtful = doubtful, None
+            if session_id:
+                stub = await gateways.of(session_id)
+            else:
+                stub = again or await gateways.place(model)
             try:
                 with typed_errors():
                     return await method(stub)(
@@ -120,6 +128,8 @@ class Connections:
             except RollmeshError as error:
                 if session_id:
                     gateways.failed(session_id, error)
+                elif again is None and isinstance(error, RemoteError):
+                    doubtful = stub
                 raise
 
         return await retried(once, CALL_S)

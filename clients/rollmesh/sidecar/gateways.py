@@ -99,19 +99,19 @@ class Gateways:
         if takes and self._directory.is_fixed:  # there is no other model
             return name
         try:
-            served = await self._directory.models()
+            await self._directory.models()
         except RollmeshError:
-            if takes:  # the session's gateway may be there although the router is not
-                return name
-            raise
+            if not takes:  # else the session's gateway may be there although the router is not
+                raise
         own = await self._directory.model_of(session_id)  # its gateway may have been replaced
-        if name == own or (takes and name not in served):
+        is_another = self._directory.has_model(name)
+        if name == own or (takes and not is_another):
             return name
         raise ModelUnknownError(
             "model",
             f"{name!r} is another model of this mesh, and the session is one of {own!r}; "
             "open a session of that model"
-            if name in served
+            if is_another
             else f"{name!r} does not exist; the session is one of {own!r}",
         )
 

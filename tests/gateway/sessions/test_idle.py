@@ -65,8 +65,10 @@ async def test_a_session_that_cannot_be_closed_is_set_aside_and_the_other_idle_o
         async with Subscription(mesh.collector, consumer="t", unit="session") as deliveries:
             closed = await delivered(deliveries, (before.session_id, after.session_id))
             assert [one.metadata["closed_by"] for one in closed] == ["idle", "idle"]
+            assert not any(one.superseded for one in closed)
             # The gateway lives. It comes to this one after it tried all that were there before.
-            await delivered(deliveries, [(await opened(mesh)).session_id])
+            (empty,) = await delivered(deliveries, [(await opened(mesh)).session_id])
+            assert empty.superseded  # its client may have opened another one elsewhere
             (letter,) = (
                 await mesh.stub.ListDeadLetters(gateway_pb2.ListDeadLettersRequest())
             ).dead_letters

@@ -316,3 +316,27 @@ async def test_models_have_weights_of_their_own(router: ServiceProcess) -> None:
             ("m/a", 1),
             ("m/b", 5),
         ]
+
+
+async def test_nothing_is_shown_of_a_model_that_left_without_weights(tmp_path: Path) -> None:
+    flags = {"port": 0, "data_dir": tmp_path / "router", "metrics_port": 0}
+    async with running("router", tmp_path, **flags) as router, sdk(router) as client:
+
+        async def shown() -> set[str]:
+            found = await router.samples("rollmesh_router_target_policy_version")
+            return {name.split('"')[1] for name in found}
+
+        async with (
+            noting_engine(router.address, "a", model="kept"),
+            noting_engine(router.address, "b", model="forgotten"),
+        ):
+            for model in ("kept", "forgotten"):
+                await client.push_weights(TENSORS, 1, model=model)
+            await client.forget_weights("forgotten")
+            assert await shown() == {"kept", "forgotten"}
+
+        async def is_alone() -> bool:
+            return await shown() == {"kept"}
+
+        await until(is_alone)
+        assert [one.model for one in (await client.replicas()).models] == ["kept"]

@@ -942,18 +942,24 @@ class ListGatewaysResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAYS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gateway]:
         """The gateways, in the order of their ids."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of all models of the mesh, also of those that have no gateway now."""
 
     def __init__(
         self,
         *,
         gateways: _abc.Iterable[Global___Gateway] | None = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways", "models", b"models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,5 @@
 """Collector metrics besides those of the RPCs."""
 
-from contextlib import suppress
-
 from prometheus_client import Counter, Gauge
 
 from rollmesh.collector.delivery.consumer import Consumer
@@ -58,10 +56,9 @@ def watch(consumer: Consumer) -> None:
 
 
 def forget(name: str) -> None:
-    """Removes the gauges of a deleted consumer."""
-    for gauge in (READY, LEASED):
-        with suppress(KeyError):
-            gauge.remove(name)
+    """Removes what is shown of a deleted consumer."""
+    for metric in (READY, LEASED, DELIVERIES, ACKNOWLEDGED, FILTERED):
+        metric.remove_by_labels({"consumer": name})
 
 
 def count_filtered(consumer: str, verdict: Verdict) -> None:

@@ -114,7 +114,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def ListGateways(
         self, request: router_pb2.ListGatewaysRequest, context: Context
     ) -> router_pb2.ListGatewaysResponse:
-        return router_pb2.ListGatewaysResponse(gateways=self._gateways.gateways())
+        return router_pb2.ListGatewaysResponse(
+            gateways=self._gateways.gateways(), models=sorted(self._models.names())
+        )
 
     async def ListReplicas(
         self, request: router_pb2.ListReplicasRequest, context: Context

@@ -30,6 +30,8 @@ _INFO_TIMEOUT_S = 5.0
 _LIST_AGE_MS = 250
 """Age up to which a list is not asked for again, whoever asks for what it does not have."""
 _RETRY_MS = 1000
+_KEPT_MS = 3_600_000
+"""Time after which a gateway is forgotten that no router names and nobody asks for."""
 
 
 def journal_of(session_id: str) -> str:
@@ -45,6 +47,8 @@ class _Known:
     model: str
     epoch: int
     """A gateway that names an earlier one serves the journal no more."""
+    used_ms: int
+    """When it was last named by a router or asked for, on the monotonic clock."""
 
 
 class GatewayDirectory:
@@ -62,6 +66,7 @@ class GatewayDirectory:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._known: dict[str, _Known] = {}  # by journal
         self._models: list[str] = []
+        self._names: set[str] = set()
         self._lost: set[str] = set()  # journals whose gateway did not answer
         self._listing = asyncio.Lock()
         self._listed_ms: int | None = None
@@ -99,16 +104,22 @@ class GatewayDirectory:
                 info = await self._stub(self._only).GetGatewayInfo(
                     gateway_pb2.GetGatewayInfoRequest(), timeout=_INFO_TIMEOUT_S
                 )
-            self._models = [info.model]
+            self._models, self._names = [info.model], {info.model}
         else:
             await self._list()
         return self._models
+
+    def has_model(self, name: str) -> bool:
+        """Returns whether the mesh is known to have a model, even if no gateway serves it now."""
+        return name in self._names or any(one.model == name for one in self._known.values())
 
     async def _find(self, session_id: str) -> _Known:
         journal_id = journal_of(session_id)
         if journal_id not in self._known or journal_id in self._lost:
             await self._look_for(journal_id)
-        return self._known[journal_id]
+        known = self._known[journal_id]
+        known.used_ms = clock.monotonic_ms()
+        return known
 
     def failed(self, session_id: str, error: RollmeshError) -> None:
         """Notes an error of a session's gateway; it is looked for again if it may be another one.
@@ -150,6 +161,11 @@ class GatewayDirectory:
         return self._stub(response.gateway.address)
 
     @property
+    def channels(self) -> int:
+        """Number of open channels to gateways."""
+        return len(self._channels)
+
+    @property
     def is_fixed(self) -> bool:
         """Whether there is only one gateway, at a known address."""
         return bool(self._only)
@@ -189,28 +205,40 @@ class GatewayDirectory:
 
         async def list_them(
             stub: "router_pb2_grpc.RouterServiceAsyncStub", limit_s: float
-        ) -> Sequence[router_pb2.Gateway]:
+        ) -> router_pb2.ListGatewaysResponse:
             request = router_pb2.ListGatewaysRequest()
             response = await stub.ListGateways(request, timeout=limit_s)
             if not response.gateways:
                 raise _no_gateway()
-            return response.gateways
+            return response
 
         try:
-            gateways = await self._routers.ask(list_them, _LIST_TIMEOUT_S)
+            response = await self._routers.ask(list_them, _LIST_TIMEOUT_S)
         except NoGatewayError:
-            gateways = ()
-        for gateway in gateways:
+            response = router_pb2.ListGatewaysResponse()
+        for gateway in response.gateways:
             self._note(gateway)
-        self._models = sorted({gateway.model for gateway in gateways})
-        return gateways
+        self._models = sorted({gateway.model for gateway in response.gateways})
+        self._names = set(response.models)
+        await self._forget_unused(clock.monotonic_ms() - _KEPT_MS)
+        return response.gateways
+
+    async def _forget_unused(self, before_ms: int) -> None:
+        """Forgets gateways that have been away for long, and closes the channels to them."""
+        for journal_id in [id_ for id_, one in self._known.items() if one.used_ms < before_ms]:
+            del self._known[journal_id]
+            self._lost.discard(journal_id)
+        addresses = {one.address for one in self._known.values()} | {self._only}
+        for address in self._channels.keys() - addresses:
+            await self._channels.pop(address).close()
 
     def _note(self, gateway: router_pb2.Gateway) -> None:
         served = gateway.journals or [router_pb2.ServedJournal(journal_id=gateway.journal_id)]
         for journal in served:
             known = self._known.get(journal.journal_id)
             if journal.journal_id and (known is None or journal.epoch >= known.epoch):
-                found = _Known(gateway.address, gateway.model, journal.epoch)
+                now_ms = clock.monotonic_ms()
+                found = _Known(gateway.address, gateway.model, journal.epoch, now_ms)
                 self._known[journal.journal_id] = found
 
     def _stub(self, address: str) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":

@@ -1,4 +1,8 @@
-"""Closes idle sessions with the turns they have."""
+"""Closes idle sessions with the turns they have.
+
+One without a turn takes no seat in its group. A client whose CreateSession got no answer may have
+opened another session elsewhere, with which the group is complete.
+"""
 
 import asyncio
 import logging
@@ -37,6 +41,7 @@ async def _close(registry: Registry, session: Session) -> None:
         session_id=session.spec.session_id,
         outcome=session_pb2.SESSION_OUTCOME_ABORTED,
         metadata={"closed_by": "idle"},
+        superseded=not session.tree.turns,
     )
     try:
         await registry.close(request)

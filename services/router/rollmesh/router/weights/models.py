@@ -1,6 +1,7 @@
 """The models of a mesh: their engines, and the weights that those must hold."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 from rollmesh.router import metrics
@@ -87,6 +88,17 @@ class Models:
         if kept is None:
             kept = self._kept[model] = KeptWeights(self._data_dir, model)
         return kept
+
+    def left(self, model: str) -> None:
+        """Forgets a model whose last member has left, unless it has weights."""
+        kept = self._kept.get(model)
+        if kept is None or kept.current or kept.offered or model in self.names():
+            return
+        if (lock := self._locks.get(model)) is None or not lock.locked():
+            self._locks.pop(model, None)
+            del self._kept[model]
+            with suppress(KeyError):
+                metrics.TARGET_VERSION.remove(model)
 
     def lock(self, model: str) -> asyncio.Lock:
         """Returns the lock that guards changes of a model's kept weights."""

@@ -126,6 +126,7 @@ class Pushes:
     def gone(self, engine: Engine) -> None:
         """Cancels the update of an engine that left."""
         self._updates.leave(engine)
+        self._models.left(engine.model)
 
     def _check_version(self, header: engine_pb2.UpdateWeightsHeader, kept: KeptWeights) -> None:
         last, step = kept.last_version, self._config.max_version_step
