@@ -62,7 +62,11 @@ class Forked:
             )
             process.start()
         forked = cls(process, stdout, writer)
-        await stdout.readline()  # from here on its session is its own
+        try:
+            await stdout.readline()  # from here on its session is its own
+        except BaseException:
+            process.kill()  # nobody else would: the exit of this process waits for it
+            raise
         return forked
 
     @property

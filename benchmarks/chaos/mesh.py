@@ -25,7 +25,7 @@ from tests.processes import reserved_port
 _COUNTS = {"engines": 3, "gateways": 2, "sidecars": 2}
 _DISK_MB = 256
 _HABITS = Habits(agents=10, most_turns=8, pause_s=0.5, streamed=0.3, slow=0.15, left=0.1)
-_NEEDED = ("gateway", "sidecar")
+_NEEDED = ("gateway", "sidecar", "database")
 """Services without which agents get no answers. Others may be away."""
 
 
@@ -38,7 +38,7 @@ class Mesh:
     lanes: dict[str, Lane | DatabaseLane] = field(default_factory=dict)
     disks: dict[str, Disk] = field(default_factory=dict)
     cut_off: list[Interval] = field(default_factory=list)
-    """When a gateway was there and could not be reached, or could not write."""
+    """When a gateway was there and could not be reached, or the database could not write."""
 
     @property
     def links(self) -> Mapping[str, Proxy]:
@@ -89,6 +89,7 @@ async def running_mesh(folder: Path, seed: int) -> AsyncIterator[Mesh]:
     async with AsyncExitStack() as stack:
         database, disk = _database(stack)
         tables["collector"] = {"store": database.url}
+        tables["gateway"] |= {"journal": database.url}
         mesh = Mesh(folder, Wiring(_plan(tables, stack)), {"database": database})
         if disk is not None:
             mesh.disks["database"] = disk
@@ -123,13 +124,8 @@ def _plan(tables: dict[str, dict[str, Any]], stack: AsyncExitStack) -> list[Proc
 
 
 async def _service(mesh: Mesh, spec: ProcessSpec, seed: int, stack: AsyncExitStack) -> Lane:
-    """Returns the lane of a service, and mounts a disk for its data."""
-    flags = await mesh.wiring.flags(spec, stack)
-    if spec.service == "gateway":
-        (data_dir,) = (flag.partition("=")[2] for flag in flags if flag.startswith("--data-dir="))
-        if (disk := stack.enter_context(mounted(Path(data_dir), _DISK_MB))) is not None:
-            mesh.disks[spec.name] = disk
-    command = (f"rollmesh.{spec.service}", *flags)
+    """Returns the lane of a service."""
+    command = (f"rollmesh.{spec.service}", *await mesh.wiring.flags(spec, stack))
     return Lane(spec.service, lambda *_: command, mesh.folder / f"{spec.name}.log", seed)
 
 
