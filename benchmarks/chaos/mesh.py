@@ -1,11 +1,10 @@
 """The mesh that `make chaos` runs: every process, every link and every disk by its name."""
 
 import asyncio
-import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +22,7 @@ from tests.faults.proxy import Proxy
 from tests.processes import reserved_port
 
 _COUNTS = {"engines": 3, "gateways": 2, "sidecars": 2}
+_TWICE = ("router",)
 _DISK_MB = 256
 _HABITS = Habits(agents=10, most_turns=8, pause_s=0.5, streamed=0.3, slow=0.15, left=0.1)
 _NEEDED = ("gateway", "sidecar", "database")
@@ -120,7 +120,16 @@ def _plan(tables: dict[str, dict[str, Any]], stack: AsyncExitStack) -> list[Proc
     def free_port() -> int:
         return int(stack.enter_context(reserved_port()).getsockname()[1])
 
-    return plan_mesh(tables, free_port)
+    specs = plan_mesh(tables, free_port)
+    twins = [_twin(spec, free_port()) for spec in specs if spec.service in _TWICE]
+    return twins + specs
+
+
+def _twin(spec: ProcessSpec, port: int) -> ProcessSpec:
+    """Returns a second process of a service, with files of its own."""
+    folder = next(flag for flag in spec.flags if flag.startswith("--data-dir="))
+    flags = (*spec.flags, f"--port={port}", f"{folder}-1")
+    return replace(spec, name=f"{spec.name}-1", address=f"127.0.0.1:{port}", flags=flags)
 
 
 async def _service(mesh: Mesh, spec: ProcessSpec, seed: int, stack: AsyncExitStack) -> Lane:
@@ -142,7 +151,7 @@ async def _clients(mesh: Mesh, seed: int, stack: AsyncExitStack) -> list[Lane]:
         return json.dumps(mesh.addresses(sidecar) | await mesh.wiring.servers(name, service, stack))
 
     lanes = [lane("trainer", await addresses("trainer", "trainer"), str(matrix.trainer_log), "0")]
-    habits = json.dumps(dataclasses.asdict(_HABITS))
+    habits = json.dumps(asdict(_HABITS))
     for at in range(len(mesh.wiring.of("sidecar"))):
         where = await addresses(f"agents-{at}", "agents", at)
         log = str(matrix.agents_log)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import closing, suppress
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -231,22 +231,28 @@ async def drain(matrix: Matrix) -> int:
             while found.opened.keys() - found.received.keys():
                 await asyncio.sleep(_STEP_S)
                 found = Audit.read(matrix.agents_log, matrix.trainer_log)
-            return await _leaked(client)
+            return await _leaked(matrix)
 
 
-async def _leaked(client: Client) -> int:
-    """Returns the leases and generations that remain although no agents are left.
+async def _leaked(matrix: Matrix) -> int:
+    """Returns the leases and generations that remain although no agents are left, on any router.
 
     Engines report their load once a second, so the last report may be outdated.
     """
+    routers = MeshAddresses.from_json(matrix.addresses).router.split(",")
     until = time.monotonic() + _SETTLE_S
-    while True:
-        with suppress(RollmeshError):  # the router may be restarting
-            replicas = (await client.replicas()).replicas
-            held = sum(one.leases + one.hello.load.running for one in replicas)
-            if not held or time.monotonic() > until:
-                return held
-        await asyncio.sleep(_STEP_S)
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(Client(MeshAddresses(router=router)))
+            for router in routers
+        ]
+        while True:
+            with suppress(RollmeshError):  # a router may be restarting
+                found = [one for client in clients for one in (await client.replicas()).replicas]
+                held = sum(one.leases + one.hello.load.running for one in found)
+                if not held or time.monotonic() > until:
+                    return held
+            await asyncio.sleep(_STEP_S)
 
 
 def main() -> int:
