@@ -52,6 +52,7 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
             )
             if "every_s" not in plan:
                 await _close(database, list(islice(records, _PRELOADED)))
+            await outbox.restore()
             started()
             began = time.monotonic()
             async with asyncio.TaskGroup() as group:

@@ -15,7 +15,12 @@ from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.dead_letters import DeadLetters
 from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.gateway.storage.transaction import Journal, Transaction
-from rollmesh.runtime.errors import InvalidFieldError, SessionUnknownError, StoreFullError
+from rollmesh.runtime.errors import (
+    InvalidFieldError,
+    SessionUnknownError,
+    StoreAwayError,
+    StoreFullError,
+)
 from rollmesh.runtime.rpc.interceptors import RpcInterceptor
 from rollmesh.v1 import collector_pb2 as pb, collector_pb2_grpc, gateway_pb2, session_pb2
 from tests.gateway.closing import COMPLETED, new_tree, write_closed, write_open, write_small
@@ -74,6 +79,7 @@ async def delivering(
             new_tree=new_tree,
             remembered=10,
         )
+        await outbox.restore()
         async with asyncio.TaskGroup() as group, asyncio.timeout(30):
             running = group.create_task(outbox.run())
             yield collector, outbox, database
@@ -208,6 +214,27 @@ async def test_a_journal_that_cannot_write_for_a_while_ends_nothing(
         await collector.has({"a", "b"})
         await forgotten(database)
     assert collector.taken == [["a"], ["b"]]
+
+
+async def test_a_journal_that_is_away_as_the_delivery_begins_delays_it(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with delivering(opened, ["a", "b"]) as (collector, outbox, database):
+        run, times = database.run, 0
+
+        async def away_at_first(work: Callable[[Transaction], Any]) -> Any:
+            nonlocal times
+            times += 1
+            if times <= 2:
+                raise StoreAwayError("the server is away")
+            return await run(work)
+
+        monkeypatch.setattr(database, "run", away_at_first)  # before the outbox has run
+        assert outbox.undelivered == 2
+        await collector.has({"a", "b"})
+        monkeypatch.undo()
+        await forgotten(database)
+        assert (times > 2, outbox.undelivered) == (True, 0)
 
 
 @pytest.mark.parametrize("mode", gateway_pb2.ExportMode.values()[1:])

@@ -150,7 +150,7 @@ class Registry:
         for stored in sessions:
             self.reopen(stored)
         self._closed |= await self._journal.read(closed.read_closes)
-        self._outbox.dead = await self._journal.read(closed.dead_ids)
+        await self._outbox.restore()
         await self._outbox.set_aside(
             [
                 dead_letter(

@@ -128,7 +128,7 @@ class Outbox:
         new_tree: Callable[[], Tree],
         remembered: int,
     ) -> None:
-        """Starts empty; `run` reads the waiting sessions from the journal.
+        """Starts empty.
 
         Args:
             journal: The journal.
@@ -169,9 +169,20 @@ class Outbox:
         """Notifies the outbox of data to remove."""
         self._changed.set()
 
+    async def restore(self) -> None:
+        """Reads from the journal what waits and what was set aside, before `run`.
+
+        Raises:
+            RollmeshError: The journal cannot be read.
+        """
+        self.undelivered = await self._journal.read(closed.count_undelivered)
+        self.dead = await self._journal.read(closed.dead_ids)
+
     async def run(self) -> None:
-        """Delivers sessions until it is cancelled when the gateway stops."""
-        self.undelivered = await self._journal.run(closed.count_undelivered)
+        """Delivers sessions until it is cancelled when the gateway stops.
+
+        A journal that cannot be read or written for a while delays it.
+        """
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._calls.acquire()
