@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP = -m pip install -q --disable-pip-version-check --no-warn-conflicts
 SERVICES = router gateway collector sidecar
 
-.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-delivery bench-failover bench-scale bench-router bench-async kills soak chaos lock clean
+.PHONY: help demo test test-long test-fast mutation wheel test-docker check docs docs-generate release fmt proto proto-baseline proto-check check-style check-types bench-turns bench-durability bench-journal bench-delivery bench-failover bench-scale bench-router bench-async kills soak chaos lock clean
 
 help: ## Lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -140,6 +140,9 @@ bench-turns: .venv/.ready .venv-peer/.ready ## Turns per second, CPU, stalls, me
 
 bench-durability: .venv/.ready .venv-peer/.ready ## Answered turns that survive SIGKILL: ours and a peer
 	.venv/bin/python -m benchmarks.durability
+
+bench-journal: .venv/.ready ## A turn's commit on SQLite and PostgreSQL, and how long a takeover takes
+	.venv/bin/python -m benchmarks.journal
 
 bench-delivery: .venv/.ready .venv-trainers/.ready ## Rows from the outbox to tensors, and through TransferQueue
 	.venv/bin/python -m benchmarks.delivery

@@ -125,7 +125,7 @@ class Database:
 
     def sql(self, statement: str) -> str:
         """Runs a statement among the tables of a store; returns what it prints."""
-        return self.server.sql(f"SET search_path TO rollmesh; {statement}")
+        return self.server.sql(f"SET search_path TO rollmesh, rollmesh_gateway; {statement}")
 
     async def kill(self) -> None:
         """SIGKILL for the server."""

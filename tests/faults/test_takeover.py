@@ -4,24 +4,18 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from rollmesh.chat.tokenizer import Tokenizer
-from rollmesh.client import Client, MeshAddresses, Session, SessionResult
-from rollmesh.mesh.gateways import journal_of
+from rollmesh.client import Session
 from rollmesh.runtime.errors import RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import chat_pb2, gateway_pb2, gateway_pb2_grpc, router_pb2, router_pb2_grpc
-from tests.collector.postgres_server import Database, postgres_database
-from tests.meshes import Mesh, write_script
+from rollmesh.v1 import chat_pb2, gateway_pb2, gateway_pb2_grpc
+from tests.fleets import Fleet, gateway_fleet
 from tests.messages import said
-from tests.processes import ServiceProcess, running
 from tests.waiting import until
 
 RULES = [("plain", "The answer is 42."), ("next", "I am not sure."), ("slow", "word " * 60)]
@@ -31,99 +25,10 @@ PATIENT = 30
 """Retries of an agent: it is still there when another gateway has taken over."""
 
 
-@dataclass
-class Fleet:
-    """A mesh with two gateways on one database, found through the router."""
-
-    mesh: Mesh
-    database: Database
-    client: Client
-
-    async def start_gateway(self, name: str) -> ServiceProcess:
-        """Starts a gateway that has nothing but the database."""
-        mesh = self.mesh
-        process = await mesh.stack.enter_async_context(
-            running(
-                "gateway",
-                mesh.folder / name,
-                gateway_id=name,
-                router=mesh.address("router"),
-                collector=mesh.address("collector"),
-                model_path=mesh.model,
-                journal=self.database.url,
-                journal_lease_ms=LEASE_MS,
-            )
-        )
-        mesh.processes[name] = process
-        return process
-
-    async def owners(self) -> dict[str, tuple[int, str]]:
-        """The epoch and the gateway of each journal, as the router knows them."""
-        async with open_channel(self.mesh.address("router")) as channel:
-            stub = router_pb2_grpc.RouterServiceStub(channel)
-            response = await stub.ListGateways(router_pb2.ListGatewaysRequest(), timeout=30)
-        owners: dict[str, tuple[int, str]] = {}
-        for gateway in response.gateways:
-            for served in gateway.journals:
-                found = (served.epoch, gateway.gateway_id)
-                owners[served.journal_id] = max(found, owners.get(served.journal_id, (0, "")))
-        return owners
-
-    async def owner(self, session: Session) -> str:
-        """The gateway that serves a session."""
-        return (await self.owners()).get(journal_of(session.session_id), (0, ""))[1]
-
-    async def session_at(self, name: str) -> Session:
-        """A session that the router placed on a gateway."""
-
-        async def opened() -> Any:
-            session = await self.client.open_session(self.client.session_request())
-            return session if await self.owner(session) == name else None
-
-        session: Session = await until(opened)
-        return session
-
-    def agent(self, session: Session, **settings: Any) -> openai.AsyncOpenAI:
-        address = self.mesh.processes["sidecar"].address
-        return self.mesh.agent(
-            f"http://{address}/sessions/{session.api_key}/v1", "none", **settings
-        )
-
-    async def results(self, count: int) -> dict[str, SessionResult]:
-        """What a trainer gets of the closed sessions."""
-        found: dict[str, SessionResult] = {}
-        async with self.client.subscribe("audit", unit="session") as deliveries:
-            async with asyncio.timeout(120):
-                while len(found) < count:
-                    delivery = await anext(deliveries)
-                    await deliveries.acknowledge(delivery)
-                    (result,) = delivery.sessions
-                    assert result.session_id not in found
-                    found[result.session_id] = result
-        return found
-
-
 @pytest.fixture
 async def fleet(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Fleet]:
-    write_script(tmp_path / "script.json", Tokenizer(tokenizer_dir), RULES)
-    async with postgres_database() as database, AsyncExitStack() as stack:
-        mesh = Mesh(tmp_path, tokenizer_dir, stack)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(mesh.start("router"))
-            tasks.create_task(mesh.start("collector"))
-        addresses = MeshAddresses(
-            router=mesh.address("router"),
-            collector=mesh.address("collector"),
-            sidecar=mesh.address("sidecar"),
-        )
-        async with Client(addresses) as client:
-            fleet = Fleet(mesh, database, client)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(mesh.start("engine", tokens_per_second=100))
-                tasks.create_task(mesh.start("sidecar", gateway="", router=mesh.address("router")))
-                tasks.create_task(fleet.start_gateway("gateway-0"))
-                tasks.create_task(fleet.start_gateway("gateway-1"))
-            yield fleet
+    async with gateway_fleet(tmp_path, tokenizer_dir, RULES, LEASE_MS) as fleet:
+        yield fleet
 
 
 class Talk:
@@ -204,7 +109,13 @@ async def test_an_answer_that_was_committed_when_its_gateway_died_is_given_by_th
     async with open_channel(fleet.mesh.processes["gateway-1"].address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         first = await stub.Chat(chat(session, ask), timeout=30)
+    closed = await fleet.session_at("gateway-1")
+    await fleet.agent(closed).chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "plain"}]
+    )
+    ids = await fleet.client.close_session(closed)
     await fleet.mesh.processes["gateway-1"].kill()
+    assert await fleet.client.close_session(closed) == ids  # a repeat
     agent = fleet.agent(session, max_retries=PATIENT)
     answer = await agent.chat.completions.create(
         model="policy",

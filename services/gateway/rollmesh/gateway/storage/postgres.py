@@ -180,6 +180,8 @@ class PostgresJournals(Journals):
         self._lease_ms = lease_ms
         self._me = uuid.uuid4().hex
         self._held: dict[str, PostgresJournal] = {}
+        self._taking = asyncio.Lock()
+        """Held until `_held` has what a transaction has taken."""
 
     async def create(self) -> PostgresJournal:
         """Creates a journal and takes it."""
@@ -195,8 +197,9 @@ class PostgresJournals(Journals):
                 self._lease_ms,
             )
 
-        await self._writer.run(create)
-        return self._taken(row)
+        async with self._taking:
+            await self._writer.run(create)
+            return self._taken(row)
 
     async def take(self) -> PostgresJournal | None:
         """Takes one journal of the model that nobody holds; None if there is none.
@@ -206,12 +209,13 @@ class PostgresJournals(Journals):
 
         def take(db: Statements) -> Row | None:
             sql = _TAKE.format(held=db.within(7))
-            held = db.listed(self._alive())
             name, files = self._model
-            return db.row(sql, self._me, self._lease_ms, name, *files, _NOBODY, held)
+            return db.row(sql, self._me, self._lease_ms, name, *files, _NOBODY, db.listed(held))
 
-        row = await self._writer.run(take)
-        return None if row is None else self._taken(row)
+        async with self._taking:
+            held = self._alive()
+            row = await self._writer.run(take)
+            return None if row is None else self._taken(row)
 
     async def renew(self) -> None:
         """Renews the leases; a journal that another gateway has taken is lost."""
