@@ -127,6 +127,7 @@ async def test_a_gateway_that_stops_within_a_transaction_loses_it_and_the_journa
             go_on.set()
         with pytest.raises(StoreAwayError):
             await writing
+        assert taken is not None
         with pytest.raises((JournalMovedError, StoreInDoubtError)):
             await mine.run(write("s"))
         assert await names(taken) == []

@@ -23,7 +23,11 @@ class Statements(ABC):
         """Runs a statement and returns its rows."""
 
     @abstractmethod
-    def run(self, sql: str, *parameters: Any) -> int:
+    def run(self, sql: str, *parameters: Any) -> None:
+        """Runs a statement without rows. Its error may come with a later statement."""
+
+    @abstractmethod
+    def changed(self, sql: str, *parameters: Any) -> int:
         """Runs a statement without rows; returns the number of rows that it changed."""
 
     @abstractmethod
@@ -60,7 +64,11 @@ class SqliteStatements(Statements):
         """Runs a statement and returns its rows."""
         return self._db.execute(sql, parameters).fetchall()
 
-    def run(self, sql: str, *parameters: Any) -> int:
+    def run(self, sql: str, *parameters: Any) -> None:
+        """Runs a statement without rows."""
+        self._db.execute(sql, parameters)
+
+    def changed(self, sql: str, *parameters: Any) -> int:
         """Runs a statement without rows; returns the number of rows that it changed."""
         return self._db.execute(sql, parameters).rowcount
 

@@ -192,7 +192,7 @@ def sweep(tx: Transaction) -> bool:
         )
         if row is None:
             return False
-        gone = tx.db.run(
+        gone = tx.db.changed(
             "DELETE FROM nodes WHERE n IN"
             " (SELECT n FROM nodes WHERE session_id = ?1 ORDER BY n LIMIT ?2)",
             row[0],
@@ -265,11 +265,11 @@ def revive(tx: Transaction, session_id: str, new_tree: Callable[[], Tree]) -> St
         SessionUnknownError: It is not a dead letter.
         DamagedSessionError: It still cannot be read, and stays a dead letter.
     """
-    if not tx.db.run("DELETE FROM dead_letters WHERE session_id = ?1", session_id):
+    if not tx.db.changed("DELETE FROM dead_letters WHERE session_id = ?1", session_id):
         raise SessionUnknownError(
             f"session_id: {session_id!r} is not a dead letter; ListDeadLetters lists all"
         )
-    sent = tx.db.run(
+    sent = tx.db.changed(
         "UPDATE outbox SET state = ?1 WHERE session_id = ?2", State.WAITING, session_id
     )
     return None if sent else journal.read_session(tx, session_id, new_tree)

@@ -125,22 +125,29 @@ class PostgresStatements(Statements):
 
     failures = (psycopg.Error,)
 
-    def __init__(self, connection: "Connection") -> None:
+    def __init__(self, connection: "Connection", pipeline: psycopg.Pipeline) -> None:
         """Takes the connection, which is in a transaction when a statement runs."""
         self._connection = connection
+        self._pipeline = pipeline
 
     def rows(self, sql: str, *parameters: Any) -> list[Row]:
         """Runs a statement and returns its rows."""
         rows: list[Row] = self._connection.cursor().execute(_numbered(sql), parameters).fetchall()
         return rows
 
-    def run(self, sql: str, *parameters: Any) -> int:
+    def run(self, sql: str, *parameters: Any) -> None:
+        """Sends a statement without rows; nobody waits for it before the next that has some."""
+        self._connection.cursor().execute(_numbered(sql), parameters)
+
+    def changed(self, sql: str, *parameters: Any) -> int:
         """Runs a statement without rows; returns the number of rows that it changed."""
-        changed: int = self._connection.cursor().execute(_numbered(sql), parameters).rowcount
+        cursor = self._connection.cursor().execute(_numbered(sql), parameters)
+        self._pipeline.sync()
+        changed: int = cursor.rowcount
         return changed
 
     def run_many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
-        """Runs a statement without rows for each of the parameters, in one round trip."""
+        """Sends a statement without rows for each of the parameters."""
         rows = list(parameters)
         if rows:
             self._connection.cursor().executemany(_numbered(sql), rows)
@@ -179,8 +186,8 @@ class Connection:
         """
         committing = False
         try:
-            self._start()
-            yield PostgresStatements(self)
+            with self._start().pipeline() as pipeline:
+                yield PostgresStatements(self, pipeline)
             committing = True
             self._execute("COMMIT")
         except BaseException as error:
@@ -213,7 +220,8 @@ class Connection:
         if connection is not None:
             connection.close()
 
-    def _start(self) -> None:
+    def _start(self) -> "psycopg.Connection[Row]":
+        """Begins a transaction, on a new connection if the former one is lost."""
         if self._connection is not None:
             try:
                 self._execute(self._begin)
@@ -222,10 +230,11 @@ class Connection:
                     raise
                 self.close()  # lost while idle: nothing has happened in this transaction
             else:
-                return
+                return self._connection
         self._aborted = False
         self._connection = self._connect()
         self._execute(self._begin)
+        return self._connection
 
     def _end(self) -> None:
         """Rolls back; a connection that cannot is closed."""
