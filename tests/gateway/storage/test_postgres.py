@@ -122,7 +122,7 @@ async def test_a_gateway_that_stops_within_a_transaction_loses_it_and_the_journa
         writing = asyncio.ensure_future(mine.run(stop))
         await in_it
         try:
-            taken = await until(other.take)
+            taken = await until(other.take, 10)  # before the gateway could break its connection
         finally:
             go_on.set()
         with pytest.raises(StoreAwayError):

@@ -49,18 +49,20 @@ ALTER TABLE nodes ALTER COLUMN logprobs SET STORAGE EXTERNAL;
 CREATE TABLE journals (
   journal TEXT COLLATE "C" PRIMARY KEY, secret BYTEA NOT NULL, model TEXT NOT NULL,
   tokenizer_sha256 TEXT NOT NULL, template_sha256 TEXT NOT NULL, epoch BIGINT NOT NULL,
-  owner TEXT NOT NULL, alive_until TIMESTAMPTZ NOT NULL);
+  owner TEXT NOT NULL, backend BIGINT NOT NULL, alive_until TIMESTAMPTZ NOT NULL);
 """
 )
 _LATER = "clock_timestamp() + ?{0} * interval '1 millisecond'"
 _NOBODY = ""
+_PROGRAM = "rollmesh-gateway"
 _CREATE = f"""
 INSERT INTO journals (journal, secret, epoch, model, tokenizer_sha256, template_sha256, owner,
-  alive_until)
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, {_LATER.format(8)})
+  backend, alive_until)
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, pg_backend_pid(), {_LATER.format(8)})
 """  # noqa: S608
 _TAKE = f"""
-UPDATE journals SET epoch = epoch + 1, owner = ?1, alive_until = {_LATER.format(2)}
+UPDATE journals SET epoch = epoch + 1, owner = ?1, backend = pg_backend_pid(),
+  alive_until = {_LATER.format(2)}
 WHERE journal = (
   SELECT journal FROM journals WHERE model = ?3 AND tokenizer_sha256 = ?4 AND template_sha256 = ?5
   AND (owner = ?6 OR (owner = ?1 AND NOT journal {{held}}) OR (alive_until < clock_timestamp()
@@ -69,6 +71,14 @@ WHERE journal = (
 RETURNING journal, secret, epoch
 """  # noqa: S608
 """A server that was started a moment ago was away, so a lease that is over says nothing."""
+_END_STUCK = """
+SELECT pg_terminate_backend(a.pid) FROM journals j JOIN pg_stat_activity a ON a.pid = j.backend
+WHERE j.alive_until < clock_timestamp() AND a.application_name = ?2
+AND a.usename = current_user AND a.datname = current_database()
+AND a.xact_start < clock_timestamp() - ?1 * interval '1 millisecond'
+"""
+"""A gateway that stands still between two statements of a transaction has its journals locked. The
+server ends that by itself only if it waits for no more of the same batch of statements."""
 _EMPTY = " AND ".join(
     f"NOT EXISTS (SELECT 1 FROM {table} WHERE journal = journals.journal)"  # noqa: S608
     for table in ("sessions", "outbox", "dead_letters")
@@ -210,7 +220,10 @@ class PostgresJournals(Journals):
         def take(db: Statements) -> Row | None:
             sql = _TAKE.format(held=db.within(7))
             name, files = self._model
-            return db.row(sql, self._me, self._lease_ms, name, *files, _NOBODY, db.listed(held))
+            row = db.row(sql, self._me, self._lease_ms, name, *files, _NOBODY, db.listed(held))
+            if row is None:
+                db.run(_END_STUCK, self._lease_ms, _PROGRAM)
+            return row
 
         async with self._taking:
             held = self._alive()
@@ -223,7 +236,8 @@ class PostgresJournals(Journals):
 
         def renew(db: Statements) -> list[Row]:
             return db.rows(
-                f"UPDATE journals SET alive_until = {_LATER.format(2)} WHERE owner = ?1"  # noqa: S608
+                f"UPDATE journals SET backend = pg_backend_pid(), alive_until = {_LATER.format(2)}"  # noqa: S608
+                " WHERE owner = ?1"
                 f" AND journal {db.within(3)} RETURNING journal, epoch",
                 self._me,
                 self._lease_ms,
@@ -280,7 +294,7 @@ async def open_postgres(
     address = read_address(
         url,
         setting="journal",
-        program="rollmesh-gateway",
+        program=_PROGRAM,
         schema="rollmesh_gateway",
         limits=Limits(lease_ms, _STATEMENT_MS, _SILENCE_MS),
     )
