@@ -11,7 +11,7 @@ from rollmesh.mesh.leases import LeaseClient
 from rollmesh.mesh.membership import Membership
 from rollmesh.v1 import router_pb2
 from tests.faults.proxy import proxy_to
-from tests.meshes import Mesh, delivered, scripted_mesh
+from tests.meshes import Mesh, delivered, scripted_mesh, until_free
 from tests.processes import ServiceProcess, running
 from tests.router.engines import noting_engine
 from tests.waiting import until
@@ -21,15 +21,22 @@ RULES = [("plain", "The answer is 42, and there is more to say about it than one
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": SAID}]}
 
 
-async def members(mesh: Mesh) -> set[str]:
+async def has(mesh: Mesh, name: str, *, wanted: bool = True) -> bool:
+    """Returns whether the router has a member, or has it no more, as is wanted."""
     async with mesh.client() as client:
-        return {one.hello.replica_id for one in (await client.replicas()).replicas}
+        names = {one.hello.replica_id for one in (await client.replicas()).replicas}
+    return (name in names) == wanted
+
+
+async def leases(mesh: Mesh) -> int:
+    async with mesh.client() as client:
+        return sum(one.leases for one in (await client.replicas()).replicas)
 
 
 async def test_a_generation_on_an_engine_that_stands_still_moves_on(
     tmp_path: Path, tokenizer_dir: Path
 ) -> None:
-    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=2) as mesh:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=1) as mesh:
         await mesh.restart("router", missed_reports=2)
         frozen = mesh.processes["engine"]
         async with mesh.client() as client:
@@ -38,21 +45,39 @@ async def test_a_generation_on_an_engine_that_stands_still_moves_on(
                 stream = await agent.chat.completions.create(**ASK, stream=True)
                 pieces = aiter(stream)
                 text = ""
-                while not text:
+                while not text.startswith("The"):
                     text += (await anext(pieces)).choices[0].delta.content or ""
-                frozen.freeze()
                 await mesh.start("engine", port=0, engine_id="spare", tokens_per_second=0)
-                text += "".join([one.choices[0].delta.content or "" async for one in pieces])
+                frozen.freeze()
+                async with asyncio.timeout(25):  # connections are given up after 30 s
+                    text += "".join([one.choices[0].delta.content or "" async for one in pieces])
                 assert text == REPLY
             result = await delivered(client, session)
         assert result.trajectories[0].reasons == ("MIGRATED",)
-        assert "engine-0" not in await members(mesh)
+        assert not await has(mesh, "engine-0")
         frozen.thaw()
+        await until(lambda: has(mesh, "engine-0"))
 
-        async def it_is_back() -> bool:
-            return "engine-0" in await members(mesh)
 
-        await until(it_is_back)
+async def test_a_gateway_that_stood_still_goes_on_and_leaks_no_lease(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    async with scripted_mesh(tmp_path, tokenizer_dir, RULES, tokens_per_second=4) as mesh:
+        await mesh.restart("router", missed_reports=2)
+        async with mesh.client() as client:
+            async with client.session() as session:
+                agent = mesh.openai(session, timeout=120)
+                asking = asyncio.ensure_future(agent.chat.completions.create(**ASK))
+                await until(lambda: has(mesh, "gateway-0"))
+                await until(lambda: leases(mesh))
+                mesh.processes["gateway"].freeze()
+                await until(lambda: has(mesh, "gateway-0", wanted=False))
+                assert not await leases(mesh)
+                mesh.processes["gateway"].thaw()
+                assert (await asking).choices[0].message.content == REPLY
+                await until_free(client)
+                assert (await agent.chat.completions.create(**ASK)).choices[0].message.content
+                assert await has(mesh, "gateway-0")
 
 
 @asynccontextmanager
