@@ -188,7 +188,7 @@ async def running_line(name: str, folder: Path) -> AsyncIterator[Line]:
         if name == "postgres":
             database = await stack.enter_async_context(postgres_database())
             pids["postgres"], store = database.server.pid, database.url
-        flags = ("--port=0", f"--data-dir={folder}", f"--store={store}")
+        flags = ("--port=0", "--router=", f"--data-dir={folder}", f"--store={store}")
         log = folder / "processes.log"
         collector = await stack.enter_async_context(
             run_process(log, sys.executable, "-m", "rollmesh.collector", *flags)

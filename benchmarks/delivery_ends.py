@@ -26,6 +26,7 @@ from rollmesh.gateway.storage.model_files import ModelFiles
 from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.gateway.storage.sqlite import open_sqlite
 from rollmesh.gateway.storage.transaction import Journal, Transaction
+from rollmesh.mesh.members import CollectorDirectory
 from rollmesh.runtime.process.memory import keep_freed_memory
 from rollmesh.v1 import session_pb2
 
@@ -44,9 +45,10 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
     records: Records = sessions(Shape(**plan["shape"]), plan["prefix"])
     with tempfile.TemporaryDirectory(prefix="bench-outbox-") as folder:
         async with open_sqlite(Path(folder), ModelFiles("", ""), Path(folder)) as database:
+            collectors = CollectorDirectory("", plan["collector"])
             outbox = Outbox(
                 database,
-                plan["collector"],
+                collectors,
                 new_tree=new_tree,
                 remembered=_CHUNK,
             )
@@ -66,7 +68,7 @@ async def hand_over(plan: Figures, started: Callable[[], None]) -> Figures:
                     await asyncio.sleep(_LOOK_S)
                 ended = time.monotonic()
                 running.cancel()
-            await outbox.close()
+            await collectors.aclose()
     return {"began": began, "ended": ended, "stamps": stamps, "peak_mb": peak_mb("self")}
 
 

@@ -150,9 +150,9 @@ def running(
 ) -> AbstractAsyncContextManager[ServiceProcess]:
     """Runs a service until the block ends; flags by their Python names.
 
-    It takes a free port, and an engine serves alone, unless a flag says otherwise.
+    It takes a free port, and an engine or a collector serves alone, unless a flag says otherwise.
     """
-    alone = {"router": ""} if service == "engine" else {}
+    alone = {"router": ""} if service in ("engine", "collector") else {}
     return running_by_default(service, folder, **{"port": 0, **alone, **flags})
 
 

@@ -121,9 +121,10 @@ def test_every_process_is_told_where_the_others_are() -> None:
     for name, spec in specs.items():
         assert spec.address == f"127.0.0.2:{found[name].port}"
     assert len({spec.address for spec in specs.values()}) == 6
-    router, collector = specs["router"].address, specs["collector"].address
+    router = specs["router"].address
     assert found["engine-0"].router == found["engine-1"].router == router
-    assert (found["gateway-0"].router, found["gateway-0"].collector) == (router, collector)
+    assert (found["gateway-0"].router, found["gateway-0"].collector) == (router, "")
+    assert found["collector"].router == router
     assert (found["sidecar"].router, found["sidecar"].gateway) == (router, "")
 
 
@@ -185,6 +186,19 @@ def test_engines_of_all_models_count_up_from_one_port_and_a_model_may_have_its_o
     assert [one.address for one in specs.values() if one.service == "engine"] == [
         f"127.0.0.1:{port}" for port in (7400, 7401, 7500, 7501)
     ]
+
+
+def test_collectors_that_share_a_store_are_as_many_as_the_file_says() -> None:
+    store = "postgresql://user@db/rollmesh"
+    specs = plan(mesh={"collectors": 2}, collector={"store": store, "port": 7300})
+    found = [config_of(specs[name]) for name in ("collector", "collector-1")]
+    assert [(one.store, one.port) for one in found] == [(store, 7300), (store, 7301)]
+
+
+@pytest.mark.parametrize("table", [{}, {"store": "sqlite"}])
+def test_collectors_with_a_store_each_are_refused(table: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"^mesh\.collectors: is 2, .* store = \"postgresql://"):
+        plan(mesh={"collectors": 2}, collector=table)
 
 
 def test_a_mesh_file_with_a_scorer_runs_it_for_its_collector() -> None:

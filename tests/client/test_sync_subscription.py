@@ -15,7 +15,16 @@ from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 @pytest.fixture
 async def collector(tmp_path: Path) -> AsyncIterator[str]:
     """Address of a collector process that stores below `tmp_path`."""
-    command = ("-m", "rollmesh.collector", "--port", "0", "--data-dir", str(tmp_path))
+    command = (
+        "-m",
+        "rollmesh.collector",
+        "--port",
+        "0",
+        "--router",
+        "",
+        "--data-dir",
+        str(tmp_path),
+    )
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdout=PIPE, stderr=DEVNULL
     )

@@ -115,7 +115,9 @@ async def subscribing(
 @asynccontextmanager
 async def collector_at(folder: Path, **settings: Any) -> AsyncIterator[str]:
     """Serves a collector until the block ends."""
-    config = CollectorConfig(**{"port": 0, "data_dir": folder, "grace_ms": 1000, **settings})
+    config = CollectorConfig(
+        **{"port": 0, "router": "", "data_dir": folder, "grace_ms": 1000, **settings}
+    )
     bound: asyncio.Future[Bound] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:

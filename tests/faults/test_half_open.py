@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import Client, MeshAddresses, Subscription
+from rollmesh.mesh import members
 from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.rpc import channels
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc, router_pb2
@@ -47,7 +48,7 @@ async def test_an_engine_whose_host_is_gone_leaves_the_mesh(tmp_path: Path) -> N
 async def test_a_trainer_gets_again_what_went_into_a_connection_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "KEEPALIVE_MS", _KEEPALIVE_MS)  # of the trainer
+    monkeypatch.setattr(members, "_KEEPALIVE_MS", _KEEPALIVE_MS)  # of the trainer
     settings = {"port": 0, "data_dir": tmp_path / "collector", "keepalive_ms": _KEEPALIVE_MS}
     async with (
         asyncio.timeout(_TIMEOUT_S),

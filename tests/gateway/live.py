@@ -216,7 +216,9 @@ class LiveMesh:
         enter = self._stack.enter_async_context
         router = RouterConfig(port=0, data_dir=self._folder / "router", grace_ms=0)
         self.router = await enter(served(RouterService(router), router))
-        collector = CollectorConfig(port=0, data_dir=self._folder / "collector", grace_ms=0)
+        collector = CollectorConfig(
+            port=0, router="", data_dir=self._folder / "collector", grace_ms=0
+        )
         self.collector = await enter(served(CollectorService(collector), collector))
         for at, backend in enumerate(self._backends):
             engine = EngineConfig(

@@ -1,15 +1,16 @@
 """Where a mesh is reached, and the channels to it."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 
 from rollmesh.client.retries import retried
 from rollmesh.mesh.gateways import GatewayDirectory
+from rollmesh.mesh.members import CollectorDirectory, SidecarDirectory
 from rollmesh.mesh.router_calls import Routers
 from rollmesh.runtime.errors import RemoteError, RollmeshError
 from rollmesh.runtime.rpc.channels import open_channel, request_metadata, typed_errors
@@ -17,7 +18,8 @@ from rollmesh.v1 import collector_pb2_grpc, gateway_pb2_grpc, router_pb2_grpc
 
 CALL_S = 60.0
 """Time for one call, with its repetitions, seconds."""
-_Result = TypeVar("_Result")
+_TRY_S = 20.0
+"""Time for one try of a call if another collector can be tried, seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,19 +27,22 @@ class MeshAddresses:
     """Where a mesh is reached; `rollmesh up` prints them."""
 
     router: str = ""
-    """host:port of the router, or several separated by commas: the preferred one first."""
+    """host:port of the router, or several separated by commas: the preferred one first. Routers
+    know all others, so no other address is needed."""
     gateway: str = ""
-    """host:port of the gateway, if there is only one; otherwise the router knows them."""
+    """host:port of the gateway, if there is only one; the router is then not asked."""
     collector: str = ""
-    """host:port."""
+    """host:port of the collector, or several, separated by commas; the router is then not asked."""
     sidecar: str = ""
-    """host:port of the OpenAI-compatible HTTP; any sidecar of the mesh serves every session."""
+    """host:port of the OpenAI-compatible HTTP that agents call; the router is then not asked."""
 
     @classmethod
     def from_json(cls, text: str) -> "MeshAddresses":
         """Reads the line that `rollmesh up` prints after `UP`."""
         found = json.loads(text)
         names = ("router", "gateway", "collector", "sidecar")
+        if len(found.get("sidecars", ())) > 1:
+            del found["sidecar"]  # the router knows them all
         return cls(**{name: found[name] for name in names if name in found})
 
 
@@ -50,6 +55,8 @@ class Connections:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._gateways = GatewayDirectory(addresses.router, addresses.gateway)
         self._routers = Routers(addresses.router)
+        self._collectors = CollectorDirectory(addresses.router, addresses.collector)
+        self._sidecars = SidecarDirectory(addresses.router, addresses.sidecar)
 
     async def __aenter__(self) -> Self:
         """Returns itself."""
@@ -62,30 +69,44 @@ class Connections:
         traceback: TracebackType | None,
     ) -> None:
         """Closes the channels."""
-        await self._gateways.aclose()
-        await self._routers.aclose()
+        for part in (self._gateways, self._routers, self._collectors, self._sidecars):
+            await part.aclose()
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
 
-    @staticmethod
-    async def _repeated(
-        method: Callable[..., Awaitable[_Result]], request: Any, *also: type[RollmeshError]
-    ) -> _Result:
-        """Makes a call that is safe to repeat, and repeats it while the service is away or full.
+    async def _at_collector(
+        self,
+        method: Callable[["collector_pb2_grpc.CollectorServiceAsyncStub"], Callable[..., Any]],
+        request: Any,
+        *also: type[RollmeshError],
+    ) -> Any:
+        """Makes a call that is safe to repeat, at one collector after another if they are away.
 
         Args:
-            method: The stub's method.
+            method: Returns the method of a stub.
             request: Its request.
-            also: Errors that a repetition may cure, besides those of an absent or full service.
+            also: Errors that a repetition may cure, besides those of absent or full collectors.
         """
-        return await retried(
-            lambda timeout_s: method(
-                request, timeout=timeout_s, metadata=request_metadata(), wait_for_ready=True
-            ),
-            CALL_S,
-            *also,
-        )
+        collectors = self._collectors
+
+        async def once(timeout_s: float) -> Any:
+            if not collectors.is_fixed:
+                timeout_s = min(timeout_s, _TRY_S)
+
+            async def at(channel: grpc.aio.Channel) -> Any:
+                stub = collector_pb2_grpc.CollectorServiceStub(channel)
+                with typed_errors():
+                    return await method(stub)(
+                        request,
+                        timeout=timeout_s,
+                        metadata=request_metadata(),
+                        wait_for_ready=collectors.is_fixed,
+                    )
+
+            return await collectors.call(at)
+
+        return await retried(once, CALL_S, *also)
 
     async def _at_gateway(
         self,
@@ -137,9 +158,6 @@ class Connections:
     async def _router(self) -> "router_pb2_grpc.RouterServiceAsyncStub":
         """Returns a router that answers."""
         return await self._routers.stub()
-
-    def _collector(self) -> "collector_pb2_grpc.CollectorServiceAsyncStub":
-        return collector_pb2_grpc.CollectorServiceStub(self._channel(self.addresses.collector))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

@@ -1,5 +1,7 @@
 """The client's calls about the servers of a mesh."""
 
+import grpc
+
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.v1 import server_pb2, server_pb2_grpc
@@ -9,19 +11,21 @@ class ServerCalls(Connections):
     """Asks the servers what they are."""
 
     async def server_infos(self) -> dict[str, server_pb2.GetServerInfoResponse]:
-        """Returns the release and the capabilities of router, gateway and collector, by name.
+        """Returns release and capabilities of the router, a gateway and a collector, by name.
 
         Raises:
             RollmeshError: One of them cannot be reached.
         """
         request = server_pb2.GetServerInfoRequest()
         found: dict[str, server_pb2.GetServerInfoResponse] = {}
-        for name in ("router", "gateway", "collector"):
+
+        async def ask(channel: grpc.aio.Channel) -> server_pb2.GetServerInfoResponse:
             stub: server_pb2_grpc.ServerServiceAsyncStub
-            address = getattr(self.addresses, name)
-            if name == "router":
-                address = await self._routers.address()
-            stub = server_pb2_grpc.ServerServiceStub(self._channel(address))
+            stub = server_pb2_grpc.ServerServiceStub(channel)
             with typed_errors():
-                found[name] = await stub.GetServerInfo(request, timeout=CALL_S)
+                return await stub.GetServerInfo(request, timeout=CALL_S)
+
+        found["router"] = await ask(self._channel(await self._routers.address()))
+        found["gateway"] = await ask(self._channel(await self._gateways.any_address()))
+        found["collector"] = await self._collectors.call(ask)
         return found

@@ -4,10 +4,13 @@ import asyncio
 import os
 import socket
 import sys
+import uuid
+from contextlib import AsyncExitStack
 
 import uvloop
 
 from rollmesh.mesh.gateways import GatewayDirectory
+from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.config import ConfigError, parse_config
 from rollmesh.runtime.process import faults
 from rollmesh.runtime.process.main import print_ready
@@ -18,6 +21,7 @@ from rollmesh.runtime.telemetry.metrics import metrics_endpoint
 from rollmesh.sidecar.app import make_app
 from rollmesh.sidecar.config import SidecarConfig
 from rollmesh.sidecar.server import HttpServer
+from rollmesh.v1 import router_pb2
 
 
 async def _serve(config: SidecarConfig) -> None:
@@ -36,16 +40,29 @@ async def _serve_on(
     try:
         server = HttpServer(make_app(config, directory), config)
         with stop_signals(supervised=config.supervised) as stop:
-            async with asyncio.TaskGroup() as group:
+            async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+                port = listener.getsockname()[1]
+                if not config.gateway:
+                    await stack.enter_async_context(_membership(config, port))
                 serving = group.create_task(server.serve([listener]))
                 stopping = group.create_task(stop.wait())
                 listener.listen(1024)
-                print_ready(Bound(listener.getsockname()[1], metrics_port))
+                print_ready(Bound(port, metrics_port))
                 await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
                 server.should_exit = True
                 stopping.cancel()
     finally:
         await directory.aclose()
+
+
+def _membership(config: SidecarConfig, port: int) -> Membership:
+    """Tells the router where agents reach this sidecar."""
+    hello = router_pb2.ReplicaHello(
+        replica_id=f"sidecar-{uuid.uuid4().hex}",
+        kind=router_pb2.REPLICA_KIND_SIDECAR,
+        address=config.advertise or f"{config.host}:{port}",
+    )
+    return Membership(config.router, hello, router_pb2.ReplicaLoad)
 
 
 def main() -> int:

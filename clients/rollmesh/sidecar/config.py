@@ -17,7 +17,11 @@ class SidecarConfig(ListeningConfig):
     """host:port of the router, which knows the gateway of every session; or several separated by
     commas."""
     gateway: str = ""
-    """host:port of the gateway, if there is only one; the router is then not asked."""
+    """host:port of the gateway, if there is only one; the router is then neither asked nor told of
+    this sidecar."""
+    advertise: str = ""
+    """host:port at which agents reach this sidecar; the router tells it to the SDK. Empty means the
+    host and the bound port."""
     unknown_models: Annotated[str, OneOf(("take", "refuse"))] = "take"
     """How to treat a request that names a model that the mesh does not have: `take` answers it with
     the session's model under that name, as agents' auxiliary calls need; `refuse` answers 404,

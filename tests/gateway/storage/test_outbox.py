@@ -15,6 +15,7 @@ from rollmesh.gateway.storage import closed, journal
 from rollmesh.gateway.storage.dead_letters import DeadLetters
 from rollmesh.gateway.storage.outbox import Outbox
 from rollmesh.gateway.storage.transaction import Journal, Transaction
+from rollmesh.mesh.members import CollectorDirectory
 from rollmesh.runtime.errors import (
     InvalidFieldError,
     SessionUnknownError,
@@ -73,9 +74,10 @@ async def delivering(
     await server.start()
     async with opened() as database:
         await database.run(close(names, **size))
+        collectors = CollectorDirectory("", f"127.0.0.1:{port}")
         outbox = Outbox(
             database,
-            f"127.0.0.1:{port}",
+            collectors,
             new_tree=new_tree,
             remembered=10,
         )
@@ -84,7 +86,7 @@ async def delivering(
             running = group.create_task(outbox.run())
             yield collector, outbox, database
             running.cancel()
-        await outbox.close()
+        await collectors.aclose()
     await server.stop(None)
 
 

@@ -55,6 +55,8 @@ class MeshConfig(Config):
     """Number of gateways; the router places each new session on the one with the fewest."""
     sidecars: Annotated[int, Bounds(1)] = 1
     """Number of sidecars; each serves every session."""
+    collectors: Annotated[int, Bounds(1)] = 1
+    """Number of collectors; several need a store that they share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,9 @@ def _processes(tables: _Tables, mesh: MeshConfig) -> Iterator[_Process]:
     yield from _of_models("engine", tables, models)
     if "scorer" in tables:
         yield _Process("scorer", "scorer", 0, tables["scorer"])
-    yield _Process("collector", "collector", 0, tables.get("collector", {}))
+    for at in range(_collectors(mesh, tables)):
+        name = f"collector-{at}" if at else "collector"
+        yield _Process(name, "collector", at, tables.get("collector", {}))
     yield from _of_models("gateway", tables, models)
     for at in range(mesh.sidecars):
         name = f"sidecar-{at}" if at else "sidecar"
@@ -209,14 +213,28 @@ def _shared_settings(mesh: MeshConfig, address: Mapping[str, str]) -> dict[str, 
         "router": {"data_dir": mesh.data_dir / "router"},
         "engine": {"router": address["router"]},
         "scorer": {},
-        "collector": {"data_dir": mesh.data_dir / "collector"},
+        "collector": {"router": address["router"], "data_dir": mesh.data_dir / "collector"},
         "gateway": {
             "router": address["router"],
-            "collector": address["collector"],
             "data_dir": mesh.data_dir / "gateway",
         },
         "sidecar": {"router": address["router"]},
     }
+
+
+def _collectors(mesh: MeshConfig, tables: _Tables) -> int:
+    """Returns the number of collectors.
+
+    Raises:
+        ConfigError: They would have a store each.
+    """
+    store = str(tables.get("collector", {}).get("store", "sqlite"))
+    if mesh.collectors > 1 and store == "sqlite":
+        raise ConfigError(
+            f"mesh.collectors: is {mesh.collectors}, and collectors cannot share files; give one, "
+            'or set store = "postgresql://user@host:port/database" under [collector]'
+        )
+    return mesh.collectors
 
 
 def _scoring(table: Mapping[str, Any], address: str) -> dict[str, Any]:

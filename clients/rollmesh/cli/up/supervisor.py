@@ -143,11 +143,12 @@ class Supervisor:
         line: dict[str, object] = {}
         for spec in self._specs:
             line.setdefault(spec.service, spec.address)  # any sidecar serves every session
-        for service in ("engine", "gateway", "sidecar"):
+        for service in ("engine", "collector", "gateway", "sidecar"):
             line[f"{service}s"] = {s.name: s.address for s in self._specs if s.service == service}
         del line["engine"]
-        if len([spec for spec in self._specs if spec.service == "gateway"]) > 1:
-            del line["gateway"]  # the router knows which one holds a session
+        for service in ("collector", "gateway"):
+            if len([spec for spec in self._specs if spec.service == service]) > 1:
+                del line[service]  # the router knows them
         line["pids"] = {name: process.pid for name, process in self._processes.items()}
         print("UP", json.dumps(line), flush=True)  # noqa: T201 - for programs
 

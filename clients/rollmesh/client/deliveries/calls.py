@@ -3,15 +3,17 @@
 import uuid
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Literal
+from typing import Any, Literal
+
+import grpc
 
 from rollmesh.client.connections import CALL_S, Connections
 from rollmesh.client.deliveries.subscription import SubscribeOptions, Subscription
 from rollmesh.client.sessions.rewards import Rewards
 from rollmesh.client.sessions.trajectories import SessionResult
-from rollmesh.runtime.errors import SessionUnknownError
-from rollmesh.runtime.rpc.channels import read_stream, typed_errors
-from rollmesh.v1 import collector_pb2
+from rollmesh.runtime.errors import ConsumerUnknownError, SessionUnknownError
+from rollmesh.runtime.rpc.channels import read_stream
+from rollmesh.v1 import collector_pb2, collector_pb2_grpc, session_pb2
 
 _PAGE = 1000
 
@@ -40,6 +42,7 @@ class DeliveryCalls(Connections):
         """
         return Subscription(
             self.addresses.collector,
+            router=self.addresses.router,
             consumer=consumer,
             unit=unit,
             credits=credits,
@@ -75,28 +78,29 @@ class DeliveryCalls(Connections):
             rewards=rewards.to_proto(session_id),
             request_id=request_id or uuid.uuid4().hex,
         )
-        await self._repeated(self._collector().SetRewards, request, SessionUnknownError)
+        await self._at_collector(lambda stub: stub.SetRewards, request, SessionUnknownError)
 
     async def seek(
         self, consumer: str, position: collector_pb2.Position
     ) -> collector_pb2.SeekResponse:
         """Moves a known consumer; returns how many units are redelivered and how many skipped."""
-        with typed_errors():
-            return await self._collector().Seek(
-                collector_pb2.SeekRequest(consumer=consumer, position=position), timeout=CALL_S
-            )
+        request = collector_pb2.SeekRequest(
+            consumer=consumer, position=position, request_id=uuid.uuid4().hex
+        )
+        sought: collector_pb2.SeekResponse
+        sought = await self._at_collector(lambda stub: stub.Seek, request)
+        return sought
 
     async def consumers(self) -> list[collector_pb2.Consumer]:
         """Returns all consumers, ordered by name."""
         request = collector_pb2.ListConsumersRequest(page_size=_PAGE)
         consumers: list[collector_pb2.Consumer] = []
-        with typed_errors():
-            while True:
-                page = await self._collector().ListConsumers(request, timeout=CALL_S)
-                consumers += page.consumers
-                request.page_token = page.next_page_token
-                if not page.next_page_token:
-                    return consumers
+        while True:
+            page = await self._at_collector(lambda stub: stub.ListConsumers, request)
+            consumers += page.consumers
+            request.page_token = page.next_page_token
+            if not page.next_page_token:
+                return consumers
 
     async def update_consumer(self, changes: collector_pb2.Consumer) -> collector_pb2.Consumer:
         """Changes the settings of a consumer; returns it as it is now.
@@ -111,7 +115,8 @@ class DeliveryCalls(Connections):
             InvalidFieldError: A setting is invalid.
         """
         request = collector_pb2.UpdateConsumerRequest(consumer=changes, request_id=uuid.uuid4().hex)
-        response = await self._repeated(self._collector().UpdateConsumer, request)
+        response: collector_pb2.UpdateConsumerResponse
+        response = await self._at_collector(lambda stub: stub.UpdateConsumer, request)
         return response.consumer
 
     async def delete_consumer(self, consumer: str) -> None:
@@ -123,19 +128,29 @@ class DeliveryCalls(Connections):
         request = collector_pb2.DeleteConsumerRequest(
             consumer=consumer, request_id=uuid.uuid4().hex
         )
-        await self._repeated(self._collector().DeleteConsumer, request)
+        tries = 0
+
+        def method(stub: "collector_pb2_grpc.CollectorServiceAsyncStub") -> Any:
+            nonlocal tries
+            tries += 1
+            return stub.DeleteConsumer
+
+        try:
+            await self._at_collector(method, request)
+        except ConsumerUnknownError:
+            if tries == 1:  # otherwise an earlier try may have deleted it at another collector
+                raise
 
     async def filtered(self, consumer: str) -> list[collector_pb2.FilteredEntry]:
         """Returns what was filtered out for a consumer, and why, oldest first."""
         request = collector_pb2.ListFilteredRequest(consumer=consumer, page_size=_PAGE)
         entries: list[collector_pb2.FilteredEntry] = []
-        with typed_errors():
-            while True:
-                page = await self._collector().ListFiltered(request, timeout=CALL_S)
-                entries += page.entries
-                request.page_token = page.next_page_token
-                if not page.next_page_token:
-                    return entries
+        while True:
+            page = await self._at_collector(lambda stub: stub.ListFiltered, request)
+            entries += page.entries
+            request.page_token = page.next_page_token
+            if not page.next_page_token:
+                return entries
 
     async def stored_session(self, session_id: str) -> SessionResult:
         """Returns a closed session from the collector, delivered or not.
@@ -144,13 +159,21 @@ class DeliveryCalls(Connections):
             SessionUnknownError: The collector does not have it, or has removed it.
         """
         request = collector_pb2.ReadSessionsRequest(session_id=session_id)
-        call = self._collector().ReadSessions(request, timeout=CALL_S)
-        async with aclosing(read_stream(call)) as responses:
-            response: collector_pb2.ReadSessionsResponse = await anext(responses)
-        return SessionResult.from_proto(response.session)
+
+        async def read(channel: grpc.aio.Channel) -> session_pb2.SessionRecord:
+            call = collector_pb2_grpc.CollectorServiceStub(channel).ReadSessions(
+                request, timeout=CALL_S
+            )
+            async with aclosing(read_stream(call)) as responses:
+                response: collector_pb2.ReadSessionsResponse = await anext(responses)
+            return response.session
+
+        return SessionResult.from_proto(await self._collectors.call(read))
 
     async def stats(self) -> collector_pb2.GetStatsResponse:
-        """Returns how much the collector holds."""
-        request = collector_pb2.GetStatsRequest()
-        with typed_errors():
-            return await self._collector().GetStats(request, timeout=CALL_S)
+        """Returns how much is stored; streams and leases are those of one collector."""
+        stats: collector_pb2.GetStatsResponse
+        stats = await self._at_collector(
+            lambda stub: stub.GetStats, collector_pb2.GetStatsRequest()
+        )
+        return stats

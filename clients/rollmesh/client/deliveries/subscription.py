@@ -12,6 +12,7 @@ import grpc
 
 from rollmesh.client.arguments import chosen, filled
 from rollmesh.client.sessions.trajectories import Delivery, SessionResult
+from rollmesh.mesh.members import CollectorDirectory
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     ConsumerExistsError,
@@ -21,7 +22,7 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     ShuttingDownError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, read_stream, typed_errors
+from rollmesh.runtime.rpc.channels import read_stream, typed_errors
 from rollmesh.runtime.tasks import Background
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, collector_pb2_grpc
@@ -53,7 +54,10 @@ class SubscribeOptions:
 
 
 class Subscription(Background):
-    """A named consumer's stream of deliveries; survives restarts of the collector.
+    """A named consumer's stream of deliveries.
+
+    It survives restarts of the collector, and goes on at another collector of the same store if the
+    one that it uses is away.
 
     Opening it creates the consumer, or gives a known one these settings. A consumer that is deleted
     later is created again.
@@ -64,8 +68,9 @@ class Subscription(Background):
 
     def __init__(
         self,
-        collector: str,
+        collector: str = "",
         *,
+        router: str = "",
         consumer: str,
         unit: Literal["session", "group"],
         credits: int = 8,  # noqa: A002 - the protocol's word
@@ -75,7 +80,8 @@ class Subscription(Background):
         """Describes the consumer.
 
         Args:
-            collector: host:port.
+            collector: host:port, or several, separated by commas; empty: the router knows them.
+            router: host:port, or several, separated by commas; not needed if collectors are given.
             consumer: Its name; a known consumer resumes where it stopped.
             unit: Whether a delivery holds a session or a group.
             credits: Maximum number of deliveries that wait in this process; 0: deliveries come only
@@ -87,7 +93,7 @@ class Subscription(Background):
             InvalidFieldError: An argument is invalid.
         """
         super().__init__()
-        self._collector = collector
+        self._collectors = CollectorDirectory(router, collector)
         options = options or SubscribeOptions()
         _check_credits("credits", credits, least=0)
         self._hello = filled(collector_pb2.SubscribeHello, consumer=consumer)
@@ -200,10 +206,11 @@ class Subscription(Background):
         self._outgoing.put_nowait(collector_pb2.SubscribeRequest(grant=grant))
 
     async def _stay(self) -> None:
-        async with open_channel(self._collector) as channel:
+        try:
             while True:
                 try:
-                    await self._hold_stream(channel)
+                    async with self._collectors.one() as channel:
+                        await self._hold_stream(channel)
                 except InvalidFieldError as error:
                     self._refuse(error)
                     return
@@ -213,6 +220,8 @@ class Subscription(Background):
                 except RollmeshError as error:
                     _log.info("collector unreachable", extra=fields(error=str(error)))
                 await asyncio.sleep(self._backoff.next_s())
+        finally:
+            await self._collectors.aclose()
 
     def _forget_waiting(self) -> None:
         """Drops waiting deliveries; the collector resends those at or after the new position."""

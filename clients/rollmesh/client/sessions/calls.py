@@ -7,6 +7,7 @@ from typing import Any
 
 from rollmesh.client.arguments import ExportForm, export_mode, filled, outcome_of, read_sampling
 from rollmesh.client.connections import Connections
+from rollmesh.client.retries import retried
 from rollmesh.client.sessions.session import Outcome, Session
 from rollmesh.client.sessions.transcripts import Transcript
 from rollmesh.client.shielding import shielded
@@ -14,6 +15,7 @@ from rollmesh.runtime.errors import RepeatConflictError
 from rollmesh.v1 import gateway_pb2
 
 _LEAVE_S = 10.0
+_SIDECAR_S = 10.0
 
 
 class SessionCalls(Connections):
@@ -107,8 +109,9 @@ class SessionCalls(Connections):
         """Opens a session, retrying while the gateway is full; the caller closes it."""
         if not request.request_id:  # retries must not open another session
             request.request_id = uuid.uuid4().hex
+        sidecar = await retried(lambda _: self._sidecars.any(), _SIDECAR_S)
         opened = await self._at_gateway("", lambda stub: stub.CreateSession, request, request.model)
-        base_url = f"http://{self.addresses.sidecar}/sessions/{opened.session_key}/v1"
+        base_url = f"http://{sidecar}/sessions/{opened.session_key}/v1"
         return Session(opened.session_id, opened.session_key, base_url, opened.model)
 
     async def close_session(

@@ -3,7 +3,7 @@
 verl loads the class by name and uses it for rollouts only:
 
     actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollmesh.integrations.verl.manager.AgentLoopManager
-    +rollmesh.router=HOST:PORT +rollmesh.gateway=... +rollmesh.collector=... +rollmesh.sidecar=...
+    +rollmesh.router=HOST:PORT
     +rollmesh.runners.my_agent=my_package.my_module:run
 
 Prompts become groups of sessions, `agent_name` names the runner, and delivered sessions are written

@@ -8,7 +8,7 @@ from rollmesh.client import MeshAddresses, Retries, RolloutSettings, TimeLimits
 from rollmesh.integrations.verl.queue import PromptStatus, checked_status
 from rollmesh.runtime.errors import InvalidFieldError
 
-_ADDRESSES = ("router", "gateway", "collector", "sidecar")
+_OPTIONAL_ADDRESSES = ("gateway", "collector", "sidecar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,10 @@ class Settings:
         """
         found = {str(name): value for name, value in (config or {}).items()}
         try:
-            addresses = MeshAddresses(**{name: str(found.pop(name)) for name in _ADDRESSES})
+            addresses = MeshAddresses(
+                router=str(found.pop("router")),
+                **{name: str(found.pop(name)) for name in _OPTIONAL_ADDRESSES if name in found},
+            )
             return cls(
                 addresses=addresses,
                 runners=dict(found.pop("runners")),

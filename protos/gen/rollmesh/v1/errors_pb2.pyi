@@ -339,6 +339,16 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
     Call the method of RouterService that the message names; it acts on all engines of a model.
     """
+    ERROR_REASON_NO_COLLECTOR: _ErrorReason.ValueType  # 57
+    """UNAVAILABLE. No collector is registered with the router. Clients make it; it is never sent.
+
+    Retry. If it stays so, start a collector with `--router`, or give the client its address.
+    """
+    ERROR_REASON_NO_SIDECAR: _ErrorReason.ValueType  # 58
+    """UNAVAILABLE. No sidecar is registered with the router. Clients make it; it is never sent.
+
+    Retry. If it stays so, start a sidecar with `--router`, or give the client its address.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. The comment of a value gives its status code, its meaning, and below what to do.
@@ -654,6 +664,16 @@ ERROR_REASON_WRONG_SERVICE: ErrorReason.ValueType  # 56
 one engine.
 
 Call the method of RouterService that the message names; it acts on all engines of a model.
+"""
+ERROR_REASON_NO_COLLECTOR: ErrorReason.ValueType  # 57
+"""UNAVAILABLE. No collector is registered with the router. Clients make it; it is never sent.
+
+Retry. If it stays so, start a collector with `--router`, or give the client its address.
+"""
+ERROR_REASON_NO_SIDECAR: ErrorReason.ValueType  # 58
+"""UNAVAILABLE. No sidecar is registered with the router. Clients make it; it is never sent.
+
+Retry. If it stays so, start a sidecar with `--router`, or give the client its address.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -33,6 +33,10 @@ class _ReplicaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaKi
     """An engine."""
     REPLICA_KIND_GATEWAY: _ReplicaKind.ValueType  # 2
     """A gateway."""
+    REPLICA_KIND_COLLECTOR: _ReplicaKind.ValueType  # 3
+    """A collector."""
+    REPLICA_KIND_SIDECAR: _ReplicaKind.ValueType  # 4
+    """A sidecar; its address is that of its HTTP."""
 
 class ReplicaKind(_ReplicaKind, metaclass=_ReplicaKindEnumTypeWrapper):
     """Kind of a member."""
@@ -43,6 +47,10 @@ REPLICA_KIND_ENGINE: ReplicaKind.ValueType  # 1
 """An engine."""
 REPLICA_KIND_GATEWAY: ReplicaKind.ValueType  # 2
 """A gateway."""
+REPLICA_KIND_COLLECTOR: ReplicaKind.ValueType  # 3
+"""A collector."""
+REPLICA_KIND_SIDECAR: ReplicaKind.ValueType  # 4
+"""A sidecar; its address is that of its HTTP."""
 Global___ReplicaKind: _TypeAlias = ReplicaKind  # noqa: Y015
 
 class _LeaseOutcome:
@@ -198,14 +206,15 @@ class ReplicaHello(_message.Message):
     VOCABULARY_TOKENS_FIELD_NUMBER: _builtins.int
     JOURNAL_ID_FIELD_NUMBER: _builtins.int
     REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Id of the member, unique in the mesh, 1 to 128 characters."""
     kind: Global___ReplicaKind.ValueType
-    """Whether it is an engine or a gateway. Decides which other fields are read."""
+    """What it is. Decides which other fields are read."""
     address: _builtins.str
     """Its address, host:port."""
     model: _builtins.str
-    """Name of the model that it serves, 1 to 128 characters."""
+    """Name of the model that it serves, 1 to 128 characters. Engines and gateways only."""
     lease_capacity: _builtins.int
     """Maximum number of leases at a time, at least 1. Engines only."""
     instance_id: _builtins.str
@@ -224,6 +233,8 @@ class ReplicaHello(_message.Message):
     """
     report_interval_ms: _builtins.int
     """Longest time between two of its reports, milliseconds, at most 60,000. 0 means 5,000."""
+    store_id: _builtins.str
+    """Id of its store, 1 to 128 characters. All collectors of a mesh have one store. Collectors only."""
     @_builtins.property
     def load(self) -> Global___ReplicaLoad:
         """Its load."""
@@ -242,10 +253,11 @@ class ReplicaHello(_message.Message):
         vocabulary_tokens: _builtins.int = ...,
         journal_id: _builtins.str = ...,
         report_interval_ms: _builtins.int = ...,
+        store_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id", "report_interval_ms", b"report_interval_ms", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "journal_id", b"journal_id", "kind", b"kind", "lease_capacity", b"lease_capacity", "load", b"load", "model", b"model", "replica_id", b"replica_id", "report_interval_ms", b"report_interval_ms", "store_id", b"store_id", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_tokens", b"vocabulary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1019,12 +1031,17 @@ class ListReplicasRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    KIND_FIELD_NUMBER: _builtins.int
+    kind: Global___ReplicaKind.ValueType
+    """Only members of this kind. UNSPECIFIED means all."""
     def __init__(
         self,
+        *,
+        kind: Global___ReplicaKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

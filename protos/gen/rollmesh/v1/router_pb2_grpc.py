@@ -117,7 +117,8 @@ class RouterServiceServicer(object):
         removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
         process is a member under the same id, the router waits for its next report and refuses the
         caller, or gives the id to the caller if the member is removed.
-        Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
+        Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
+        ALREADY_EXISTS (REPLICA_ID_IN_USE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,7 +155,8 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """Lists the members, and the weights of their models.
+        """Lists the members, and the weights of their models. Any collector of the list serves any request
+        about sessions and consumers, and any sidecar serves any session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

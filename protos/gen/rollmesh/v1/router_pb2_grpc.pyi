@@ -39,7 +39,8 @@ class RouterServiceStub:
     removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
     process is a member under the same id, the router waits for its next report and refuses the
     caller, or gives the id to the caller if the member is removed.
-    Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
+    Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
+    ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _grpc.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]
     """Acquires and releases leases of engines. Responses come in the order in which requests are
@@ -60,7 +61,9 @@ class RouterServiceStub:
     epoch serves it.
     """
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]
-    """Lists the members, and the weights of their models."""
+    """Lists the members, and the weights of their models. Any collector of the list serves any request
+    about sessions and consumers, and any sidecar serves any session.
+    """
     PauseEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.PauseEnginesRequest, _router_pb2.PauseEnginesResponse]
     """Pauses all engines of a model, in parallel."""
     ResumeEngines: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]
@@ -109,7 +112,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
     process is a member under the same id, the router waits for its next report and refuses the
     caller, or gives the id to the caller if the member is removed.
-    Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
+    Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
+    ALREADY_EXISTS (REPLICA_ID_IN_USE).
     """
     Dispatch: _aio.StreamStreamMultiCallable[_router_pb2.DispatchRequest, _router_pb2.DispatchResponse]  # type: ignore[assignment]
     """Acquires and releases leases of engines. Responses come in the order in which requests are
@@ -130,7 +134,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
     epoch serves it.
     """
     ListReplicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """Lists the members, and the weights of their models."""
+    """Lists the members, and the weights of their models. Any collector of the list serves any request
+    about sessions and consumers, and any sidecar serves any session.
+    """
     PauseEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.PauseEnginesRequest, _router_pb2.PauseEnginesResponse]  # type: ignore[assignment]
     """Pauses all engines of a model, in parallel."""
     ResumeEngines: _aio.UnaryUnaryMultiCallable[_router_pb2.ResumeEnginesRequest, _router_pb2.ResumeEnginesResponse]  # type: ignore[assignment]
@@ -182,7 +188,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         removed, and its stream ends with DEADLINE_EXCEEDED (DEADLINE); it may register again. If another
         process is a member under the same id, the router waits for its next report and refuses the
         caller, or gives the id to the caller if the member is removed.
-        Errors: INVALID_ARGUMENT names the field; ALREADY_EXISTS (REPLICA_ID_IN_USE).
+        Errors: INVALID_ARGUMENT names the field (`store_id`: collectors of another store are members);
+        ALREADY_EXISTS (REPLICA_ID_IN_USE).
         """
 
     @_abc_1.abstractmethod
@@ -227,7 +234,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListReplicasResponse, _abc.Awaitable[_router_pb2.ListReplicasResponse]]:
-        """Lists the members, and the weights of their models."""
+        """Lists the members, and the weights of their models. Any collector of the list serves any request
+        about sessions and consumers, and any sidecar serves any session.
+        """
 
     @_abc_1.abstractmethod
     def PauseEngines(

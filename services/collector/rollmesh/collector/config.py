@@ -20,6 +20,9 @@ class CollectorConfig(ServerConfig):
     """Port to listen on; 0 picks a free port."""
     max_request_bytes: RequestBytes = 2**31 - 1
     """Largest accepted message, bytes; a session takes 9 per token of each trajectory."""
+    router: str = "127.0.0.1:7100"
+    """host:port of the router, which tells gateways and trainers where the collectors are, or
+    several separated by commas; empty: it serves those that name its address."""
     store: str = "sqlite"
     """Session store: sqlite (files in data_dir), or postgresql://user@host:port/database, which
     several collectors can share."""

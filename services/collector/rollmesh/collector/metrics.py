@@ -46,6 +46,7 @@ STORE_ERRORS = Counter(
 READY = Gauge(
     "rollmesh_collector_ready", "Units fetched from the store that wait for a credit.", ["consumer"]
 )
+REGISTERED = Gauge("rollmesh_collector_registered", "1 while the collector is registered.")
 LEASED = Gauge("rollmesh_collector_leased", "Units sent and not acknowledged.", ["consumer"])
 
 

@@ -1,11 +1,14 @@
 """The collector as a service."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
+from rollmesh.collector import metrics
 from rollmesh.collector.config import CollectorConfig
 from rollmesh.collector.delivery.retention import Retention
 from rollmesh.collector.scoring.remote import RemoteScorer
@@ -15,9 +18,11 @@ from rollmesh.collector.storage.sqlite.store import open_store
 from rollmesh.collector.storage.store import Store
 from rollmesh.collector.streams.maintenance import maintain
 from rollmesh.collector.streams.subscriptions import Subscriptions
+from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.config import ConfigError
 from rollmesh.runtime.rpc.channels import open_channel
-from rollmesh.v1 import collector_pb2_grpc, server_pb2
+from rollmesh.runtime.tasks import first_of
+from rollmesh.v1 import collector_pb2_grpc, router_pb2, server_pb2
 
 
 class CollectorService:
@@ -30,6 +35,7 @@ class CollectorService:
         self._config = config
         self._servicer = CollectorServicer()
         self._store: Store | None = None
+        self._membership: Membership | None = None
 
     @property
     def capabilities(self) -> frozenset[server_pb2.Capability.ValueType]:
@@ -56,8 +62,26 @@ class CollectorService:
             maintenance = tasks.create_task(work)
             async with self._scoring(subscriptions):
                 self._servicer.subscriptions = subscriptions
-                yield
+                async with self._registered(address, store.store_id):
+                    yield
             maintenance.cancel()
+
+    @asynccontextmanager
+    async def _registered(self, address: str, store_id: str) -> AsyncIterator[None]:
+        """Registers with the router, if there is one."""
+        if not self._config.router:
+            yield
+            return
+        hello = router_pb2.ReplicaHello(
+            replica_id=f"collector-{uuid.uuid4().hex}",
+            kind=router_pb2.REPLICA_KIND_COLLECTOR,
+            address=address,
+            store_id=store_id,
+        )
+        async with Membership(self._config.router, hello, router_pb2.ReplicaLoad) as membership:
+            self._membership = membership
+            metrics.REGISTERED.set_function(lambda: membership.registered)
+            yield
 
     @asynccontextmanager
     async def _scoring(self, subscriptions: Subscriptions) -> AsyncIterator[None]:
@@ -75,16 +99,23 @@ class CollectorService:
             running.cancel()
 
     async def ready(self) -> None:
-        """Returns immediately: the store is already open."""
+        """Waits until the collector is registered with the router, if there is one."""
+        if self._membership is not None:
+            await self._membership.wait_registered()
 
     async def drain(self) -> None:
-        """Ends the consumers' streams; the consumers reconnect to the successor."""
+        """Leaves the router and ends the consumers' streams; the consumers go on elsewhere."""
+        if self._membership is not None:
+            await self._membership.leave()
         self._servicer.subscriptions.end_streams()
 
     async def failed(self) -> str:
-        """Returns once the store is lost for good."""
+        """Returns once the store is lost for good, or the router refuses the collector."""
         assert self._store is not None
-        return await self._store.lost()
+        waits: list[Coroutine[Any, Any, str]] = [self._store.lost()]
+        if self._membership is not None:
+            waits.append(self._membership.wait_refused())
+        return await first_of(waits)
 
     @asynccontextmanager
     async def _open_store(self) -> AsyncIterator[Store]:

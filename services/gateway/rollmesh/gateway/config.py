@@ -17,8 +17,9 @@ class GatewayConfig(ServerConfig):
     router: str = "127.0.0.1:7100"
     """host:port of the router, or several separated by commas: engines are leased through the first
     that answers. Give all gateways the same order."""
-    collector: str = "127.0.0.1:7300"
-    """host:port of the collector."""
+    collector: str = ""
+    """host:port of the collector, or several of one store, separated by commas; empty: the router
+    knows them."""
     gateway_id: str = "gateway-0"
     """Id of this gateway, unique in the mesh."""
     journal: str = "sqlite"

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -39,8 +40,10 @@ from rollmesh.gateway.turns.prompt import new_tree
 from rollmesh.gateway.turns.turns import TurnRunner
 from rollmesh.mesh.generations.engines import EngineClients
 from rollmesh.mesh.leases import LeaseClient
+from rollmesh.mesh.members import CollectorDirectory
 from rollmesh.mesh.membership import Membership
 from rollmesh.runtime.config import ConfigError
+from rollmesh.runtime.tasks import first_of
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.runtime.tokenizer_files import tokenizer_sha256
 from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, server_pb2
@@ -92,6 +95,7 @@ class GatewayService:
             ),
             config,
         )
+        self._collectors = CollectorDirectory(config.router, config.collector)
         self._membership: Membership | None = None
         self._first: Journal | None = None
         """The journal without which the gateway cannot go on, if there is one."""
@@ -116,6 +120,7 @@ class GatewayService:
         self._log_formats()
         async with AsyncExitStack() as stack:
             first, shared = await stack.enter_async_context(self._open_journals())
+            stack.push_async_callback(self._collectors.aclose)
             leases = await stack.enter_async_context(self._lease_client())
             async with asyncio.TaskGroup() as tasks:
                 gateway = Gateway(
@@ -177,7 +182,7 @@ class GatewayService:
     def _new_outbox(self, journal: Journal) -> Outbox:
         return Outbox(
             journal,
-            self._config.collector,
+            self._collectors,
             new_tree=partial(new_tree, self._continuation),
             remembered=self._config.remembered_closes,
         )
@@ -230,14 +235,10 @@ class GatewayService:
     async def failed(self) -> str:
         """Returns why, once the router refuses the gateway or the files of its journal are gone."""
         assert self._membership is not None
-        async with asyncio.TaskGroup() as group:
-            waits = [group.create_task(self._membership.wait_refused())]
-            if self._first is not None:
-                waits.append(group.create_task(_reason(self._first)))
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for one in waits:
-                one.cancel()
-        return done.pop().result()
+        waits: list[Coroutine[Any, Any, str]] = [self._membership.wait_refused()]
+        if self._first is not None:
+            waits.append(_reason(self._first))
+        return await first_of(waits)
 
     def _log_formats(self) -> None:
         """Logs the answer formats, and warns if tool calls cannot be parsed."""

@@ -29,6 +29,12 @@ _CIRCUITS = {
     CircuitState.OPEN: router_pb2.CIRCUIT_STATE_OPEN,
     CircuitState.HALF_OPEN: router_pb2.CIRCUIT_STATE_HALF_OPEN,
 }
+_NEEDED = {
+    router_pb2.REPLICA_KIND_ENGINE: "model",
+    router_pb2.REPLICA_KIND_GATEWAY: "model",
+    router_pb2.REPLICA_KIND_COLLECTOR: "store_id",
+}
+"""By kind: the field that its members must give."""
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -123,6 +129,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.ListReplicasResponse:
         response = router_pb2.ListReplicasResponse(models=self._models.weights())
         for hello in self._members.hellos():
+            if request.kind not in (router_pb2.REPLICA_KIND_UNSPECIFIED, hello.kind):
+                continue
             replica = response.replicas.add(hello=hello)
             engine = self._table.engines.get(hello.replica_id)
             if engine is not None and hello.kind == router_pb2.REPLICA_KIND_ENGINE:
@@ -294,8 +302,9 @@ def _checked_hello(first: router_pb2.RegisterRequest | None) -> router_pb2.Repli
         raise InvalidFieldError("replica_id", f"give 1 to {_MAX_ID_CHARS} characters")
     if hello.kind == router_pb2.REPLICA_KIND_UNSPECIFIED:
         raise InvalidFieldError("kind", "is not set; say what the replica is")
-    if not 0 < len(hello.model) <= _MAX_ID_CHARS:
-        raise InvalidFieldError("model", f"give 1 to {_MAX_ID_CHARS} characters")
+    needed = _NEEDED.get(hello.kind)
+    if needed and not 0 < len(getattr(hello, needed)) <= _MAX_ID_CHARS:
+        raise InvalidFieldError(needed, f"give 1 to {_MAX_ID_CHARS} characters")
     if not hello.address:
         raise InvalidFieldError("address", "is empty; give host:port")
     if hello.kind == router_pb2.REPLICA_KIND_ENGINE and hello.lease_capacity < 1:

@@ -1,4 +1,4 @@
-"""Clients of the router: members, leases of engines and generations on them, gateways of sessions.
+"""Clients of the router: membership, leases and generations, and where the other members are.
 
 May import `runtime`.
 """

@@ -5,13 +5,10 @@ gateway serves which journal. So every sidecar and client finds every session wi
 own, also if its gateway returns elsewhere or another gateway takes over the journal.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
-
-from rollmesh.mesh.router_calls import Routers
+from rollmesh.mesh.lookups import RETRY_MS, Channels, Lookups, Shared, no_gateway
 from rollmesh.runtime import clock
 from rollmesh.runtime.errors import (
     JournalMovedError,
@@ -20,16 +17,12 @@ from rollmesh.runtime.errors import (
     RollmeshError,
     ShuttingDownError,
 )
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
-from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2, router_pb2_grpc
+from rollmesh.runtime.rpc.channels import typed_errors
+from rollmesh.v1 import gateway_pb2, gateway_pb2_grpc, router_pb2
 
 JOURNAL_ID_CHARS = 8
 """Characters of a journal's id."""
-_LIST_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 5.0
-_LIST_AGE_MS = 250
-"""Age up to which a list is not asked for again, whoever asks for what it does not have."""
-_RETRY_MS = 1000
 _KEPT_MS = 3_600_000
 """Time after which a gateway is forgotten that no router names and nobody asks for."""
 
@@ -61,15 +54,14 @@ class GatewayDirectory:
             router: `host:port` of the router, or several separated by commas.
             gateway: `host:port` of the gateway, if there is only one; the router is then not asked.
         """
-        self._routers = Routers(router)
         self._only = gateway
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels()
+        self._lookups = Lookups(router)
+        self._list = Shared(self._read_shared)
         self._known: dict[str, _Known] = {}  # by journal
         self._models: list[str] = []
         self._names: set[str] = set()
         self._lost: set[str] = set()  # journals whose gateway did not answer
-        self._listing = asyncio.Lock()
-        self._listed_ms: int | None = None
 
     async def of(self, session_id: str) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
         """Returns the gateway that serves a session, as far as the router knows.
@@ -140,7 +132,7 @@ class GatewayDirectory:
         if journal_id not in self._known:
             raise NoGatewayError(
                 "session_id: no gateway serves the session's journal now; try again",
-                retry_delay_ms=_RETRY_MS,
+                retry_delay_ms=RETRY_MS,
             )
 
     async def place(self, model: str = "") -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
@@ -153,17 +145,14 @@ class GatewayDirectory:
         """
         if self._only:
             return self._stub(self._only)
-        request = router_pb2.PlaceSessionRequest(model=model)
-        response = await self._routers.ask(
-            lambda stub, limit_s: stub.PlaceSession(request, timeout=limit_s), _LIST_TIMEOUT_S
-        )
-        self._note(response.gateway)
-        return self._stub(response.gateway.address)
+        gateway = await self._lookups.place(model)
+        self._note(gateway)
+        return self._stub(gateway.address)
 
     @property
     def channels(self) -> int:
         """Number of open channels to gateways."""
-        return len(self._channels)
+        return self._channels.count
 
     @property
     def is_fixed(self) -> bool:
@@ -177,45 +166,28 @@ class GatewayDirectory:
             NoGatewayError: There is none.
             RollmeshError: The router did not answer.
         """
+        return self._stub(await self.any_address())
+
+    async def any_address(self) -> str:
+        """Returns the address of one of the gateways; raises as `any` does."""
         if self._only:
-            return self._stub(self._only)
+            return self._only
         gateways = await self._read()
         if not gateways:
-            raise _no_gateway()
-        return self._stub(gateways[0].address)
+            raise no_gateway()
+        return gateways[0].address
 
     async def aclose(self) -> None:
         """Closes the channels."""
-        await self._routers.aclose()
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._lookups.aclose()
+        await self._channels.aclose()
 
-    async def _list(self) -> None:
-        """Reads the gateways from the router, once for all that ask at the same time."""
-        async with self._listing:
-            now_ms = clock.monotonic_ms()
-            if self._listed_ms is not None and now_ms - self._listed_ms < _LIST_AGE_MS:
-                return
-            await self._read()
-            self._listed_ms = clock.monotonic_ms()
+    async def _read_shared(self) -> None:
+        await self._read()
 
     async def _read(self) -> Sequence[router_pb2.Gateway]:
         """Returns the gateways. A router that has none, as after a restart, is passed over."""
-
-        async def list_them(
-            stub: "router_pb2_grpc.RouterServiceAsyncStub", limit_s: float
-        ) -> router_pb2.ListGatewaysResponse:
-            request = router_pb2.ListGatewaysRequest()
-            response = await stub.ListGateways(request, timeout=limit_s)
-            if not response.gateways:
-                raise _no_gateway()
-            return response
-
-        try:
-            response = await self._routers.ask(list_them, _LIST_TIMEOUT_S)
-        except NoGatewayError:
-            response = router_pb2.ListGatewaysResponse()
+        response = await self._lookups.gateways()
         for gateway in response.gateways:
             self._note(gateway)
         self._models = sorted({gateway.model for gateway in response.gateways})
@@ -228,9 +200,7 @@ class GatewayDirectory:
         for journal_id in [id_ for id_, one in self._known.items() if one.used_ms < before_ms]:
             del self._known[journal_id]
             self._lost.discard(journal_id)
-        addresses = {one.address for one in self._known.values()} | {self._only}
-        for address in self._channels.keys() - addresses:
-            await self._channels.pop(address).close()
+        await self._channels.keep({one.address for one in self._known.values()} | {self._only})
 
     def _note(self, gateway: router_pb2.Gateway) -> None:
         served = gateway.journals or [router_pb2.ServedJournal(journal_id=gateway.journal_id)]
@@ -242,13 +212,4 @@ class GatewayDirectory:
                 self._known[journal.journal_id] = found
 
     def _stub(self, address: str) -> "gateway_pb2_grpc.GatewayServiceAsyncStub":
-        return gateway_pb2_grpc.GatewayServiceStub(self._channel(address))
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address)
-        return self._channels[address]
-
-
-def _no_gateway() -> NoGatewayError:
-    return NoGatewayError("no gateway is registered; try again", retry_delay_ms=_RETRY_MS)
+        return gateway_pb2_grpc.GatewayServiceStub(self._channels.of(address))

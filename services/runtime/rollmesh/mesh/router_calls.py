@@ -7,11 +7,19 @@ import grpc
 
 from rollmesh.mesh.routers import STEADY_MS, addresses_of
 from rollmesh.runtime import clock
-from rollmesh.runtime.errors import NoGatewayError, RemoteError, RollmeshError
+from rollmesh.runtime.errors import (
+    NoCollectorError,
+    NoGatewayError,
+    NoSidecarError,
+    RemoteError,
+    RollmeshError,
+)
 from rollmesh.runtime.rpc.channels import open_channel, typed_errors
 from rollmesh.v1 import router_pb2_grpc, server_pb2, server_pb2_grpc
 
 _Result = TypeVar("_Result")
+_NONE = (NoGatewayError, NoCollectorError, NoSidecarError)
+"""Answers of a router that knows nobody, because it has just started."""
 _ELSEWHERE = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
 _PATIENCE_S = 0.75
 """Time that a router has to answer a short call before the next one is asked, seconds."""
@@ -94,7 +102,7 @@ class Routers:
             except RollmeshError as problem:
                 if problem.code not in _ELSEWHERE:
                     raise
-                if not isinstance(problem, NoGatewayError):
+                if not isinstance(problem, _NONE):
                     self._away_ms[address] = clock.monotonic_ms() + STEADY_MS
                 error = problem
         raise error

@@ -280,6 +280,20 @@ class NoGatewayError(RollmeshError):
     reason = "NO_GATEWAY"
 
 
+class NoCollectorError(RollmeshError):
+    """No collector is registered with the router."""
+
+    code = "UNAVAILABLE"
+    reason = "NO_COLLECTOR"
+
+
+class NoSidecarError(RollmeshError):
+    """No sidecar is registered with the router."""
+
+    code = "UNAVAILABLE"
+    reason = "NO_SIDECAR"
+
+
 class EnginesBusyError(RollmeshError):
     """All leases of every engine are taken."""
 

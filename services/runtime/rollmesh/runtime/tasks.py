@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -62,6 +62,16 @@ def begun(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> async
 async def finish(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, _Result]) -> _Result:
     """Returns the result of work; the work completes even if this call is cancelled."""
     return await begun(tasks, work)
+
+
+async def first_of(waits: Sequence[Coroutine[Any, Any, _Result]]) -> _Result:
+    """Returns the result of the first of several waits that ends; the others are cancelled."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(wait) for wait in waits]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+    return done.pop().result()
 
 
 async def contained(work: Callable[[], Awaitable[object]], event: str) -> None:

@@ -11,6 +11,7 @@ from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.errors import (
     InvalidFieldError,
+    RepeatConflictError,
     RollmeshError,
     SessionDamagedError,
     SessionUnknownError,
@@ -23,6 +24,7 @@ from rollmesh.v1 import session_pb2
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 100_000
+_TAKE_OVER_S = 2.0
 _REQUEST_ID = "scorer"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 
@@ -71,11 +73,23 @@ class Scoring:
             scorer: The scorer.
             concurrency: Number of sessions scored at a time.
         """
-        for session_id in await self._store.waiting(_MOST_WAITING):
-            self.add(session_id)
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
                 group.create_task(self._work(scorer))
+            while True:
+                await self._take_over()
+                await asyncio.sleep(_TAKE_OVER_S)
+
+    async def _take_over(self) -> None:
+        """Queues what an earlier process, or a collector that died, has left."""
+        room = self._waiting.maxsize - self._waiting.qsize()
+        if not room:
+            return
+        try:
+            for session_id in await self._store.to_score(room):
+                self.add(session_id)
+        except (StoreAwayError, StoreFullError, StoreError) as error:
+            _log.warning("store failed", extra=fields(reason=error.reason, error=str(error)))
 
     async def _work(self, scorer: RemoteScorer) -> None:
         while True:
@@ -98,6 +112,8 @@ class Scoring:
             try:
                 rewards = await scorer.score(record)
                 await self._set(session_id, rewards)
+            except RepeatConflictError:  # another collector, which was thought dead, scored it
+                return
             except InvalidFieldError as error:  # a retry would fail the same way
                 self._failed(session_id, error)
                 break

@@ -76,6 +76,9 @@ class Counts:
 class Store(Protocol):
     """Every method returns once its effect is durable. Times are milliseconds since 1970 UTC."""
 
+    store_id: str
+    """Identifies what is stored: collectors with the same one share a store."""
+
     async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
         """Stores sessions; returns for each whether it is a repeat, which changes nothing.
 
@@ -99,8 +102,21 @@ class Store(Protocol):
         """
         ...
 
-    async def waiting(self, limit: int) -> list[str]:
-        """Returns the ids of sessions waiting for rewards, most urgent first."""
+    async def to_score(self, limit: int) -> list[str]:
+        """Takes sessions that wait for rewards and that no living collector has taken to score.
+
+        Sessions that were ingested with a `hold_ms` are taken by the collector that ingested them.
+
+        Returns:
+            Their ids, most urgent first. Some may wait for other rewards than a scorer's.
+        """
+        ...
+
+    async def turn(self, duty: str, every_ms: int) -> bool:
+        """Returns whether this collector does a duty now.
+
+        Of all collectors on one store, one does it, at most once in `every_ms` milliseconds.
+        """
         ...
 
     async def tick(self, now_ms: int) -> bool:

@@ -258,7 +258,6 @@ class Gateway:
         finally:
             if not held.done():
                 held.set_exception(moved(journal.journal_id))
-            await outbox.close()
 
     async def _watch(self, registry: Registry) -> None:
         """Gives up the sessions of a journal once it is lost."""

@@ -1,4 +1,4 @@
-"""Delivers closed sessions to the collector, at least once and oldest first.
+"""Delivers closed sessions to a collector, at least once and oldest first.
 
 A session becomes a dead letter if the collector refuses it permanently or if no record can be
 written from it. It then stays in the journal for an operator and delays no other session. A
@@ -20,13 +20,14 @@ from rollmesh.gateway.storage import closed
 from rollmesh.gateway.storage.closed import PIECE_NODES, Letter
 from rollmesh.gateway.storage.journal import DamagedSessionError, read_nodes
 from rollmesh.gateway.storage.transaction import Journal, Transaction
+from rollmesh.mesh.members import CollectorDirectory
 from rollmesh.runtime import clock
 from rollmesh.runtime.backoff import Backoff
 from rollmesh.runtime.codec.enums import name_of
 from rollmesh.runtime.codec.session_records import check_session
 from rollmesh.runtime.errors import InvalidFieldError, RemoteError, RollmeshError
 from rollmesh.runtime.process import faults
-from rollmesh.runtime.rpc.channels import open_channel, typed_errors
+from rollmesh.runtime.rpc.channels import typed_errors
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import collector_pb2, gateway_pb2
 
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 _CALLS = 2
 """Concurrent calls: the next one is read and sent while the collector writes the previous one."""
 _CALL_SESSIONS, _CALL_BYTES = 64, 4 * 1024 * 1024
+_INGEST = "/rollmesh.v1.CollectorService/Ingest"
 _INGEST_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _JOURNAL_RETRY_S = 0.5
@@ -123,7 +125,7 @@ class Outbox:
     def __init__(
         self,
         journal: Journal,
-        collector: str,
+        collectors: CollectorDirectory,
         *,
         new_tree: Callable[[], Tree],
         remembered: int,
@@ -132,18 +134,13 @@ class Outbox:
 
         Args:
             journal: The journal.
-            collector: Address of the collector, `host:port`.
+            collectors: Of the mesh; the caller closes it.
             new_tree: Returns an empty tree.
             remembered: Number of closes that are remembered after delivery.
         """
         self._journal = journal
         self._new_tree = new_tree
-        self._channel: grpc.aio.Channel = open_channel(collector)
-        self._ingest = self._channel.unary_unary(
-            "/rollmesh.v1.CollectorService/Ingest",
-            request_serializer=bytes,
-            response_deserializer=collector_pb2.IngestResponse.FromString,
-        )
+        self._collectors = collectors
         self._remembered = remembered
         self._changed = asyncio.Event()
         self._calls = asyncio.Semaphore(_CALLS)
@@ -188,10 +185,6 @@ class Outbox:
                 await self._calls.acquire()
                 parcel = await self._next()
                 group.create_task(self._hand_over(parcel))
-
-    async def close(self) -> None:
-        """Closes the channel."""
-        await self._channel.close()
 
     async def set_aside(self, letters: list[gateway_pb2.DeadLetter]) -> None:
         """Makes sessions dead letters.
@@ -303,12 +296,7 @@ class Outbox:
         if not records:
             return
         try:
-            with typed_errors():
-                await self._ingest(
-                    b"".join(record.request for record in records),
-                    timeout=_INGEST_TIMEOUT_S,
-                    wait_for_ready=True,
-                )
+            await self._ingest(b"".join(record.request for record in records))
         except RollmeshError as error:
             if len(records) > 1 or not _is_final(error):
                 raise
@@ -320,6 +308,24 @@ class Outbox:
         for record in records:
             for lineage in record.lineages:
                 metrics.TRAJECTORIES.labels(lineage).inc()
+
+    async def _ingest(self, request: bytes) -> None:
+        """Hands sessions to a collector, or to another one if it is away; a repeat is harmless."""
+
+        async def ingest(channel: grpc.aio.Channel) -> None:
+            method = channel.unary_unary(
+                _INGEST,
+                request_serializer=bytes,
+                response_deserializer=collector_pb2.IngestResponse.FromString,
+            )
+            with typed_errors():
+                await method(
+                    request,
+                    timeout=_INGEST_TIMEOUT_S,
+                    wait_for_ready=self._collectors.is_fixed,
+                )
+
+        await self._collectors.call(ingest)
 
     async def _read_rest(self, letter: Letter) -> None:
         """Reads the remaining nodes of a large session in batches; other commits run in between."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rollmesh.runtime.errors import DeadlineError, ReplicaIdInUseError
+from rollmesh.runtime.errors import DeadlineError, InvalidFieldError, ReplicaIdInUseError
 from rollmesh.runtime.telemetry.logs import fields
 from rollmesh.v1 import router_pb2
 
@@ -52,7 +52,7 @@ class Members:
 
     def models(self) -> set[str]:
         """Returns the models of all engines and gateways."""
-        return {member.hello.model for member in self._members.values()}
+        return {member.hello.model for member in self._members.values() if member.hello.model}
 
     async def join(self, hello: router_pb2.ReplicaHello) -> Member:
         """Makes a replica a member.
@@ -62,6 +62,7 @@ class Members:
 
         Raises:
             ReplicaIdInUseError: Another live process has the id.
+            InvalidFieldError: It is a collector, and collectors of another store are members.
         """
         while (former := self._members.get(hello.replica_id)) is not None:
             if hello.instance_id and hello.instance_id == former.hello.instance_id:
@@ -73,8 +74,23 @@ class Members:
                     f"replica_id: {hello.replica_id!r} is registered from "
                     f"{former.hello.address}; give each replica its own id"
                 )
+        self._check_store(hello)
         member = self._members[hello.replica_id] = Member(hello)
         return member
+
+    def _check_store(self, hello: router_pb2.ReplicaHello) -> None:
+        """Checks that a collector has the store of the others; sessions go to any of them."""
+        for other in self.hellos():
+            if (
+                other.kind == hello.kind == router_pb2.REPLICA_KIND_COLLECTOR
+                and other.store_id != hello.store_id
+                and other.replica_id != hello.replica_id
+            ):
+                raise InvalidFieldError(
+                    "store_id",
+                    f"is another one than that of the collector at {other.address}; give all "
+                    "collectors of a mesh one store, or this one another router",
+                )
 
     def has(self, member: Member) -> bool:
         """Returns whether a member still owns its id."""

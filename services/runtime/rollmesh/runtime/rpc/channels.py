@@ -38,16 +38,19 @@ class _UndecodableAnswer(BaseException):
     """
 
 
-def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
+def open_channel(
+    address: str, keepalive_ms: int = KEEPALIVE_MS, *, own_connection: bool = False
+) -> grpc.aio.Channel:
     """Opens a channel to `host:port`; it connects on first use and reconnects by itself.
 
     Make calls inside `typed_errors` or `read_stream`: a peer may answer with malformed bytes.
 
     Args:
         address: `host:port`.
+        keepalive_ms: Idle time after which it is pinged while calls are open, milliseconds.
         own_connection: Whether the channel has a connection to itself; channels share one else.
     """
-    options = [*_OPTIONS, *keepalive_options(KEEPALIVE_MS)]
+    options = [*_OPTIONS, *keepalive_options(keepalive_ms)]
     if own_connection:
         options.append(("grpc.use_local_subchannel_pool", 1))
     channel = grpc.aio.insecure_channel(address, options=options)

@@ -5,7 +5,7 @@ Arrays are not compressed: token ids and log-probabilities do not shrink.
 
 from rollmesh.collector.storage.sql import schema
 
-VERSION = 1
+VERSION = 2
 """Version of the tables; incremented with every change of them, or of `records.split`."""
 SCHEMA = (
     schema.SCHEMA.format(
@@ -13,13 +13,16 @@ SCHEMA = (
         text='TEXT COLLATE "C"',
         blob="BYTEA",
         by_key="",
-        of_sessions="",
+        of_sessions=", scorer TEXT",
         of_consumers=", moved_at BIGINT NOT NULL DEFAULT 0, moved_by TEXT NOT NULL DEFAULT ''",
         of_progress=", holder TEXT",
     )
     + """
 ALTER TABLE sessions ALTER COLUMN arrays SET STORAGE EXTERNAL;
 CREATE INDEX IF NOT EXISTS progress_open ON progress (consumer) WHERE settled_ms IS NULL;
+CREATE INDEX IF NOT EXISTS sessions_to_score ON sessions (due_ms)
+  WHERE due_ms IS NOT NULL AND scorer IS NOT NULL;
+CREATE TABLE IF NOT EXISTS duties (duty TEXT PRIMARY KEY, next_at TIMESTAMPTZ NOT NULL);
 CREATE TABLE IF NOT EXISTS collectors (id TEXT PRIMARY KEY, alive_until TIMESTAMPTZ NOT NULL);
 """
 )

@@ -107,6 +107,32 @@ def release(tx: Transaction, consumer: str, me: str) -> None:
     )
 
 
+def to_score(tx: Transaction, me: str, limit: int) -> list[str]:
+    """Takes the sessions that wait for the scorer of a collector that is no longer alive."""
+    rows = tx.rows(
+        "SELECT session_id FROM sessions s WHERE due_ms IS NOT NULL AND scorer IS NOT NULL"
+        " AND NOT EXISTS (SELECT 1 FROM collectors h"
+        " WHERE h.id = s.scorer AND h.alive_until > clock_timestamp())"
+        " ORDER BY due_ms LIMIT ?1",
+        limit,
+    )
+    ids = [session_id for (session_id,) in rows]
+    tx.run_many("UPDATE sessions SET scorer = ?1 WHERE session_id = ?2", [(me, one) for one in ids])
+    return ids
+
+
+def turn(tx: Transaction, duty: str, every_ms: int) -> bool:
+    """Returns whether it is time for a duty, which then is not due for a while."""
+    rows = tx.rows(
+        "INSERT INTO duties VALUES (?1, clock_timestamp() + ?2 * interval '1 millisecond')"
+        " ON CONFLICT (duty) DO UPDATE SET next_at = excluded.next_at"
+        " WHERE duties.next_at <= clock_timestamp() RETURNING duty",
+        duty,
+        every_ms,
+    )
+    return bool(rows)
+
+
 def tell_changed(tx: Transaction) -> None:
     """Tells the other collectors that a consumer was changed."""
     tx.add_total(_CHANGES, 1)

@@ -19,6 +19,7 @@ from rollmesh.collector.storage.sql import (
     consumers as sql_consumers,
     delivery as sql_delivery,
     ingest as sql_ingest,
+    reads as sql_reads,
     retention as sql_retention,
 )
 from rollmesh.collector.storage.sql.ingest import Packed
@@ -52,6 +53,7 @@ class PostgresStore(SqlStore):
 
     def __init__(self, writer: Lane, reader: Lane, retention: Retention) -> None:
         """Takes two connections to a database with the tables of `schema`."""
+        self.store_id = ""
         self._writer = writer
         self._reader = reader
         self._retention = retention
@@ -85,7 +87,7 @@ class PostgresStore(SqlStore):
 
     async def ingest(self, arrivals: Sequence[Arrival], now_ms: int) -> list[bool]:
         """Stores sessions, all or none."""
-        packed = await asyncio.to_thread(_pack, arrivals)
+        packed = await asyncio.to_thread(_pack, arrivals, self._me)
         most = self._retention.max_bytes
         return await self.write(lambda tx: sql_ingest.ingest(tx, packed, now_ms, most))
 
@@ -94,6 +96,14 @@ class PostgresStore(SqlStore):
         if not await self.read(lambda tx: sql_ingest.is_due(tx, now_ms)):
             return False
         return await self.write(lambda tx: sql_ingest.tick(tx, now_ms))
+
+    async def to_score(self, limit: int) -> list[str]:
+        """Takes the sessions that wait for the scorer of a dead collector."""
+        return await self.write(lambda tx: sharing.to_score(tx, self._me, limit))
+
+    async def turn(self, duty: str, every_ms: int) -> bool:
+        """Returns whether this collector does a duty now."""
+        return await self.write(lambda tx: sharing.turn(tx, duty, every_ms))
 
     async def changed(self) -> list[str]:
         """Marks this collector as alive, then waits a limited time for news."""
@@ -264,6 +274,7 @@ async def open_store(
     ):
         await writer.run(lambda db: prepare_tables(db, address, SCHEMA, VERSION))
         store = PostgresStore(writer, reader, retention)
+        store.store_id = await store.write(sql_reads.store_id)
         await store.enter()
         _log.info("the store is open", extra=fields(database=address.name))
         try:
@@ -272,8 +283,8 @@ async def open_store(
             await store.leave()
 
 
-def _pack(arrivals: Sequence[Arrival]) -> list[Packed]:
-    """Splits sessions into heads and arrays.
+def _pack(arrivals: Sequence[Arrival], me: str) -> list[Packed]:
+    """Splits sessions into heads and arrays; a collector scores those that it holds back.
 
     Raises:
         InvalidFieldError: A session is too large for a row.
@@ -281,7 +292,8 @@ def _pack(arrivals: Sequence[Arrival]) -> list[Packed]:
     packed: list[Packed] = []
     for at, arrival in enumerate(arrivals):
         head, arrays = split(arrival.record)
-        one = Packed(arrival, head, b"".join(arrays), {})
+        scorer = None if arrival.hold_ms is None else me
+        one = Packed(arrival, head, b"".join(arrays), {"scorer": scorer})
         if one.size > _MOST_BYTES:
             raise InvalidFieldError(
                 f"sessions[{at}]",

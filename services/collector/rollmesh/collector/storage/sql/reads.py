@@ -1,9 +1,20 @@
 """What a SQL store says about itself, as functions over a transaction."""
 
+import uuid
+
 from rollmesh.collector.delivery.units import GROUP_LOG
 from rollmesh.collector.storage.sql.transaction import Transaction
 from rollmesh.collector.storage.store import Counts
 from rollmesh.v1 import collector_pb2 as pb
+
+
+def store_id(tx: Transaction) -> str:
+    """Returns the id of the store; a new store gets one."""
+    row = tx.row("SELECT store_id FROM identity")
+    if row is None:
+        row = (uuid.uuid4().hex,)
+        tx.run("INSERT INTO identity VALUES (?1)", *row)
+    return str(row[0])
 
 
 def waiting(tx: Transaction, limit: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Tables of the SQL stores. Totals are kept in a table, so that no hot path counts rows."""
 
 SCHEMA = """
+CREATE TABLE IF NOT EXISTS identity (store_id {text} NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
   n {key}, session_id {text} NOT NULL UNIQUE, group_key {text} NOT NULL,
   sample_index BIGINT NOT NULL, due_ms BIGINT, ready BIGINT NOT NULL DEFAULT 0,

@@ -39,10 +39,6 @@ class SqlStore(ABC):
     async def read(self, work: Work[_Result]) -> _Result:
         """Runs work that only reads, in a transaction."""
 
-    async def waiting(self, limit: int) -> list[str]:
-        """Returns the ids of sessions waiting for rewards."""
-        return await self.read(lambda tx: sql_reads.waiting(tx, limit))
-
     async def set_rewards(
         self, session_id: str, rewards: session_pb2.SessionRewards, request_id: str, now_ms: int
     ) -> bool:

@@ -14,6 +14,7 @@ from rollmesh.collector.delivery.units import Arrival, Page, Unit
 from rollmesh.collector.storage.sql import (
     delivery as sql_delivery,
     ingest as sql_ingest,
+    reads as sql_reads,
     retention as sql_retention,
 )
 from rollmesh.collector.storage.sql.ingest import Packed
@@ -35,6 +36,8 @@ class SqliteStore(SqlStore):
 
     def __init__(self, database: Database, files: ArrayFiles, retention: Retention) -> None:
         """Takes an open database with the schema from `schema`, and its array files."""
+        self.store_id = ""
+        self._begun = False
         self._database = database
         self._files = files
         self._retention = retention
@@ -77,6 +80,18 @@ class SqliteStore(SqlStore):
         if all(repeats):
             await asyncio.to_thread(self._files.remove, files)
         return repeats
+
+    async def to_score(self, limit: int) -> list[str]:
+        """Takes the sessions that an earlier process left; the first call finds them all."""
+        if self._begun:
+            return []
+        waiting = await self.read(lambda tx: sql_reads.waiting(tx, limit))
+        self._begun = True
+        return waiting
+
+    async def turn(self, duty: str, every_ms: int) -> bool:  # noqa: ARG002 - there is no other
+        """Returns that this collector does a duty, as it is the only one."""
+        return True
 
     async def tick(self, now_ms: int) -> bool:
         """Processes due deadlines."""
@@ -142,7 +157,9 @@ async def open_store(folder: Path, retention: Retention) -> AsyncIterator[Sqlite
         await database.run(
             lambda db: files.keep([file for (file,) in db.execute("SELECT n FROM files")])
         )
-        yield SqliteStore(database, files, retention)
+        store = SqliteStore(database, files, retention)
+        store.store_id = await store.write(sql_reads.store_id)
+        yield store
 
 
 def _pack(arrivals: Sequence[Arrival], files: ArrayFiles) -> tuple[list[Packed], list[Place]]:
